@@ -1,0 +1,41 @@
+"""Settings of the pure core, frozen and validated; an unknown key is an error."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SchedulerConfig(BaseModel):
+    """How the pool groups, places and bounds. Lengths are in tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rows_max: int = Field(8, ge=1, le=1024, description="Rows of a group (the batch size).")
+    draft_len: int = Field(4, ge=0, le=32, description="Draft tokens per row and step; 0 is off.")
+    steps_per_order_max: int = Field(
+        4, ge=1, le=64, description="Steps of one order where no other row waits."
+    )
+    orders_in_flight_max: int = Field(
+        2, ge=1, le=8, description="Orders a replica holds at once; 2 hides the round trip."
+    )
+    passes_max: int = Field(
+        4,
+        ge=1,
+        le=1000,
+        description="Groups that may pass over a resident before it anchors the next one.",
+    )
+    prefill_rows_max: int = Field(8, ge=1, le=1024, description="Prompts of one prefill order.")
+    prefill_tokens_max: int = Field(
+        2048,
+        ge=1,
+        description="Tokens of one prefill order; a single longer prompt still goes alone.",
+    )
+    residents_max: int = Field(
+        256, ge=1, description="Sequences whose KV cache a replica holds at once."
+    )
+    waiting_requests_max: int = Field(
+        4096, ge=1, description="Requests that wait for a replica; beyond it they are refused."
+    )
+    prompt_tokens_max: int = Field(131072, ge=1, description="Longest prompt accepted.")
+    stop_token_ids_max: int = Field(64, ge=0, description="Stop token ids per request.")
+    timeout_s_max: float = Field(3600.0, gt=0, description="Longest deadline accepted.")

@@ -1,0 +1,20 @@
+"""A caller's mistake is a typed error that names the field; a broken invariant is an assertion."""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Base of every error that a caller can cause or must handle."""
+
+
+class InvalidRequest(LockstepError):
+    """A request that no replica could ever serve as asked."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class Overloaded(LockstepError):
+    """The waiting queue is full; the same request may succeed later."""

@@ -1,0 +1,295 @@
+"""Everything that crosses the scheduler's door: events in, actions out, and what they carry.
+
+All are frozen dataclasses without behaviour, so that Ray, the in-process engine and the simulator
+speak one language. Token ids are plain ints, lengths are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+# --------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is chosen from the target's logits; greedy when `temperature` is 0."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p; in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens with at least min_p times the probability of the best one; in [0, 1]."""
+    seed: int = 0
+    """Keys the noise together with the position; 0 <= seed < 2**63."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks for, tokenized; `id` is unique within the pool."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()
+    draft_len: int | None = None
+    """The client's cap on draft tokens per step: None leaves it to the pool, 0 turns speculation off."""
+    timeout_s: float | None = None
+    """Time from `Submit` to the deadline; None for no deadline."""
+    committed: tuple[int, ...] = ()
+    """Tokens that an earlier incarnation of the pool delivered; they count towards max_new_tokens."""
+
+
+# --------------------------------------------------------------------------- orders
+
+
+class OrderKind(StrEnum):
+    PREFILL = "prefill"
+    SPECULATE = "speculate"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A sequence that becomes a resident: its KV cache is filled for all tokens but the last."""
+
+    sequence_id: str
+    tokens: tuple[int, ...]
+    """All content: prompt, then committed tokens."""
+    tokens_left: int
+    """How many more tokens the sequence may commit, at least 1."""
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A resident that takes part in the steps of an order."""
+
+    sequence_id: str
+    length: int
+    """Content length before the first step; the replica checks it against its own."""
+    draft_len: int
+    """Draft tokens of this row per step, at most the order's; the replica lowers it to
+    tokens_left - 1 so that no row ever drafts beyond its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the pool asks of a replica. `id` is never reused, so a late result is recognised."""
+
+    id: int
+    replica_id: str
+    kind: OrderKind
+    prefill: tuple[PrefillRow, ...] = ()
+    rows: tuple[StepRow, ...] = ()
+    draft_len: int = 0
+    """k of the group: the largest draft_len of its rows."""
+    steps: int = 1
+    """At most so many steps; the replica ends the order early once a row has finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row committed over the steps of an order."""
+
+    sequence_id: str
+    tokens: tuple[int, ...] = ()
+    """Committed tokens in order. The pool, not the replica, truncates at a stop token."""
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+    """accepted_at[j]: in how many steps draft token j (from 0) was accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where an order's time went."""
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A replica's answer to one order."""
+
+    order_id: int
+    replica_id: str
+    rows: tuple[RowResult, ...]
+    steps: int = 0
+    times: StepTimes = StepTimes()
+    kv_positions_own: int = 0
+    """KV positions that rows read of their own content, summed over the target's forward passes."""
+    kv_positions_read: int = 0
+    """The same with the padding up to the longest row of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What a replica can hold; sent when it joins."""
+
+    kv_blocks: int
+    """Blocks that sequences may use."""
+    block_size: int
+    """KV positions per block."""
+    context_len: int
+    """Longest content (prompt + new tokens) of a sequence."""
+    vocab_size: int
+    """Token ids are in [0, vocab_size)."""
+    target: str = ""
+    """Name of the target, for people."""
+    draft: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+# --------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client is gone, or the ingress found a stop string. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaJoined:
+    """A new incarnation; its id was never seen before."""
+
+    replica_id: str
+    spec: ReplicaSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDraining:
+    """Gets no new sequence; its residents move to waiting once no order holds them."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """All its residents wait again, with the tokens that they have committed."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The replica lives but could not run the order; its rows were rolled back to `length`."""
+
+    replica_id: str
+    order_id: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes: deadlines are enforced."""
+
+
+Event = (
+    Submit
+    | Cancel
+    | ReplicaJoined
+    | ReplicaDraining
+    | ReplicaLost
+    | StepDone
+    | StepFailed
+    | Tick
+)
+
+# --------------------------------------------------------------------------- actions
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """A stop token was committed (or, set by the ingress, a stop string was found)."""
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost and how speculation went."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+    replicas: tuple[str, ...] = ()
+    """Replicas that served it, in order of first use."""
+    recovered: int = 0
+    """How often it lost its replica and was prefilled again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """New tokens of a request; `start` is the index of the first among its new tokens."""
+
+    request_id: str
+    start: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last word on an accepted request; comes exactly once."""
+
+    request_id: str
+    reason: FinishReason
+    usage: Usage = field(default_factory=Usage)
+    message: str = ""
+
+
+class RejectCode(StrEnum):
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    DUPLICATE = "duplicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A request that never entered the pool; `field` names what is wrong with it."""
+
+    request_id: str
+    code: RejectCode
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The replica frees the blocks of these sequences, after the orders it already has."""
+
+    replica_id: str
+    sequence_ids: tuple[str, ...]
+
+
+Action = Dispatch | Emit | Finish | Reject | Release
