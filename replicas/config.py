@@ -1,0 +1,44 @@
+"""Settings of one replica, frozen and validated; an unknown key is an error."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DEMO = "demo"
+"""The name of the embedded pair, wherever a directory or hub name is asked for."""
+
+
+class ReplicaConfig(BaseModel):
+    """Which pair a replica holds, where and how precisely."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = Field(
+        DEMO, min_length=1, description="Target: 'demo', a local directory or a hub name."
+    )
+    draft: str | None = Field(
+        DEMO, description="Draft, likewise; null serves the target without speculation."
+    )
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where it runs.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Of weights and KV cache; float32 is the exactness reference."
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="KV positions per block.")
+    kv_blocks: int | None = Field(
+        None, ge=1, description="Blocks of the KV cache; null computes them from kv_memory_mb."
+    )
+    kv_memory_mb: int | None = Field(
+        None, ge=1, description="Memory of the KV cache; null takes a share of what is free."
+    )
+    context_len: int | None = Field(
+        None, ge=2, description="Longest sequence in tokens; null takes the target's own limit."
+    )
+    prefill_chunk_tokens: int = Field(
+        512, ge=1, description="Tokens per row of one prefill forward; bounds its buffers."
+    )
+    torch_threads: int | None = Field(
+        None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
+    )
+    trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
