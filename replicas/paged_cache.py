@@ -1,0 +1,209 @@
+"""The paged KV cache: fixed blocks, a block table per sequence, one length per row.
+
+Rows are left-aligned and every forward pass writes row i at its own positions, so realignment
+after a step is arithmetic on lengths: no KV data moves. Masks and positions come from lengths,
+never from token values. This is the only file that meets transformers' cache interface.
+
+Knows nothing of tokens, sampling or orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SCRAP_BLOCK = 0
+"""A block nobody owns: padding of ragged rows is written there and never attended to."""
+
+
+class OutOfBlocks(Exception):
+    """More KV blocks were asked for than are free; the pool's reservation prevents it."""
+
+
+class BlockAllocator:
+    """Which blocks belong to which sequence. One table serves target and draft alike."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = blocks
+        # The scrap block is extra; the last freed block is handed out first (it is warm).
+        self._free = list(range(blocks, SCRAP_BLOCK, -1))
+        self._tables: dict[str, list[int]] = {}
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks that hold `length` KV positions."""
+        return -(-length // self.block_size)
+
+    def grow(self, sequence_id: str, length: int) -> None:
+        """Let the sequence own blocks for `length` positions; raises OutOfBlocks, changing nothing."""
+        table = self._tables.setdefault(sequence_id, [])
+        missing = self.blocks_for(length) - len(table)
+        if missing > len(self._free):
+            if not table:
+                del self._tables[sequence_id]
+            raise OutOfBlocks(f"{missing} KV blocks wanted, {len(self._free)} are free")
+        for _ in range(missing):
+            table.append(self._free.pop())
+
+    def release(self, sequence_id: str) -> None:
+        """Free all blocks of the sequence; unknown ids are ignored."""
+        self._free.extend(reversed(self._tables.pop(sequence_id, [])))
+
+    def table(self, sequence_ids: Sequence[str], device: torch.device) -> torch.Tensor:
+        """Block tables of the rows, [rows, blocks of the longest], padded with the scrap block."""
+        tables = [self._tables[sequence_id] for sequence_id in sequence_ids]
+        width = max(map(len, tables))
+        padded = [table + [SCRAP_BLOCK] * (width - len(table)) for table in tables]
+        return torch.tensor(padded, dtype=torch.int64, device=device)
+
+    def check_integrity(self) -> None:
+        """Every block is free or owned exactly once."""
+        owned = [block for table in self._tables.values() for block in table]
+        everything = sorted(owned + self._free)
+        assert everything == list(range(1, self.blocks + 1)), "a KV block is lost or shared"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What index arithmetic must know of a replica's cache."""
+
+    block_size: int
+    context_len: int
+    """Positions in use are below it; padding is clamped to it."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where one forward pass of a group reads and writes: made by `Layout`."""
+
+    positions: torch.Tensor  # [rows, width], int64, within the context
+    slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
+    blocks: torch.Tensor  # [rows * blocks of the longest], int64: blocks to read
+    length: int
+    """KV positions read per row: those before the window and the window itself."""
+    mask: torch.Tensor | None  # [rows or 1, 1, width, length], 0 or -inf; None: nothing is masked
+
+
+class Layout:
+    """Index arithmetic for all forward passes of one step, computed at once.
+
+    `starts[i]` is the first position of row i in the step; windows are slices of the `width`
+    positions that follow. With equal starts the group is uniform: one mask serves all rows, and a
+    window of width 1 needs none. Positions outside a row (before 0, or padding beyond its blocks)
+    are written to the scrap block.
+    """
+
+    def __init__(
+        self,
+        table: torch.Tensor,  # [rows, blocks], int64
+        starts: Sequence[int],
+        width: int,
+        shape: CacheShape,
+    ) -> None:
+        device = table.device
+        block_size = shape.block_size
+        self._table = table
+        self._block_size = block_size
+        self._longest = max(starts)
+        self.uniform = min(starts) == self._longest
+        first = torch.tensor(starts, dtype=torch.int64, device=device)
+        self.positions = first[:, None] + torch.arange(width, device=device)  # [rows, width]
+        column = torch.div(self.positions, block_size, rounding_mode="floor")
+        reach = table.shape[1]
+        if min(starts) < 0 or (self._longest + width - 1) // block_size >= reach:
+            outside = (column < 0) | (column >= reach)
+            block = table.gather(1, column.clamp(0, reach - 1)).masked_fill_(outside, SCRAP_BLOCK)
+        else:
+            block = table.gather(1, column)
+        self._slots = block * block_size + self.positions % block_size
+        self._inside = self.positions.clamp(0, shape.context_len - 1)
+        length = self._longest + width
+        # Every query sees a key, so that padding stays finite.
+        last_seen = (self.positions[:1] if self.uniform else self.positions).clamp(min=0)
+        hidden = torch.arange(length, device=device) > last_seen[:, :, None]
+        self._mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device).masked_fill_(
+            hidden, -torch.inf
+        )  # [rows or 1, width, length]
+
+    def window(self, begin: int, end: int) -> Window:
+        """The pass over positions starts + begin .. starts + end - 1."""
+        length = self._longest + end
+        blocks = -(-length // self._block_size)
+        table = self._table[:, :blocks]
+        if table.shape[1] < blocks:
+            table = torch.nn.functional.pad(table, (0, blocks - table.shape[1]), value=SCRAP_BLOCK)
+        unmasked = self.uniform and end - begin == 1
+        return Window(
+            positions=self._inside[:, begin:end],
+            slots=self._slots[:, begin:end].reshape(-1),
+            blocks=table.reshape(-1),
+            length=length,
+            mask=None if unmasked else self._mask[:, None, begin:end, :length],
+        )
+
+
+class PagedCache:
+    """One model's KV tensors, handed to transformers as its `past_key_values`.
+
+    Keys and values of a position lie side by side, so that a layer costs one write and one gather.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._block_size = block_size
+        shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
+        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._window: Window | None = None
+
+    def enter(self, window: Window) -> None:
+        """Set where the next forward pass reads and writes."""
+        self._window = window
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # [rows, kv_heads, width, head_dim]
+        value_states: torch.Tensor,  # [rows, kv_heads, width, head_dim]
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, kv_heads, length, head_dim]
+        """Write the new positions, return all that the rows read (transformers' interface)."""
+        window = self._window
+        assert window is not None, "enter() comes before a forward pass"
+        store = self._layers[layer_idx]
+        rows = key_states.shape[0]
+        _, size, _, heads, dim = store.shape
+        both = torch.stack((key_states, value_states), dim=1)  # [rows, 2, heads, width, dim]
+        fresh = both.permute(0, 3, 1, 2, 4).reshape(-1, 2, heads, dim)
+        store.view(-1, 2, heads, dim).index_copy_(0, window.slots, fresh)
+        read = store.index_select(0, window.blocks)
+        read = read.view(rows, -1, 2, heads, dim)[:, : window.length]
+        keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
+        return keys, values
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self._layers)
+
+
+def kv_bytes_per_block(
+    layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block over all layers of a model."""
+    return layers * block_size * 2 * kv_heads * head_dim * dtype.itemsize

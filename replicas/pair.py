@@ -1,0 +1,168 @@
+"""Load a target and its draft, and refuse what could not be served exactly.
+
+A pair fits when both models speak the same vocabulary: the same token for every id and the same
+special tokens. Embeddings may be padded to different sizes. Both models must attend to the whole
+context, and their position encoding must not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from replicas.config import DEMO, ReplicaConfig
+from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.model import ATTENTION
+
+
+class PairRefused(ValueError):
+    """The models cannot be served together, or not exactly; the message says what differs."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, maybe a draft, and what the rest must know of them."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    context_len: int
+    vocab_size: int
+    """Ids in [0, vocab_size) are tokens that a prompt may hold."""
+    target_name: str
+    draft_name: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+def resolve(name: str, role: str = "target") -> str:
+    """The directory or hub name behind `name`; 'demo' is the embedded pair's model of that role."""
+    if name == DEMO:
+        return str(TARGET_DIR if role == "target" else DRAFT_DIR)
+    return name
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PairRefused(f"device: {name} was asked for, but torch sees no GPU")
+    return device
+
+
+def load_pair(config: ReplicaConfig) -> Pair:
+    """Load both models and check them; raises PairRefused, or OSError for a name not found."""
+    device = resolve_device(config.device)
+    target_path = resolve(config.target, "target")
+    draft_path = None if config.draft is None else resolve(config.draft, "draft")
+    # Whatever can be refused is refused before gigabytes of weights are read.
+    target_config = _load_config(target_path, config)
+    vocab_size = target_config.vocab_size
+    if draft_path is not None:
+        draft_config = _load_config(draft_path, config)
+        vocab_size = _check_vocabularies(target_path, draft_path, config)
+        vocab_size = min(vocab_size, target_config.vocab_size, draft_config.vocab_size)
+    context_len = _context_len(target_config, config.context_len)
+    return Pair(
+        target=_load_model(target_path, config, device),
+        draft=None if draft_path is None else _load_model(draft_path, config, device),
+        context_len=context_len,
+        vocab_size=vocab_size,
+        target_name=config.target,
+        draft_name=config.draft or "",
+        device=device,
+        dtype=getattr(torch, config.dtype),
+    )
+
+
+def check_attention(config: Any, context_len: int) -> None:
+    """Raise PairRefused for a model whose output would depend on its batch mates here."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    windowed = "sliding_attention" in kinds or (kinds == {"full_attention"} and window is not None)
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other:
+        raise PairRefused(
+            f"{config.model_type}: layers of kind {sorted(other)}; only full attention is served"
+        )
+    if windowed and (window is None or window < context_len):
+        raise PairRefused(
+            f"{config.model_type}: sliding window {window} is shorter than the context of"
+            f" {context_len}; set context_len to at most {window}"
+        )
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+    if kind in ("dynamic", "longrope"):
+        raise PairRefused(
+            f"{config.model_type}: rope_type {kind!r} depends on the longest row of a batch, so"
+            " output would depend on batch mates"
+        )
+
+
+def _load_config(path: str, config: ReplicaConfig) -> Any:
+    loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if getattr(loaded, "is_encoder_decoder", False):
+        raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
+    return loaded
+
+
+def _context_len(target_config: Any, wanted: int | None) -> int:
+    limit = getattr(target_config, "max_position_embeddings", None)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise PairRefused(f"context_len: {wanted} is over the target's own limit of {limit}")
+    context_len = wanted or limit
+    if context_len is None:
+        raise PairRefused("context_len: the target's config states no limit, so one must be given")
+    return int(context_len)
+
+
+def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig) -> int:
+    """Compare token for token; returns one more than the highest id."""
+    remote = config.trust_remote_code
+    target = AutoTokenizer.from_pretrained(target_path, trust_remote_code=remote)
+    draft = AutoTokenizer.from_pretrained(draft_path, trust_remote_code=remote)
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        differing = sorted(
+            (
+                token
+                for token in ours.keys() | theirs.keys()
+                if ours.get(token) != theirs.get(token)
+            ),
+            key=lambda token: (ours.get(token, theirs.get(token)), token),
+        )
+        token = differing[0]
+        raise PairRefused(
+            f"target and draft have different vocabularies: {len(ours)} and {len(theirs)} tokens,"
+            f" {len(differing)} of them differ; first {token!r}, which is"
+            f" {ours.get(token, 'absent')} in the target and {theirs.get(token, 'absent')} in the"
+            " draft"
+        )
+    for name in ("bos_token_id", "eos_token_id"):
+        ours_id, theirs_id = getattr(target, name), getattr(draft, name)
+        if ours_id != theirs_id:
+            raise PairRefused(
+                f"target and draft have different special tokens: {name} is {ours_id} in the"
+                f" target and {theirs_id} in the draft"
+            )
+    return max(ours.values()) + 1
+
+
+def _load_model(path: str, config: ReplicaConfig, device: torch.device) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=ATTENTION,
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
+    )
+    model.to(device).eval().requires_grad_(False)
+    check_attention(model.config, config.context_len or model.config.max_position_embeddings)
+    return model

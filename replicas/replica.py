@@ -1,0 +1,288 @@
+"""A replica without Ray: `Replica.step(order) -> StepResult` over one target/draft pair.
+
+Holds the residents: their tokens, how far each model's KV cache reaches, their blocks. Decides
+nothing: which rows run, when and how far ahead is the pool's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from replicas.config import ReplicaConfig
+from replicas.eqspec import Group, step
+from replicas.memory import KVShape, kv_blocks
+from replicas.model import PagedModel
+from replicas.pair import Pair, load_pair
+from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
+from replicas.prefill import prefill
+from replicas.sampling import SamplingBatch
+from replicas.stopwatch import Stopwatch
+from scheduler.messages import (
+    Order,
+    OrderKind,
+    PrefillRow,
+    ReplicaSpec,
+    RowResult,
+    SamplingParams,
+    StepResult,
+    StepRow,
+    StepTimes,
+)
+
+
+@dataclass
+class Resident:
+    """A sequence whose KV cache is here. Target KV is always valid for len(content) - 1."""
+
+    content: list[int]
+    tokens_left: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    draft_kv: int = 0
+    """Valid draft KV positions: len(content) - 1 or - 2 after a step, less after draft_len 0."""
+
+
+@dataclass
+class _Tally:
+    """What a row committed over the steps of an order."""
+
+    steps: int
+    draft_tokens: int
+    accepted_at: list[int]
+
+
+class Replica:
+    """One incarnation's models, caches and residents. Not thread-safe: one thread calls it."""
+
+    def __init__(self, pair: Pair, config: ReplicaConfig) -> None:
+        if config.torch_threads is not None:
+            torch.set_num_threads(config.torch_threads)
+        models = [pair.target] + ([pair.draft] if pair.draft is not None else [])
+        shapes = [KVShape.of(model.config) for model in models]
+        blocks = kv_blocks(config, shapes, pair.context_len, pair.device)
+        paged = [
+            PagedModel(
+                model,
+                PagedCache(
+                    shape.layers,
+                    shape.kv_heads,
+                    shape.head_dim,
+                    blocks,
+                    config.block_size,
+                    pair.dtype,
+                    pair.device,
+                ),
+            )
+            for model, shape in zip(models, shapes, strict=True)
+        ]
+        self._target = paged[0]
+        self._draft = paged[1] if pair.draft is not None else None
+        self._device = pair.device
+        self._shape = CacheShape(config.block_size, pair.context_len, pair.dtype)
+        self._chunk = config.prefill_chunk_tokens
+        self._blocks = BlockAllocator(blocks, config.block_size)
+        self._residents: dict[str, Resident] = {}
+        self.spec = ReplicaSpec(
+            kv_blocks=blocks,
+            block_size=config.block_size,
+            context_len=pair.context_len,
+            vocab_size=pair.vocab_size,
+            target=pair.target_name,
+            draft=pair.draft_name,
+            device=str(pair.device),
+            dtype=config.dtype,
+        )
+
+    @classmethod
+    def load(cls, config: ReplicaConfig) -> Replica:
+        """Load the pair that `config` names; raises what `load_pair` and `kv_blocks` raise."""
+        return cls(load_pair(config), config)
+
+    @torch.inference_mode()
+    def step(self, order: Order) -> StepResult:
+        """Run one order. If it raises, the residents are as they were before it."""
+        if order.kind is OrderKind.PREFILL:
+            return self._prefill(order)
+        return self._speculate(order)
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        """Forget the residents and free their blocks; unknown ids are ignored."""
+        for sequence_id in sequence_ids:
+            self._residents.pop(sequence_id, None)
+            self._blocks.release(sequence_id)
+
+    @property
+    def residents(self) -> tuple[str, ...]:
+        return tuple(self._residents)
+
+    @property
+    def free_blocks(self) -> int:
+        return self._blocks.free_blocks
+
+    def check_integrity(self) -> None:
+        """Blocks are whole, and every resident's draft KV lies within its content."""
+        self._blocks.check_integrity()
+        for resident in self._residents.values():
+            assert 0 <= resident.draft_kv <= len(resident.content) - 1
+            assert resident.tokens_left >= 0
+
+    # ------------------------------------------------------------------ prefill
+
+    def _prefill(self, order: Order) -> StepResult:
+        start = perf_counter()
+        watch = Stopwatch(self._device)
+        try:
+            for row in order.prefill:
+                self._admit(row)
+            ids = [row.sequence_id for row in order.prefill]
+            spans = [(0, len(row.tokens) - 1) for row in order.prefill]
+            with watch.section("prefill"):
+                self._fill(self._target, ids, spans)
+                if self._draft is not None:
+                    self._fill(self._draft, ids, spans)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except BaseException:
+            self.release(row.sequence_id for row in order.prefill)
+            raise
+        if self._draft is not None:
+            for sequence_id, (_, end) in zip(ids, spans, strict=True):
+                self._residents[sequence_id].draft_kv = end
+        return StepResult(
+            order_id=order.id,
+            replica_id=order.replica_id,
+            rows=tuple(RowResult(sequence_id) for sequence_id in ids),
+            times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
+        )
+
+    def _admit(self, row: PrefillRow) -> None:
+        assert row.sequence_id not in self._residents, f"{row.sequence_id} is resident already"
+        # Enough for every token it may commit, so that no later step can run out.
+        self._blocks.grow(row.sequence_id, len(row.tokens) + row.tokens_left)
+        self._residents[row.sequence_id] = Resident(
+            content=list(row.tokens),
+            tokens_left=row.tokens_left,
+            sampling=row.sampling,
+            stop_token_ids=frozenset(row.stop_token_ids),
+        )
+
+    def _fill(self, model: PagedModel, ids: list[str], spans: list[tuple[int, int]]) -> None:
+        prefill(
+            model,
+            contents=[self._residents[sequence_id].content for sequence_id in ids],
+            spans=spans,
+            table=self._blocks.table(ids, self._device),
+            shape=self._shape,
+            chunk=self._chunk,
+        )
+
+    # ------------------------------------------------------------------ speculate
+
+    def _speculate(self, order: Order) -> StepResult:
+        start = perf_counter()
+        watch = Stopwatch(self._device)
+        ids = [row.sequence_id for row in order.rows]
+        rows = [self._checked(row) for row in order.rows]
+        before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
+        tallies = [_Tally(0, 0, [0] * order.draft_len) for _ in rows]
+        table = self._blocks.table(ids, self._device)
+        sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
+        own = read = steps = 0
+        try:
+            for steps in range(1, order.steps + 1):
+                caps = [
+                    min(row.draft_len, resident.tokens_left - 1)
+                    for row, resident in zip(order.rows, rows, strict=True)
+                ]
+                k = max(caps)
+                if k > 0:
+                    self._catch_up(ids, rows, watch)
+                lengths = [len(resident.content) for resident in rows]
+                own += sum(lengths) + len(rows) * k
+                read += (max(lengths) + k) * len(rows)
+                group = Group([resident.content for resident in rows], caps, sampling, table)
+                committed, accepted = step(self._target, self._draft, group, self._shape, watch)
+                for resident, tally, tokens, right, cap in zip(
+                    rows, tallies, committed, accepted, caps, strict=True
+                ):
+                    _commit(resident, tally, tokens, right, cap, k)
+                if any(_finished(*pair) for pair in zip(rows, committed, strict=True)):
+                    break
+        except BaseException:
+            for row, resident, (tokens_left, draft_kv) in zip(
+                order.rows, rows, before, strict=True
+            ):
+                del resident.content[row.length :]
+                resident.tokens_left = tokens_left
+                resident.draft_kv = min(draft_kv, row.length - 1)
+            raise
+        return StepResult(
+            order_id=order.id,
+            replica_id=order.replica_id,
+            rows=tuple(
+                RowResult(
+                    sequence_id=row.sequence_id,
+                    tokens=tuple(resident.content[row.length :]),
+                    steps=tally.steps,
+                    draft_tokens=tally.draft_tokens,
+                    accepted_at=tuple(tally.accepted_at),
+                )
+                for row, resident, tally in zip(order.rows, rows, tallies, strict=True)
+            ),
+            steps=steps,
+            times=StepTimes(
+                draft_s=watch.seconds("draft"),
+                verify_s=watch.seconds("verify"),
+                prefill_s=watch.seconds("catch_up"),
+                total_s=perf_counter() - start,
+            ),
+            kv_positions_own=own,
+            kv_positions_read=read,
+        )
+
+    def _checked(self, row: StepRow) -> Resident:
+        resident = self._residents[row.sequence_id]
+        assert len(resident.content) == row.length, (
+            f"{row.sequence_id}: the pool says {row.length} tokens, {len(resident.content)} are here"
+        )
+        assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
+        assert row.draft_len == 0 or self._draft is not None, "drafting needs a draft"
+        return resident
+
+    def _catch_up(self, ids: list[str], rows: list[Resident], watch: Stopwatch) -> None:
+        """Fill the draft's KV of rows that steps without drafting left behind."""
+        assert self._draft is not None
+        behind = [
+            (sequence_id, resident)
+            for sequence_id, resident in zip(ids, rows, strict=True)
+            if resident.draft_kv < len(resident.content) - 2
+        ]
+        if behind:
+            spans = [(resident.draft_kv, len(resident.content) - 2) for _, resident in behind]
+            with watch.section("catch_up"):
+                self._fill(self._draft, [sequence_id for sequence_id, _ in behind], spans)
+            for (_, resident), (_, end) in zip(behind, spans, strict=True):
+                resident.draft_kv = end
+
+
+def _commit(
+    resident: Resident, tally: _Tally, tokens: list[int], accepted: int, cap: int, k: int
+) -> None:
+    """Append a step's tokens. Drafting fed the draft all proposed tokens but the last one."""
+    length = len(resident.content)
+    resident.content.extend(tokens)
+    resident.tokens_left -= len(tokens)
+    if k > 0:
+        resident.draft_kv = length + min(accepted, k - 1)
+    tally.steps += 1
+    tally.draft_tokens += cap
+    for j in range(accepted):
+        tally.accepted_at[j] += 1
+
+
+def _finished(resident: Resident, committed: list[int]) -> bool:
+    return resident.tokens_left == 0 or not resident.stop_token_ids.isdisjoint(committed)

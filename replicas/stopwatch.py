@@ -1,0 +1,39 @@
+"""Where a step's time goes: wall time on the CPU, stream events on a GPU (no extra sync)."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Stopwatch:
+    """Adds up seconds per section. On a GPU read `seconds` only after a synchronisation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._wall: dict[str, float] = defaultdict(float)
+        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Time the block under `name`."""
+        if self._cuda:
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events[name].append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._wall[name] += time.perf_counter() - start
+
+    def seconds(self, name: str) -> float:
+        """Seconds spent in the section so far."""
+        on_device = sum(begin.elapsed_time(end) for begin, end in self._events[name]) / 1000.0
+        return self._wall[name] + on_device

@@ -1,0 +1,96 @@
+"""Tiny random pairs that stand for the supported architectures; the draft is a perturbed copy.
+
+The copy makes the draft agree with the target often but not always, so that a test sees accepted
+and rejected tokens alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import torch
+from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from replicas.config import ReplicaConfig
+from replicas.model import ATTENTION
+from replicas.pair import Pair
+from replicas.replica import Replica
+
+VOCAB = 97
+ARCHITECTURES = ("llama", "qwen3", "glm4")
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def _random_model(architecture: str) -> PreTrainedModel:
+    if architecture == "llama":
+        return LlamaForCausalLM(LlamaConfig(**_SHAPE))
+    if architecture == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**_SHAPE))
+    return Glm4ForCausalLM(Glm4Config(**_SHAPE))
+
+
+@cache
+def target_model(architecture: str) -> PreTrainedModel:
+    """The target as transformers serves it, for reference runs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(ARCHITECTURES.index(architecture))
+        return _random_model(architecture).eval()
+
+
+@cache
+def tiny_pair(architecture: str, draft_architecture: str | None = None) -> Pair:
+    """A pair whose draft is the target with noise, or a random model of another architecture."""
+    target = copy.deepcopy(target_model(architecture))
+    if draft_architecture is None:
+        draft = copy.deepcopy(target)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * parameter.std() * 0.05)
+    else:
+        draft = copy.deepcopy(target_model(draft_architecture))
+    for model in (target, draft):
+        model.set_attn_implementation(ATTENTION)
+    return Pair(
+        target=target.eval(),
+        draft=draft.eval(),
+        context_len=256,
+        vocab_size=VOCAB,
+        target_name=architecture,
+        draft_name=draft_architecture or f"{architecture}, perturbed",
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def tiny_replica(
+    architecture: str, draft_architecture: str | None = None, **config: object
+) -> Replica:
+    """A replica of a tiny pair; blocks of 4 positions, so that rows cross block borders often."""
+    settings = {"block_size": 4, "kv_blocks": 2048, "device": "cpu", **config}
+    return Replica(tiny_pair(architecture, draft_architecture), ReplicaConfig(**settings))
