@@ -45,7 +45,6 @@ def step(
     A row commits its accepted tokens plus one token of the target's own: 1 .. draft_len + 1.
     """
     k = max(group.draft_lens)
-    assert k == 0 or draft is not None, "drafting needs a draft"
     device = group.table.device
     # The layout begins one position before the last token, for the draft to catch up from.
     starts = [len(content) - 2 for content in group.contents]
@@ -54,6 +53,7 @@ def step(
     tail = torch.tensor(tails, dtype=torch.int64, device=device)  # [rows, 2]
     proposed = tail[:, 1:]  # [rows, 1 + drafted so far], from the last committed token on
     for j in range(k):
+        assert draft is not None, "drafting needs a draft"
         # After a step that accepted everything the draft lacks two positions, else one; feeding
         # two always keeps the shapes fixed and writes nothing new into the second.
         window = layout.window(0, 2) if j == 0 else layout.window(j + 1, j + 2)

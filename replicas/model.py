@@ -26,7 +26,7 @@ def paged_attention(
     value: torch.Tensor,  # [rows, kv_heads, length, head_dim]
     attention_mask: torch.Tensor | None,  # [rows or 1, 1, width, length], 0 or -inf
     scaling: float | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim]
     """Attention for transformers' interface; query heads that share a KV head become its rows.
 

@@ -42,7 +42,7 @@ class BlockAllocator:
         return -(-length // self.block_size)
 
     def grow(self, sequence_id: str, length: int) -> None:
-        """Let the sequence own blocks for `length` positions; raises OutOfBlocks, changing nothing."""
+        """Own blocks for `length` positions; raises OutOfBlocks and then changes nothing."""
         table = self._tables.setdefault(sequence_id, [])
         missing = self.blocks_for(length) - len(table)
         if missing > len(self._free):
@@ -169,30 +169,36 @@ class PagedCache:
         self._block_size = block_size
         shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        # One layer is read at a time: a standing buffer spares the page faults of fresh memory.
+        self._gathered = self._layers[0][:0]
         self._window: Window | None = None
 
     def enter(self, window: Window) -> None:
         """Set where the next forward pass reads and writes."""
         self._window = window
+        wanted = window.blocks.shape[0]
+        if self._gathered.shape[0] < wanted:
+            self._gathered = self._layers[0].new_empty((wanted, *self._layers[0].shape[1:]))
 
     def update(
         self,
         key_states: torch.Tensor,  # [rows, kv_heads, width, head_dim]
         value_states: torch.Tensor,  # [rows, kv_heads, width, head_dim]
         layer_idx: int,
-        *_: Any,
-        **__: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, kv_heads, length, head_dim]
         """Write the new positions, return all that the rows read (transformers' interface)."""
         window = self._window
         assert window is not None, "enter() comes before a forward pass"
         store = self._layers[layer_idx]
         rows = key_states.shape[0]
-        _, size, _, heads, dim = store.shape
+        heads, dim = store.shape[3:]
         both = torch.stack((key_states, value_states), dim=1)  # [rows, 2, heads, width, dim]
         fresh = both.permute(0, 3, 1, 2, 4).reshape(-1, 2, heads, dim)
         store.view(-1, 2, heads, dim).index_copy_(0, window.slots, fresh)
-        read = store.index_select(0, window.blocks)
+        read = self._gathered[: window.blocks.shape[0]]
+        torch.index_select(store, 0, window.blocks, out=read)
         read = read.view(rows, -1, 2, heads, dim)[:, : window.length]
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values

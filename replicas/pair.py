@@ -8,7 +8,6 @@ context, and their position encoding must not depend on what else is in the batc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,7 +151,7 @@ def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig
                 f"target and draft have different special tokens: {name} is {ours_id} in the"
                 f" target and {theirs_id} in the draft"
             )
-    return max(ours.values()) + 1
+    return int(max(ours.values())) + 1
 
 
 def _load_model(path: str, config: ReplicaConfig, device: torch.device) -> PreTrainedModel:

@@ -16,8 +16,8 @@ from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, step
 from replicas.memory import KVShape, kv_blocks
 from replicas.model import PagedModel
-from replicas.pair import Pair, load_pair
 from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
+from replicas.pair import Pair, load_pair
 from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -191,9 +191,9 @@ class Replica:
         tallies = [_Tally(0, 0, [0] * order.draft_len) for _ in rows]
         table = self._blocks.table(ids, self._device)
         sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
-        own = read = steps = 0
+        own = read = done = 0
         try:
-            for steps in range(1, order.steps + 1):
+            for done in range(1, order.steps + 1):  # noqa: B007, the count outlives the loop
                 caps = [
                     min(row.draft_len, resident.tokens_left - 1)
                     for row, resident in zip(order.rows, rows, strict=True)
@@ -233,7 +233,7 @@ class Replica:
                 )
                 for row, resident, tally in zip(order.rows, rows, tallies, strict=True)
             ),
-            steps=steps,
+            steps=done,
             times=StepTimes(
                 draft_s=watch.seconds("draft"),
                 verify_s=watch.seconds("verify"),
@@ -247,7 +247,8 @@ class Replica:
     def _checked(self, row: StepRow) -> Resident:
         resident = self._residents[row.sequence_id]
         assert len(resident.content) == row.length, (
-            f"{row.sequence_id}: the pool says {row.length} tokens, {len(resident.content)} are here"
+            f"{row.sequence_id}: the pool says {row.length} tokens,"
+            f" {len(resident.content)} are here"
         )
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
         assert row.draft_len == 0 or self._draft is not None, "drafting needs a draft"

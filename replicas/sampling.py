@@ -47,20 +47,24 @@ class SamplingBatch:
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
         """Stack the rows' parameters; top-k/top-p/min-p of greedy rows are ignored."""
         hot = [p for p in params if p.temperature > 0.0]
-        on = {"device": device}
         return cls(
-            sampled=torch.tensor([p.temperature > 0.0 for p in params], **on),
-            temperature=torch.tensor([p.temperature or 1.0 for p in params], **on),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, **on),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, **on),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, **on),
-            seed=torch.tensor([p.seed for p in params], dtype=torch.int64, **on),
+            sampled=torch.tensor([p.temperature > 0.0 for p in params], device=device),
+            temperature=torch.tensor([_divisor(p) for p in params], device=device),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            seed=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
             any_sampled=bool(hot),
             all_sampled=len(hot) == len(params),
             top_k_max=max((p.top_k for p in hot), default=0),
             any_top_p=any(p.top_p < 1.0 for p in hot),
             any_min_p=any(p.min_p > 0.0 for p in hot),
         )
+
+
+def _divisor(params: SamplingParams) -> float:
+    """The temperature as float32 can hold it; 1 for greedy rows."""
+    return max(params.temperature, 1e-30) if params.temperature > 0.0 else 1.0
 
 
 def choose(

@@ -22,8 +22,8 @@ class Stopwatch:
     def section(self, name: str) -> Iterator[None]:
         """Time the block under `name`."""
         if self._cuda:
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
             yield
             end.record()
@@ -35,5 +35,5 @@ class Stopwatch:
 
     def seconds(self, name: str) -> float:
         """Seconds spent in the section so far."""
-        on_device = sum(begin.elapsed_time(end) for begin, end in self._events[name]) / 1000.0
-        return self._wall[name] + on_device
+        on_device_ms = sum(begin.elapsed_time(end) for begin, end in self._events[name])
+        return self._wall[name] + float(on_device_ms) / 1000.0

@@ -1,0 +1,50 @@
+# The one task runner. `make demo` and `make test` set up what they need by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup-done
+
+.PHONY: setup demo serve test test-fast lint format protos demo-pair bench clean
+
+setup: $(SETUP)  ## the .venv with everything, at the versions of constraints.txt
+
+$(SETUP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(SETUP)  ## start a cluster with the demo pair, stream answers, print figures, stop
+	$(BIN)/lockstep demo
+
+serve: $(SETUP)  ## the same cluster, up until Ctrl-C
+	$(BIN)/lockstep serve
+
+test: $(SETUP)  ## everything that CI runs
+	$(BIN)/python -m pytest
+
+test-fast: $(SETUP)  ## without the tests that start a real Ray
+	$(BIN)/python -m pytest -m 'not ray'
+
+lint: $(SETUP)  ## style, types, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(SETUP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(SETUP)  ## generate the gRPC code anew
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/lockstep.proto
+
+demo-pair: $(SETUP)  ## train the demo pair anew (over half an hour on two cores)
+	$(BIN)/python -m replicas.demo.train --out replicas/demo
+
+bench: $(SETUP)  ## the figures of the README (about a quarter of an hour on two cores)
+	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
+	$(BIN)/python -m benchmarks.cluster --json benchmarks/results/cluster.json
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,144 @@
+"""The scheduler and one replica in one process: no Ray, no network, the same cores.
+
+What `lockstep verify` and the benchmarks run, and what the cluster's own cost is measured against.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
+
+from scheduler.config import SchedulerConfig
+from scheduler.errors import InvalidRequest, Overloaded
+from scheduler.messages import (
+    Action,
+    Cancel,
+    Dispatch,
+    Emit,
+    Event,
+    Finish,
+    FinishReason,
+    Order,
+    Reject,
+    RejectCode,
+    Release,
+    ReplicaJoined,
+    ReplicaSpec,
+    Request,
+    StepDone,
+    StepResult,
+    Submit,
+    Usage,
+)
+from scheduler.scheduler import Scheduler
+
+REPLICA_ID = "local"
+
+
+class Runner(Protocol):
+    """What runs orders: a `replicas.replica.Replica`, or a fake one."""
+
+    spec: ReplicaSpec
+
+    def step(self, order: Order) -> StepResult: ...
+
+    def release(self, sequence_ids: Iterable[str]) -> None: ...
+
+
+@dataclass
+class Output:
+    """What one request has received so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    usage: Usage = Usage()
+    message: str = ""
+    submitted_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+class LocalEngine:
+    """Feeds the scheduler's orders to one replica, one after the other, in the caller's thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = monotonic,
+        check: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.outputs: dict[str, Output] = {}
+        self.results: list[StepResult] = []
+        """Results of all orders, for figures; clear it at will."""
+        self._runner = runner
+        self._clock = clock
+        self._check = check
+        self._orders: deque[Order] = deque()
+        self._feed(ReplicaJoined(REPLICA_ID, runner.spec))
+
+    def submit(self, request: Request) -> Output:
+        """Hand a request in; raises InvalidRequest or Overloaded when the pool refuses it."""
+        output = self.outputs[request.id] = Output(submitted_s=self._clock())
+        self._feed(Submit(request))
+        return output
+
+    def cancel(self, request_id: str) -> None:
+        self._feed(Cancel(request_id))
+
+    def advance(self) -> bool:
+        """Run the oldest order; False when there is none."""
+        if not self._orders:
+            return False
+        order = self._orders.popleft()
+        result = self._runner.step(order)
+        self.results.append(result)
+        self._feed(StepDone(result))
+        return True
+
+    def run(self) -> None:
+        """Run until every request has finished."""
+        while self.advance():
+            pass
+        unfinished = [key for key, output in self.outputs.items() if output.reason is None]
+        assert not unfinished, f"the scheduler left {len(unfinished)} requests without an order"
+
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
+        """Run the requests to their end; outputs in the caller's order."""
+        outputs = [self.submit(request) for request in requests]
+        self.run()
+        return outputs
+
+    def _feed(self, event: Event) -> None:
+        now_s = self._clock()
+        actions = self.scheduler.step(event, now_s)
+        if self._check:
+            self.scheduler.check_integrity()
+        for action in actions:
+            self._act(action, now_s)
+
+    def _act(self, action: Action, now_s: float) -> None:
+        match action:
+            case Dispatch(order):
+                self._orders.append(order)
+            case Release(_, sequence_ids):
+                self._runner.release(sequence_ids)
+            case Emit(request_id, start, tokens):
+                output = self.outputs[request_id]
+                assert start == len(output.tokens), "tokens come in order, none twice"
+                output.tokens.extend(tokens)
+                output.first_token_s = output.first_token_s or now_s
+            case Finish(request_id, reason, usage, message):
+                output = self.outputs[request_id]
+                assert output.reason is None, "a request finishes once"
+                output.reason, output.usage, output.message = reason, usage, message
+                output.finished_s = now_s
+            case Reject(request_id, code, field_name, message):
+                del self.outputs[request_id]
+                if code is RejectCode.OVERLOADED:
+                    raise Overloaded(message)
+                raise InvalidRequest(field_name, message)

@@ -1,0 +1,30 @@
+"""Settings that every test needs: few threads, no downloads, reproducible hypothesis."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch or transformers are imported by any test.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "lockstep",
+    deadline=None,  # machines are shared: time is no property of the code
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("lockstep")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_threads() -> None:
+    try:
+        import torch
+    except ImportError:  # the pure core is tested without torch, too
+        return
+    torch.set_num_threads(1)

@@ -1,0 +1,101 @@
+"""Proves that only pairs that can be served exactly are loaded, and that refusals say why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from replicas.config import ReplicaConfig
+from replicas.pair import PairRefused, check_attention, load_pair, resolve
+from tests.tiny_pairs import _SHAPE
+
+
+def save_model(
+    path: Path, words: list[str], vocab_size: int, eos: str = "<eos>", **shape: int
+) -> str:
+    """A random Llama with a word-level tokenizer of the given vocabulary."""
+    vocab = {word: i for i, word in enumerate([eos, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos).save_pretrained(path)
+    config = LlamaConfig(**{**_SHAPE, "vocab_size": vocab_size, **shape})
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def config(target: str, draft: str | None, **settings: object) -> ReplicaConfig:
+    return ReplicaConfig(target=target, draft=draft, device="cpu", **settings)
+
+
+WORDS = ["a", "b", "c", "d"]
+
+
+def test_a_pair_with_one_vocabulary_loads_even_if_embeddings_are_padded(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    draft = save_model(tmp_path / "d", WORDS, vocab_size=6, num_hidden_layers=1)
+    pair = load_pair(config(target, draft))
+    assert pair.vocab_size == 5
+    assert pair.context_len == 256
+    assert pair.draft is not None
+    assert not any(parameter.requires_grad for parameter in pair.target.parameters())
+
+
+def test_different_vocabularies_are_refused_with_the_first_difference(tmp_path: Path) -> None:
+    """Trap 10: target and draft with different vocabularies accepted silently."""
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    draft = save_model(tmp_path / "d", ["a", "b", "x", "d"], vocab_size=8)
+    with pytest.raises(PairRefused, match=r"2 of them differ.*'c', which is 3 in the target"):
+        load_pair(config(target, draft))
+
+
+def test_different_special_tokens_are_refused(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    draft = save_model(tmp_path / "d", WORDS, vocab_size=8)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(draft)
+    tokenizer.eos_token = "a"
+    tokenizer.save_pretrained(draft)
+    with pytest.raises(PairRefused, match=r"eos_token_id is 0 in the target and 1 in the draft"):
+        load_pair(config(target, draft))
+
+
+def test_a_target_serves_without_a_draft(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    pair = load_pair(config(target, None, context_len=100))
+    assert pair.draft is None
+    assert pair.context_len == 100
+
+
+def test_a_context_over_the_models_limit_is_refused(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    with pytest.raises(PairRefused, match="context_len: 257 is over the target's own limit of 256"):
+        load_pair(config(target, None, context_len=257))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_batch_mates_are_refused(kind: str) -> None:
+    model = LlamaConfig(**_SHAPE)
+    model.rope_parameters = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(PairRefused, match="batch mates"):
+        check_attention(model, 256)
+
+
+def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
+    model = MistralConfig(**_SHAPE, sliding_window=128)
+    check_attention(model, 128)
+    with pytest.raises(PairRefused, match="set context_len to at most 128"):
+        check_attention(model, 129)
+    check_attention(Qwen3Config(**_SHAPE), 256)
+
+
+def test_demo_names_the_embedded_pair() -> None:
+    assert resolve("demo", "target") != resolve("demo", "draft")
+    assert resolve("some/name") == "some/name"

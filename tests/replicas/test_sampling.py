@@ -1,0 +1,178 @@
+"""Proves that `choose` is one deterministic rule per row, and that it samples the target's law.
+
+The law is compared with transformers' own logits processors, which define what users expect of
+temperature, top-k, top-p and min-p.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from replicas.sampling import SamplingBatch, choose, gumbel_noise
+from scheduler.messages import SamplingParams
+
+CPU = torch.device("cpu")
+DRAWS = 60_000
+PARAMS = [
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.5, seed=2),
+    SamplingParams(temperature=1.7, top_k=5, seed=3),
+    SamplingParams(temperature=1.0, top_p=0.7, seed=4),
+    SamplingParams(temperature=1.3, min_p=0.1, seed=5),
+    SamplingParams(temperature=0.9, top_k=12, top_p=0.9, min_p=0.02, seed=6),
+]
+
+
+def some_logits(vocab: int = 24, seed: int = 0) -> torch.Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 1.5
+
+
+def chosen(
+    logits: torch.Tensor,  # [rows, width, vocab]
+    params: list[SamplingParams],
+    positions: torch.Tensor,  # [rows, width]
+) -> torch.Tensor:
+    return choose(logits, SamplingBatch.of(params, CPU), positions)
+
+
+def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What transformers would sample from, [vocab]."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    scores = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].clone())
+    return scores.softmax(-1)[0]
+
+
+def draws(logits: torch.Tensor, params: SamplingParams, n: int = DRAWS) -> torch.Tensor:
+    """Tokens chosen at n positions from the same logits, [n]."""
+    positions = torch.arange(n)[None]
+    return chosen(logits.expand(1, n, -1), [params], positions)[0]
+
+
+def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom, over the tokens that may occur."""
+    expected = probability * counts.sum()
+    live = expected > 0
+    statistic = ((counts - expected)[live] ** 2 / expected[live]).sum().item()
+    return statistic, int(live.sum()) - 1
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_draws_follow_the_law_of_the_target(params: SamplingParams) -> None:
+    logits = some_logits()
+    probability = law(logits, params)
+    counts = torch.bincount(draws(logits, params), minlength=len(logits)).float()
+    assert counts[probability == 0].sum() == 0, "a filtered token was chosen"
+    statistic, freedom = chi_square(counts, probability)
+    # Far beyond the 99.99th percentile of chi-square for these degrees of freedom (< 24).
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5 + 5
+
+
+def test_the_law_test_would_catch_a_bias_of_three_per_cent() -> None:
+    logits = some_logits()
+    params = PARAMS[0]
+    probability = law(logits, params)
+    biased = probability.clone()
+    best, second = probability.topk(2).indices
+    shift = 0.03 * probability[best]
+    biased[best] -= shift
+    biased[second] += shift
+    counts = torch.bincount(draws(logits, params), minlength=len(logits)).float()
+    statistic, freedom = chi_square(counts, biased)
+    assert statistic > freedom + 5 * (2 * freedom) ** 0.5 + 5
+
+
+def test_greedy_is_the_argmax_whatever_the_seed() -> None:
+    logits = torch.randn(3, 2, 50)
+    positions = torch.arange(6).view(3, 2)
+    tokens = chosen(logits, [SamplingParams(seed=s) for s in (0, 1, 2)], positions)
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_a_row_does_not_depend_on_its_batch_mates() -> None:
+    """Trap 12: seeded sampling whose result depends on batch mates."""
+    logits = torch.randn(len(PARAMS) + 1, 3, 50)
+    params = [*PARAMS, SamplingParams()]
+    positions = torch.randint(0, 1000, (len(params), 3))
+    together = chosen(logits, params, positions)
+    for i, alone in enumerate(params):
+        assert torch.equal(
+            together[i : i + 1], chosen(logits[i : i + 1], [alone], positions[i : i + 1])
+        )
+
+
+def test_a_choice_does_not_depend_on_where_in_the_window_it_stands() -> None:
+    logits = torch.randn(1, 5, 50)
+    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=9)]
+    positions = torch.arange(100, 105)[None]
+    window = chosen(logits, params, positions)
+    for j in range(5):
+        assert window[0, j] == chosen(logits[:, j : j + 1], params, positions[:, j : j + 1])[0, 0]
+
+
+def test_seed_and_position_both_change_the_draw() -> None:
+    logits = torch.zeros(1, 200, 64)
+    same = torch.full((1, 200), 5)
+    moving = torch.arange(200)[None]
+    hot = SamplingParams(temperature=1.0, seed=1)
+    assert len(set(chosen(logits, [hot], same)[0].tolist())) == 1
+    assert len(set(chosen(logits, [hot], moving)[0].tolist())) > 40
+    other = SamplingParams(temperature=1.0, seed=2)
+    agree = chosen(logits, [hot], moving) == chosen(logits, [other], moving)
+    assert agree.float().mean() < 0.1
+
+
+def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
+    n = 20_000
+    noise = gumbel_noise(torch.full((n,), 3), torch.arange(n), 8)
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(1.6449, abs=0.05)
+    other_seed = gumbel_noise(torch.full((n,), 4), torch.arange(n), 1)
+    columns = torch.cat((noise[:-1], noise[1:, :1], other_seed[:-1]), dim=1)
+    correlation = torch.corrcoef(columns.T) - torch.eye(columns.shape[1])
+    assert correlation.abs().max().item() < 0.04
+
+
+def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary() -> None:
+    """A draft with a smaller (unpadded) vocabulary must meet the same noise."""
+    seed, position = torch.tensor([11]), torch.tensor([7])
+    assert torch.equal(gumbel_noise(seed, position, 50), gumbel_noise(seed, position, 60)[:, :50])
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])
+def test_a_vanishing_temperature_is_greedy_and_finite(temperature: float) -> None:
+    logits = torch.randn(1, 1, 50) * 30
+    params = [SamplingParams(temperature=temperature, seed=1)]
+    assert torch.equal(chosen(logits, params, torch.tensor([[3]])), logits.argmax(-1))
+
+
+def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
+    logits = torch.randn(1, 400, 50)
+    params = [SamplingParams(temperature=5.0, top_k=1, seed=1)]
+    assert torch.equal(chosen(logits, params, torch.arange(400)[None]), logits.argmax(-1))
+
+
+def test_acceptance_under_the_coupling_is_what_theory_says() -> None:
+    """P(draft = target) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) (arXiv 2408.07978)."""
+    target, draft = some_logits(seed=1), some_logits(seed=1) + 0.6 * some_logits(seed=2)
+    p, q = target.softmax(-1), draft.softmax(-1)
+    ratios = torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
+    expected = (1 / ratios.sum(dim=1)).sum().item()
+    params = SamplingParams(temperature=1.0, seed=8)
+    agree = (draws(target, params) == draws(draft, params)).float().mean().item()
+    assert agree == pytest.approx(expected, abs=0.01)
+    total_variation = 0.5 * (p - q).abs().sum().item()
+    assert agree >= (1 - total_variation) / (1 + total_variation) - 0.01
