@@ -4,38 +4,58 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+DRAFT_LEN_MAX = 32
+"""Most draft tokens per row and step that a config or a request may ask for."""
+
 
 class SchedulerConfig(BaseModel):
     """How the pool groups, places and bounds. Lengths are in tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rows_max: int = Field(8, ge=1, le=1024, description="Rows of a group (the batch size).")
-    draft_len: int = Field(4, ge=0, le=32, description="Draft tokens per row and step; 0 is off.")
+    rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a group (the batch size).")
+    draft_len: int = Field(
+        default=4, ge=0, le=DRAFT_LEN_MAX, description="Draft tokens per row and step; 0 is off."
+    )
     steps_per_order_max: int = Field(
-        4, ge=1, le=64, description="Steps of one order where no other row waits."
+        default=4, ge=1, le=64, description="Steps of one order where no other row waits."
     )
     orders_in_flight_max: int = Field(
-        2, ge=1, le=8, description="Orders a replica holds at once; 2 hides the round trip."
+        default=2, ge=1, le=8, description="Orders a replica holds at once; 2 hides the round trip."
     )
     passes_max: int = Field(
-        4,
+        default=4,
         ge=1,
         le=1000,
-        description="Groups that may pass over a resident before it anchors the next one.",
+        description="Groups that may pass over a resident before it anchors the next one; also"
+        " later requests that may be placed before a waiting one that does not fit.",
     )
-    prefill_rows_max: int = Field(8, ge=1, le=1024, description="Prompts of one prefill order.")
+    prefill_rows_max: int = Field(
+        default=8, ge=1, le=1024, description="Prompts of one prefill order."
+    )
     prefill_tokens_max: int = Field(
-        2048,
+        default=2048,
         ge=1,
         description="Tokens of one prefill order; a single longer prompt still goes alone.",
     )
     residents_max: int = Field(
-        256, ge=1, description="Sequences whose KV cache a replica holds at once."
+        default=256, ge=1, description="Sequences whose KV cache a replica holds at once."
     )
     waiting_requests_max: int = Field(
-        4096, ge=1, description="Requests that wait for a replica; beyond it they are refused."
+        default=4096,
+        ge=1,
+        description="Requests that wait for a replica; beyond it they are refused.",
     )
-    prompt_tokens_max: int = Field(131072, ge=1, description="Longest prompt accepted.")
-    stop_token_ids_max: int = Field(64, ge=0, description="Stop token ids per request.")
-    timeout_s_max: float = Field(3600.0, gt=0, description="Longest deadline accepted.")
+    waiting_scan_max: int = Field(
+        default=32,
+        ge=1,
+        description="Waiting requests looked at, from the front, when a replica has a place.",
+    )
+    failures_max: int = Field(
+        default=3,
+        ge=1,
+        description="Failed orders in a row, without a new token, that fail a request.",
+    )
+    prompt_tokens_max: int = Field(default=131072, ge=1, description="Longest prompt accepted.")
+    stop_token_ids_max: int = Field(default=64, ge=0, description="Stop token ids per request.")
+    timeout_s_max: float = Field(default=3600.0, gt=0, description="Longest deadline accepted.")

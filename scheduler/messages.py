@@ -37,11 +37,11 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
     draft_len: int | None = None
-    """The client's cap on draft tokens per step: None leaves it to the pool, 0 turns speculation off."""
+    """The client's cap on draft tokens per step: None leaves it to the pool, 0 turns it off."""
     timeout_s: float | None = None
     """Time from `Submit` to the deadline; None for no deadline."""
     committed: tuple[int, ...] = ()
-    """Tokens that an earlier incarnation of the pool delivered; they count towards max_new_tokens."""
+    """Tokens that an earlier incarnation of the pool delivered; they count as new tokens."""
 
 
 # --------------------------------------------------------------------------- orders
@@ -206,14 +206,7 @@ class Tick:
 
 
 Event = (
-    Submit
-    | Cancel
-    | ReplicaJoined
-    | ReplicaDraining
-    | ReplicaLost
-    | StepDone
-    | StepFailed
-    | Tick
+    Submit | Cancel | ReplicaJoined | ReplicaDraining | ReplicaLost | StepDone | StepFailed | Tick
 )
 
 # --------------------------------------------------------------------------- actions
@@ -236,12 +229,15 @@ class Usage:
     completion_tokens: int = 0
     steps: int = 0
     draft_tokens: int = 0
+    """With accepted tokens as replicas report them: where a result was cut at a stop token or
+    the limit, these may cover tokens that were dropped. completion_tokens never does."""
     accepted_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
     replicas: tuple[str, ...] = ()
     """Replicas that served it, in order of first use."""
     recovered: int = 0
-    """How often it lost its replica and was prefilled again."""
+    """How often it lost its place and was prefilled again: its replica was lost or drained, or
+    an order with it failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,168 @@
+"""Which rows step together: the tightest window of a replica's ready rows, with a bounded wait.
+
+Knows lengths and ages of rows, nothing else of a sequence.
+
+Groups. Let R be the rows of a replica that step (ready or stepping), G = ceil(R / rows_max) the
+least number of groups that hold them, and ceil(R / G) the ideal size: groups are balanced rather
+than one full and one with the rest. Only when G is 1 do all rows belong in one group; then a
+fragment never runs as a second order beside the first, for two half groups would alternate for
+ever and never merge.
+
+Choice. A row is passed over whenever a speculate order is dispatched on its replica while it is
+ready and not in it. With `oldest` the row that became ready first, and so was passed over most:
+
+1. nobody was passed over `passes_max` times: the window of least spread, wherever it is; of
+   several, the one with the oldest row;
+2. the oldest was: the window of least spread that contains it (it anchors the window);
+3. the oldest was passed over `passes_max + G` times: the rows_max oldest rows, whatever the spread.
+
+The bound. No row is passed over more than `passes_max + 2 * G - 1` times in a row, G taken at its
+largest during the wait. Rows that became ready before a row s only get fewer. Once s has been
+passed over passes_max + G times, so have they, and every further order takes the rows_max oldest;
+s and those before it are at most R rows, so s is in one of the next G orders: at most G - 1 more
+passes. When only few rows are overdue at a time, which is the usual case, rule 2 serves each one
+after passes_max passes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+TIES_MAX = 16
+"""Windows of equal spread that are compared by age; the leftmost ones, to bound the work."""
+
+_Key = tuple[int, int, str]
+"""(length, ready number, sequence id): within one length the oldest comes first."""
+
+
+def groups_needed(rows: int, rows_max: int) -> int:
+    """G: the least number of groups that hold all rows."""
+    return -(-rows // rows_max)
+
+
+def ideal_size(rows: int, rows_max: int) -> int:
+    """Rows of a balanced group: ceil(R / G)."""
+    groups = groups_needed(rows, rows_max)
+    return -(-rows // groups) if groups else 0
+
+
+def passes_bound(rows: int, rows_max: int, passes_max: int) -> int:
+    """How often at most a ready row is passed over in a row, with `rows` rows on its replica."""
+    return passes_max + max(2 * groups_needed(rows, rows_max) - 1, 0)
+
+
+def may_step(
+    ready: int, stepping: int, prefilling: int, orders_in_flight: int, rows_max: int
+) -> bool:
+    """Whether a speculate order is worth dispatching now, or should wait for rows in flight.
+
+    A replica without any order never waits. Beside an order of steps only a whole group of its
+    own goes. Behind a prefill alone, half of the group that it will be part of is enough: the
+    rows being filled join one step later, and the replica has no gap.
+    """
+    if ready == 0:
+        return False
+    if orders_in_flight == 0:
+        return True
+    if stepping:
+        groups = groups_needed(ready + stepping, rows_max)
+        return groups > 1 and ready >= (ready + stepping) // groups
+    return 2 * ready >= min(ready + prefilling, rows_max)
+
+
+class ReadyRows:
+    """The ready rows of one replica, by length and by age."""
+
+    def __init__(self) -> None:
+        self._by_length: list[_Key] = []
+        self._by_age: OrderedDict[str, tuple[_Key, int]] = OrderedDict()
+        self._ready_number = 0
+        self.orders = 0
+        """Speculate orders dispatched on this replica."""
+
+    def __len__(self) -> int:
+        return len(self._by_length)
+
+    def __contains__(self, sequence_id: object) -> bool:
+        return sequence_id in self._by_age
+
+    def __iter__(self) -> Iterator[str]:
+        """Sequence ids, the oldest first."""
+        return iter(self._by_age)
+
+    def lengths(self) -> list[int]:
+        """Lengths of all ready rows, rising."""
+        return [key[0] for key in self._by_length]
+
+    def add(self, sequence_id: str, length: int) -> None:
+        """The row is ready, from now on the youngest. Takes O(log n) comparisons."""
+        self._ready_number += 1
+        key = (length, self._ready_number, sequence_id)
+        insort(self._by_length, key)
+        self._by_age[sequence_id] = (key, self.orders)
+
+    def remove(self, sequence_id: str) -> None:
+        key, _ = self._by_age.pop(sequence_id)
+        del self._by_length[bisect_left(self._by_length, key)]
+
+    def passes(self, sequence_id: str) -> int:
+        """How often the row was passed over since it became ready."""
+        return self.orders - self._by_age[sequence_id][1]
+
+    def take(self, size: int, rows_max: int, groups: int, passes_max: int) -> list[str]:
+        """Removes and returns the next group, shortest row first; counts as one order.
+
+        `size` is the ideal size, `groups` is G; the group has min(size, ready) rows, or
+        min(rows_max, ready) when the oldest rows are taken. Needs at least one ready row.
+        """
+        oldest = next(iter(self._by_age))
+        passes = self.passes(oldest)
+        if passes >= passes_max + groups:
+            keys = sorted(self._by_age[row][0] for row in islice(self._by_age, rows_max))
+        else:
+            anchor = self._by_age[oldest][0] if passes >= passes_max else None
+            start = self._window(min(size, len(self)), anchor)
+            keys = self._by_length[start : start + size]
+        self.orders += 1
+        taken = [key[2] for key in keys]
+        for sequence_id in taken:
+            self.remove(sequence_id)
+        return taken
+
+    def _window(self, size: int, anchor: _Key | None) -> int:
+        """Start of the window of least spread, of those with the anchor if there is one."""
+        rows = self._by_length
+        first, last = 0, len(rows) - size
+        if anchor is not None:
+            at = bisect_left(rows, anchor)
+            first, last = max(first, at - size + 1), min(last, at)
+        shortest = rows[first : last + 1]
+        longest = rows[first + size - 1 : last + size]
+        spreads = [high[0] - low[0] for low, high in zip(shortest, longest, strict=True)]
+        least = min(spreads)
+        start = spreads.index(least)
+        if anchor is not None or spreads.count(least) == 1:
+            return first + start
+        best, best_age = start, self._age(start, size)
+        for _ in range(TIES_MAX - 1):
+            try:
+                start = spreads.index(least, start + 1)
+            except ValueError:
+                break
+            age = self._age(start, size)
+            if age < best_age:
+                best, best_age = start, age
+        return best
+
+    def _age(self, start: int, size: int) -> int:
+        """The ready number of the window's oldest row."""
+        return min(key[1] for key in self._by_length[start : start + size])
+
+    def check_integrity(self) -> None:
+        assert self._by_length == sorted(self._by_length), "ready rows are out of order"
+        assert {key[2] for key in self._by_length} == set(self._by_age), "ready rows differ"
+        numbers = [key[1] for key, _ in self._by_age.values()]
+        assert numbers == sorted(numbers), "ready rows are not in order of age"

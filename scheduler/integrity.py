@@ -1,0 +1,102 @@
+"""The invariants of the pool's books, asserted. Tests call this after each event.
+
+O(everything), so production never does.
+"""
+
+from __future__ import annotations
+
+from scheduler.messages import Order, OrderKind
+from scheduler.pool import Pool
+from scheduler.residents import Replica
+from scheduler.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
+
+_KIND_OF = {State.PREFILLING: OrderKind.PREFILL, State.STEPPING: OrderKind.SPECULATE}
+
+
+def order_rows(order: Order) -> list[str]:
+    """Ids of the sequences that an order holds."""
+    if order.kind is OrderKind.PREFILL:
+        return [prefill_row.sequence_id for prefill_row in order.prefill]
+    return [step_row.sequence_id for step_row in order.rows]
+
+
+def check_pool(pool: Pool) -> None:
+    """Raises AssertionError at the first broken invariant."""
+    for sequence_id, sequence in pool.sequences.items():
+        assert sequence.id == sequence_id
+        _check_sequence(pool, sequence)
+    waiting = {one.id for one in pool.sequences.values() if one.state is State.WAITING}
+    assert set(pool.waiting) == waiting, "the queue differs from the waiting sequences"
+    for replica in pool.replicas.values():
+        _check_replica(pool, replica)
+    takes = [
+        (replica.load, replica.id)
+        for replica in pool.replicas.values()
+        if not replica.draining and replica.load < pool.config.residents_max
+    ]
+    assert pool.open == sorted(takes), "the index of open replicas is wrong"
+    due = {(number, sequence_id) for _, number, sequence_id in pool.deadlines}
+    for sequence in pool.sequences.values():
+        if sequence.deadline_s is not None and sequence.live:
+            assert (sequence.number, sequence.id) in due, f"{sequence.id}: deadline forgotten"
+
+
+def _check_sequence(pool: Pool, sequence: Sequence) -> None:
+    name = f"{sequence.id} ({sequence.state})"
+    assert sequence.state is not State.FINISHED, f"{name}: finished but kept"
+    assert (sequence.order_id is not None) == (sequence.state in IN_FLIGHT), f"{name}: order"
+    assert (sequence.replica_id is not None) == (sequence.state in RESIDENT), f"{name}: replica"
+    if sequence.replica_id is not None:
+        replica = pool.replicas.get(sequence.replica_id)
+        assert replica is not None, f"{name}: on an unknown replica"
+        assert replica.residents.get(sequence.id) is sequence, f"{name}: not among residents"
+        assert sequence.blocks == replica.blocks_for(sequence), f"{name}: blocks"
+        if sequence.order_id is not None:
+            order = replica.orders.get(sequence.order_id)
+            assert order is not None, f"{name}: its order is unknown"
+            assert sequence.id in order_rows(order), f"{name}: not in its order"
+            kind = _KIND_OF.get(sequence.state)
+            assert kind is None or kind is order.kind, f"{name}: order of another kind"
+    else:
+        assert sequence.blocks == 0, f"{name}: blocks without a replica"
+    if sequence.claim is not None:
+        assert sequence.state is State.WAITING, f"{name}: claims a replica without waiting"
+        assert pool.replicas[sequence.claim].claimed_by == sequence.id, f"{name}: claim"
+    if sequence.live:
+        assert sequence.tokens_left > 0, f"{name}: nothing left to commit"
+        stop = set(sequence.request.stop_token_ids)
+        new = sequence.committed[len(sequence.request.committed) :]
+        assert not stop.intersection(new), f"{name}: went on after a stop token"
+        assert finished_before_start(sequence.request) is None, f"{name}: was complete before"
+
+
+def _check_replica(pool: Pool, replica: Replica) -> None:
+    name = f"replica {replica.id}"
+    residents = list(replica.residents.values())
+    for one in residents:
+        assert pool.sequences.get(one.id) is one, f"{name}: resident {one.id} is not in the pool"
+        assert one.replica_id == replica.id, f"{name}: resident {one.id} is elsewhere"
+    assert replica.blocks_used == sum(one.blocks for one in residents), f"{name}: blocks"
+    assert 0 <= replica.blocks_used <= replica.spec.kv_blocks, f"{name}: too many blocks"
+    assert len(residents) <= pool.config.residents_max, f"{name}: too many residents"
+    assert replica.lengths == sorted(one.length for one in residents), f"{name}: lengths"
+    for state, count in replica.rows_in.items():
+        assert count == sum(one.state is state for one in residents), f"{name}: count of {state}"
+    ready = {one.id: one.length for one in residents if one.state is State.READY}
+    assert set(replica.ready) == set(ready), f"{name}: ready rows"
+    assert replica.ready.lengths() == sorted(ready.values()), f"{name}: lengths of ready rows"
+    replica.ready.check_integrity()
+    assert len(replica.orders) <= pool.config.orders_in_flight_max, f"{name}: too many orders"
+    held = [row for order in replica.orders.values() for row in order_rows(order)]
+    assert len(held) == len(set(held)), f"{name}: a row is in two orders"
+    in_flight = {one.id for one in residents if one.state in IN_FLIGHT}
+    assert set(held) == in_flight, f"{name}: rows of its orders"
+    if replica.draining:
+        assert not ready, f"{name}: drains but keeps ready rows"
+        assert replica.claimed_by is None, f"{name}: drains but is claimed"
+    if ready:
+        assert replica.orders, f"{name}: ready rows and no order"
+    if replica.claimed_by is not None:
+        claimant = pool.waiting.get(replica.claimed_by)
+        assert claimant is not None, f"{name}: claimed by nobody who waits"
+        assert claimant.claim == replica.id, f"{name}: claim"

@@ -1,0 +1,164 @@
+"""Which replica a waiting sequence goes to, and which sequences a replica takes next.
+
+A sequence is placed at the moment a prefill order takes it, not before, so that whoever has a
+place first serves it. The rule, in this order:
+
+1. Room: the replica is not draining, holds fewer than residents_max sequences, has a place for an
+   order, and has free blocks for the whole sequence at its limit. Blocks stay reserved until the
+   release, so no replica ever runs out of them because of admission.
+2. Balance: a replica with over `rows_max` residents more than the lightest one with room leaves
+   the sequence to that one. Load goes before length only when the imbalance is that large.
+3. Near length: among the others the one whose residents have the nearest length, because close
+   lengths make tight groups.
+4. Load: the fewest residents, then the lowest id.
+
+The queue is first come, first served, but a sequence that does not fit lets smaller ones pass: at
+most passes_max of them. Then it claims the first replica that could hold it and that has no claim
+yet; a claimed replica takes nobody else until the sequence fits, here or elsewhere. So one long
+request holds up one replica, not the cluster, and it waits at most until that replica is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from scheduler.config import SchedulerConfig
+from scheduler.residents import Replica
+from scheduler.sequence import Sequence
+
+CANDIDATES_MAX = 16
+"""Replicas with room, lightest first, whose lengths are compared for one sequence."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a replica takes next; nothing has been changed yet."""
+
+    rows: list[Sequence] = field(default_factory=list)
+    overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Sequences that do not fit here, and how many of `rows` were behind them."""
+    claim: Sequence | None = None
+    """A sequence that was overtaken too often and claims this replica now."""
+
+
+def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> bool:
+    """Rule 1 without the place for an order."""
+    return (
+        not replica.draining
+        and replica.load < config.residents_max
+        and (replica.claimed_by is None or replica.claimed_by == sequence.id)
+        and sequence.length_max <= replica.spec.context_len
+        and replica.blocks_for(sequence) <= replica.blocks_free
+    )
+
+
+def best_replica(
+    sequence: Sequence,
+    open_replicas: Iterable[tuple[int, str]],
+    replicas: Mapping[str, Replica],
+    config: SchedulerConfig,
+) -> Replica | None:
+    """The replica for one sequence among `open_replicas` [(load, id), rising], if any has room."""
+    best: Replica | None = None
+    best_rank = (0, 0, "")
+    load_least: int | None = None
+    candidates = 0
+    for load, replica_id in open_replicas:
+        if load_least is not None and load > load_least + config.rows_max:
+            break
+        replica = replicas[replica_id]
+        if not has_room(replica, sequence, config):
+            continue
+        if load_least is None:
+            # Also when it has no place for an order now: it is the one to wait for.
+            load_least = load
+        if len(replica.orders) >= config.orders_in_flight_max:
+            continue
+        rank = (replica.distance(sequence.length), load, replica_id)
+        if best is None or rank < best_rank:
+            best, best_rank = replica, rank
+        candidates += 1
+        if candidates == CANDIDATES_MAX:
+            break
+    return best
+
+
+def next_rows(
+    replica: Replica,
+    waiting: Mapping[str, Sequence],
+    open_replicas: Iterable[tuple[int, str]],
+    replicas: Mapping[str, Replica],
+    config: SchedulerConfig,
+) -> Choice:
+    """What this replica takes from the front of the queue for one prefill order.
+
+    `waiting` is the queue by id, front first; waiting_scan_max sequences at most are looked at,
+    not counting those that an empty replica of this spec could not hold. A row beyond the order's
+    token budget ends the order; the first row always goes, however long.
+    """
+    choice = Choice()
+    places = min(config.prefill_rows_max, config.residents_max - replica.load)
+    if replica.draining or places <= 0:
+        return choice
+    blocks_free = replica.blocks_free
+    tokens = 0
+    passed_over: list[tuple[Sequence, int]] = []
+    # Asked once: a lighter replica's load does not change while this one chooses.
+    lighter = _lighter(replica, open_replicas, replicas, config)
+    looked_at = 0
+    queue: Iterable[Sequence] = waiting.values()
+    if replica.claimed_by is not None:
+        queue = (waiting[replica.claimed_by],)
+    for sequence in queue:
+        if len(choice.rows) == places or looked_at == config.waiting_scan_max:
+            break
+        if not replica.could_hold(sequence):
+            continue
+        looked_at += 1
+        blocks = replica.blocks_for(sequence)
+        if blocks > blocks_free:
+            passed_over.append((sequence, len(choice.rows)))
+            if (
+                sequence.overtaken >= config.passes_max
+                and sequence.claim is None
+                and replica.claimed_by is None
+            ):
+                choice.claim = sequence
+                break
+            continue
+        if choice.rows and tokens + sequence.length > config.prefill_tokens_max:
+            break
+        load = replica.load + len(choice.rows)
+        if any(
+            other.load + config.rows_max < load and has_room(other, sequence, config)
+            for other in lighter
+        ):
+            break
+        choice.rows.append(sequence)
+        blocks_free -= blocks
+        tokens += sequence.length
+    choice.overtaken = [
+        (sequence, len(choice.rows) - before)
+        for sequence, before in passed_over
+        if len(choice.rows) > before
+    ]
+    return choice
+
+
+def _lighter(
+    replica: Replica,
+    open_replicas: Iterable[tuple[int, str]],
+    replicas: Mapping[str, Replica],
+    config: SchedulerConfig,
+) -> list[Replica]:
+    """The lightest replicas that this one could have to leave a sequence to."""
+    load_most = replica.load + config.prefill_rows_max - config.rows_max
+    lighter = []
+    for load, replica_id in islice(open_replicas, CANDIDATES_MAX):
+        if load >= load_most:
+            break
+        if replica_id != replica.id:
+            lighter.append(replicas[replica_id])
+    return lighter

@@ -1,0 +1,211 @@
+"""The pool: all live sequences, the queue of the waiting ones, and the replicas' records.
+
+It keeps the books (reservations, indexes, deadlines) consistent and decides nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import FinishReason, ReplicaSpec, Request
+from scheduler.residents import Replica
+from scheduler.sequence import RESIDENT, Move, Sequence, State
+
+_HEAP_SLACK = 64
+
+
+class Pool:
+    """Books of one pool. Every method is O(log n) or less, except where it says so."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.sequences: dict[str, Sequence] = {}
+        """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        """The queue, front first."""
+        self.replicas: dict[str, Replica] = {}
+        self.open: list[tuple[int, str]] = []
+        """(load, id) of the replicas that take sequences, the lightest first."""
+        self.finished: Counter[FinishReason] = Counter()
+        self.deadlines: list[tuple[float, int, str]] = []
+        """A heap of (deadline, sequence number, id); finished ones go when they come up."""
+        self._number = 0
+
+    # ----------------------------------------------------------------- sequences
+
+    def accept(self, request: Request, now_s: float) -> Sequence:
+        """A new record, not yet in the queue."""
+        self._number += 1
+        sequence = Sequence(request, self._number, committed=list(request.committed))
+        self.sequences[request.id] = sequence
+        if request.timeout_s is not None:
+            sequence.deadline_s = now_s + request.timeout_s
+            heapq.heappush(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
+            self._compact_deadlines()
+        return sequence
+
+    def live_count(self) -> int:
+        """Sequences whose Finish is not out. O(replicas)."""
+        leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
+        return len(self.sequences) - leaving
+
+    def enqueue(self, sequence: Sequence) -> None:
+        self.waiting[sequence.id] = sequence
+
+    def place(self, sequence: Sequence, replica: Replica) -> None:
+        """From the queue to a replica: reserves blocks until `leave` or `send_back`."""
+        del self.waiting[sequence.id]
+        self.drop_claim(sequence)
+        sequence.overtaken = 0
+        sequence.replica_id = replica.id
+        sequence.blocks = replica.blocks_for(sequence)
+        if replica.id not in sequence.replicas:
+            sequence.replicas.append(replica.id)
+        replica.residents[sequence.id] = sequence
+        replica.blocks_used += sequence.blocks
+        replica.lengths_add(sequence.length)
+        self.move(sequence, Move.PREFILL)
+        self._reindex(replica)
+
+    def move(self, sequence: Sequence, move: Move) -> None:
+        """Changes the state and keeps the replica's counts and ready rows in step with it."""
+        before = sequence.state
+        sequence.move(move)
+        if sequence.replica_id is None:
+            return
+        replica = self.replicas[sequence.replica_id]
+        if before in RESIDENT:
+            replica.rows_in[before] -= 1
+        if sequence.state in RESIDENT:
+            replica.rows_in[sequence.state] += 1
+        # `ReadyRows.take` has removed a row that steps by itself.
+        if before is State.READY and sequence.id in replica.ready:
+            replica.ready.remove(sequence.id)
+        if sequence.state is State.READY:
+            replica.ready.add(sequence.id, sequence.length)
+
+    def send_back(self, sequences: list[Sequence]) -> None:
+        """Residents that lost their place wait again, at the front, in order of arrival."""
+        for sequence in sorted(sequences, key=lambda one: one.number, reverse=True):
+            self.move(sequence, Move.RETURN)
+            self._vacate(sequence)
+            sequence.recovered += 1
+            self.waiting[sequence.id] = sequence
+            self.waiting.move_to_end(sequence.id, last=False)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """The sequence ends; returns whether its blocks are free at once.
+
+        They are not while an order in flight holds its row: then it is leaving until `let_go`.
+        """
+        if sequence.state is State.WAITING:
+            del self.waiting[sequence.id]
+            self.drop_claim(sequence)
+        self.move(sequence, Move.FINISH)
+        self.finished[reason] += 1
+        if sequence.state is State.LEAVING:
+            return False
+        self._forget(sequence)
+        return True
+
+    def let_go(self, sequence: Sequence) -> None:
+        """The order that held a leaving row has ended."""
+        self.move(sequence, Move.LET_GO)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.replica_id is not None:
+            self._vacate(sequence)
+        del self.sequences[sequence.id]
+
+    def _vacate(self, sequence: Sequence) -> None:
+        assert sequence.replica_id is not None
+        replica = self.replicas[sequence.replica_id]
+        del replica.residents[sequence.id]
+        replica.blocks_used -= sequence.blocks
+        replica.lengths_remove(sequence.length)
+        sequence.blocks = 0
+        sequence.replica_id = None
+        sequence.order_id = None
+        self._reindex(replica)
+
+    # ----------------------------------------------------------------- claims
+
+    def claim(self, sequence: Sequence, replica: Replica) -> None:
+        """From now on the replica takes nobody before this sequence."""
+        sequence.claim = replica.id
+        replica.claimed_by = sequence.id
+
+    def drop_claim(self, sequence: Sequence) -> None:
+        if sequence.claim is not None:
+            self.replicas[sequence.claim].claimed_by = None
+            sequence.claim = None
+
+    def _clear_claim(self, replica: Replica) -> None:
+        if replica.claimed_by is not None:
+            self.drop_claim(self.sequences[replica.claimed_by])
+
+    # ----------------------------------------------------------------- replicas
+
+    def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
+        replica = Replica(replica_id, spec)
+        self.replicas[replica_id] = replica
+        self._reindex(replica)
+        return replica
+
+    def drain(self, replica: Replica) -> None:
+        """No new sequence from now on. O(1) but for the index."""
+        replica.draining = True
+        self._clear_claim(replica)
+        self._reindex(replica)
+
+    def lose(self, replica: Replica) -> None:
+        """Forgets the replica and its orders; its live residents wait again. O(residents)."""
+        replica.draining = True
+        self._clear_claim(replica)
+        replica.orders.clear()
+        residents = list(replica.residents.values())
+        for sequence in residents:
+            if not sequence.live:
+                self.let_go(sequence)
+        self.send_back([sequence for sequence in residents if sequence.live])
+        self._reindex(replica)
+        del self.replicas[replica.id]
+
+    def _reindex(self, replica: Replica) -> None:
+        takes = not replica.draining and replica.load < self.config.residents_max
+        key = (replica.load, replica.id) if takes else None
+        if key == replica.index_key:
+            return
+        if replica.index_key is not None:
+            del self.open[bisect_left(self.open, replica.index_key)]
+        if key is not None:
+            insort(self.open, key)
+        replica.index_key = key
+
+    # ----------------------------------------------------------------- deadlines
+
+    def overdue(self, now_s: float) -> list[Sequence]:
+        """Live sequences whose deadline has come; each is returned once."""
+        due = []
+        while self.deadlines and self.deadlines[0][0] <= now_s:
+            _, number, sequence_id = heapq.heappop(self.deadlines)
+            sequence = self.sequences.get(sequence_id)
+            # The id may belong to a later request by now; the number never does.
+            if sequence is not None and sequence.number == number and sequence.live:
+                due.append(sequence)
+        return due
+
+    def _compact_deadlines(self) -> None:
+        """Drops finished requests once they are the larger part: O(1) per request on average."""
+        if len(self.deadlines) <= 2 * len(self.sequences) + _HEAP_SLACK:
+            return
+        self.deadlines = [
+            (sequence.deadline_s, sequence.number, sequence.id)
+            for sequence in self.sequences.values()
+            if sequence.deadline_s is not None and sequence.live
+        ]
+        heapq.heapify(self.deadlines)

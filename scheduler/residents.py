@@ -1,0 +1,103 @@
+"""What the pool knows of one replica: its residents, its blocks, its orders, its figures.
+
+A record, not a policy: grouping and placement read it, the pool writes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from scheduler.admission import blocks_needed
+from scheduler.grouping import ReadyRows
+from scheduler.messages import Order, OrderKind, ReplicaSpec, StepTimes
+from scheduler.sequence import RESIDENT, Sequence, State
+
+
+@dataclass(slots=True)
+class ReplicaFigures:
+    """Sums over the orders that a replica has answered."""
+
+    orders: int = 0
+    steps: int = 0
+    row_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    committed_tokens: int = 0
+    groups: int = 0
+    """Speculate orders, whose spreads are summed in `spread_sum`."""
+    spread_sum: int = 0
+    kv_positions_own: int = 0
+    kv_positions_read: int = 0
+    last_times: StepTimes = field(default_factory=StepTimes)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One incarnation of a replica."""
+
+    id: str
+    spec: ReplicaSpec
+    draining: bool = False
+    blocks_used: int = 0
+    residents: dict[str, Sequence] = field(default_factory=dict)
+    """All sequences with reserved blocks, leaving ones included."""
+    lengths: list[int] = field(default_factory=list)
+    """Content lengths of the residents, rising; what 'near length' is measured against."""
+    ready: ReadyRows = field(default_factory=ReadyRows)
+    orders: dict[int, Order] = field(default_factory=dict)
+    """Orders in flight by id."""
+    rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
+    """How many residents are in each state."""
+    last_kind: OrderKind | None = None
+    """Kind of the order dispatched last."""
+    claimed_by: str | None = None
+    """A waiting sequence that is placed here before any other."""
+    index_key: tuple[int, str] | None = None
+    """Its entry in the pool's index of open replicas."""
+    figures: ReplicaFigures = field(default_factory=ReplicaFigures)
+
+    @property
+    def load(self) -> int:
+        return len(self.residents)
+
+    @property
+    def blocks_free(self) -> int:
+        return self.spec.kv_blocks - self.blocks_used
+
+    @property
+    def stepping(self) -> int:
+        return self.rows_in[State.STEPPING]
+
+    @property
+    def prefilling(self) -> int:
+        return self.rows_in[State.PREFILLING]
+
+    def blocks_for(self, sequence: Sequence) -> int:
+        """Blocks to reserve: enough for the whole sequence at its limit."""
+        return blocks_needed(sequence.length_max, self.spec.block_size)
+
+    def could_hold(self, sequence: Sequence) -> bool:
+        """Whether an empty replica of this spec has room for it."""
+        return (
+            sequence.length_max <= self.spec.context_len
+            and self.blocks_for(sequence) <= self.spec.kv_blocks
+        )
+
+    def distance(self, length: int) -> int:
+        """How far the nearest resident's length is; 0 without residents, a group of its own."""
+        lengths = self.lengths
+        if not lengths:
+            return 0
+        at = bisect_left(lengths, length)
+        below = length - lengths[at - 1] if at else None
+        above = lengths[at] - length if at < len(lengths) else None
+        if below is None or above is None:
+            return below if above is None else above  # type: ignore[return-value]
+        return min(below, above)
+
+    def lengths_add(self, length: int) -> None:
+        insort(self.lengths, length)
+
+    def lengths_remove(self, length: int) -> None:
+        del self.lengths[bisect_left(self.lengths, length)]

@@ -1,0 +1,196 @@
+"""One request's tokens and where they stand; every legal state change is in one table here.
+
+A sequence's content is its prompt followed by its committed tokens. While it is a resident, the
+replica holds valid KV for all of the content but the last token, so a prefill commits nothing and
+every step commits one token per row or more. This file knows nothing of replicas or groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from scheduler.messages import FinishReason, Request, RowResult, Usage
+
+
+class State(StrEnum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """In the queue, on no replica."""
+    PREFILLING = "prefilling"
+    """In a prefill order in flight; its blocks are reserved."""
+    READY = "ready"
+    """A resident that no order in flight holds."""
+    STEPPING = "stepping"
+    """A resident in a speculate order in flight."""
+    LEAVING = "leaving"
+    """Its Finish is out, but an order in flight still holds its row and so its blocks."""
+    FINISHED = "finished"
+    """Gone: nothing changes it any more."""
+
+
+class Move(StrEnum):
+    """What can happen to a sequence."""
+
+    PREFILL = "prefill"
+    """A prefill order with its row is dispatched."""
+    FILLED = "filled"
+    """That order is done."""
+    STEP = "step"
+    """A speculate order with its row is dispatched."""
+    STEPPED = "stepped"
+    """That order is done."""
+    RETURN = "return"
+    """It lost its place: replica lost or draining, or its order failed."""
+    FINISH = "finish"
+    """Its Finish goes out."""
+    LET_GO = "let go"
+    """The order that held a leaving row has ended."""
+
+
+LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
+    {
+        (State.WAITING, Move.PREFILL): State.PREFILLING,
+        (State.PREFILLING, Move.FILLED): State.READY,
+        (State.READY, Move.STEP): State.STEPPING,
+        (State.STEPPING, Move.STEPPED): State.READY,
+        (State.PREFILLING, Move.RETURN): State.WAITING,
+        (State.READY, Move.RETURN): State.WAITING,
+        (State.STEPPING, Move.RETURN): State.WAITING,
+        (State.WAITING, Move.FINISH): State.FINISHED,
+        (State.READY, Move.FINISH): State.FINISHED,
+        (State.PREFILLING, Move.FINISH): State.LEAVING,
+        (State.STEPPING, Move.FINISH): State.LEAVING,
+        (State.LEAVING, Move.LET_GO): State.FINISHED,
+    }
+)
+"""The one table: (state, move) -> next state. What is not here cannot happen."""
+
+IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
+"""States in which exactly one order in flight holds the row."""
+
+RESIDENT = frozenset({State.PREFILLING, State.READY, State.STEPPING, State.LEAVING})
+"""States in which blocks of a replica are reserved."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The pool's record of one accepted request."""
+
+    request: Request
+    number: int
+    """Rises with every accepted request: the order of arrival."""
+    deadline_s: float | None = None
+    state: State = State.WAITING
+    committed: list[int] = field(default_factory=list)
+    replica_id: str | None = None
+    order_id: int | None = None
+    """The order in flight that holds the row, else None."""
+    blocks: int = 0
+    """Blocks reserved on its replica."""
+    overtaken: int = 0
+    """How many later requests were placed while this one waited and did not fit."""
+    claim: str | None = None
+    """The replica that takes nobody else until this sequence fits."""
+    failures: int = 0
+    """Orders with this row that failed since it last committed a token."""
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+    recovered: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def length(self) -> int:
+        """Content length: prompt and committed tokens, padding never."""
+        return len(self.request.prompt) + len(self.committed)
+
+    @property
+    def length_max(self) -> int:
+        """Content length when the limit is reached."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        return self.request.max_new_tokens - len(self.committed)
+
+    @property
+    def live(self) -> bool:
+        """Its Finish is not out yet."""
+        return self.state is not State.LEAVING and self.state is not State.FINISHED
+
+    def move(self, move: Move) -> None:
+        """Changes the state; a move that the table does not have is a broken invariant."""
+        after = LEGAL.get((self.state, move))
+        assert after is not None, f"{self.id}: no move '{move}' from state '{self.state}'"
+        self.state = after
+
+    def content(self) -> tuple[int, ...]:
+        return self.request.prompt + tuple(self.committed)
+
+    def commit(self, row: RowResult) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends what a step committed, cut at the limit and at the first stop token.
+
+        Returns the tokens kept and the reason to finish, if there is one. A stop token is itself
+        kept, as the last one. The prompt is never searched. Steps, draft tokens and accepted
+        tokens are counted as the replica reports them, so when a result is cut they may cover
+        tokens that were dropped; completion tokens never do.
+        """
+        assert self.live, f"{self.id}: a finished sequence never changes"
+        kept, reason = truncate(row.tokens, self.tokens_left, self.request.stop_token_ids)
+        self.committed.extend(kept)
+        self.steps += row.steps
+        self.draft_tokens += row.draft_tokens
+        missing = len(row.accepted_at) - len(self.accepted_at)
+        if missing > 0:
+            self.accepted_at.extend([0] * missing)
+        for position, count in enumerate(row.accepted_at):
+            self.accepted_at[position] += count
+        if kept:
+            self.failures = 0
+        return kept, reason
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=len(self.committed),
+            steps=self.steps,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=sum(self.accepted_at),
+            accepted_at=tuple(self.accepted_at),
+            replicas=tuple(self.replicas),
+            recovered=self.recovered,
+        )
+
+
+def truncate(
+    tokens: tuple[int, ...], tokens_left: int, stop_token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Cuts new tokens after the first stop token, or after `tokens_left` of them.
+
+    A stop token that is also the last one allowed counts as STOP.
+    """
+    kept = tokens[: max(tokens_left, 0)]
+    if stop_token_ids:
+        for index, token in enumerate(kept):
+            if token in stop_token_ids:
+                return kept[: index + 1], FinishReason.STOP
+    if len(kept) == tokens_left:
+        return kept, FinishReason.LENGTH
+    return kept, None
+
+
+def finished_before_start(request: Request) -> FinishReason | None:
+    """Why a request that carries committed tokens needs no further step, if it does not."""
+    if request.committed and request.committed[-1] in request.stop_token_ids:
+        return FinishReason.STOP
+    if len(request.committed) >= request.max_new_tokens:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,85 @@
+"""What the pool looks like at one moment, for status calls, metrics and autoscaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
+from scheduler.pool import Pool
+from scheduler.residents import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica; counts are sums since it joined."""
+
+    id: str
+    spec: ReplicaSpec
+    draining: bool
+    residents: int
+    """Sequences with reserved blocks: prefilling, ready, stepping and leaving."""
+    orders_in_flight: int
+    kv_blocks_used: int
+    """Reserved blocks, for the whole of each sequence at its limit."""
+    kv_blocks_total: int
+    orders: int
+    steps: int
+    row_steps: int
+    """Steps times rows; committed_tokens over this is the tokens per row and step."""
+    draft_tokens: int
+    accepted_tokens: int
+    committed_tokens: int
+    spread_mean: float
+    """Tokens between the longest and the shortest row of a group, over its speculate orders."""
+    kv_positions_own: int
+    kv_positions_read: int
+    last_times: StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """The pool; `finished` and `rejected` are sums since its start."""
+
+    waiting: int
+    live: int
+    """Accepted and not finished: waiting or on a replica."""
+    replicas: tuple[ReplicaStatus, ...]
+    """By order of joining."""
+    finished: Mapping[FinishReason, int]
+    rejected: int
+
+
+def pool_status(pool: Pool, rejected: int) -> PoolStatus:
+    """Takes O(replicas)."""
+    replicas = tuple(_replica_status(replica) for replica in pool.replicas.values())
+    return PoolStatus(
+        waiting=len(pool.waiting),
+        live=pool.live_count(),
+        replicas=replicas,
+        finished={reason: pool.finished[reason] for reason in FinishReason},
+        rejected=rejected,
+    )
+
+
+def _replica_status(replica: Replica) -> ReplicaStatus:
+    figures = replica.figures
+    return ReplicaStatus(
+        id=replica.id,
+        spec=replica.spec,
+        draining=replica.draining,
+        residents=len(replica.residents),
+        orders_in_flight=len(replica.orders),
+        kv_blocks_used=replica.blocks_used,
+        kv_blocks_total=replica.spec.kv_blocks,
+        orders=figures.orders,
+        steps=figures.steps,
+        row_steps=figures.row_steps,
+        draft_tokens=figures.draft_tokens,
+        accepted_tokens=figures.accepted_tokens,
+        committed_tokens=figures.committed_tokens,
+        spread_mean=figures.spread_sum / figures.groups if figures.groups else 0.0,
+        kv_positions_own=figures.kv_positions_own,
+        kv_positions_read=figures.kv_positions_read,
+        last_times=figures.last_times,
+    )
