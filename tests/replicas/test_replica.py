@@ -1,0 +1,240 @@
+"""Proves that a replica keeps its residents' state right through orders of every kind.
+
+Output is compared with transformers' `generate` of the target alone, token for token, in float32.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from replicas.replica import Replica
+from scheduler.messages import (
+    Order,
+    OrderKind,
+    PrefillRow,
+    SamplingParams,
+    StepResult,
+    StepRow,
+)
+from tests.reference import plain_greedy
+from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
+
+NEW = 20
+
+
+class Client:
+    """Plays the pool by hand: keeps contents, numbers orders."""
+
+    def __init__(self, replica: Replica, stop: tuple[int, ...] = ()) -> None:
+        self.replica = replica
+        self.contents: dict[str, list[int]] = {}
+        self.prompts: dict[str, int] = {}
+        self._stop = stop
+        self._orders = 0
+
+    def prefill(self, new: int = NEW, **prompts: list[int]) -> StepResult:
+        rows = tuple(
+            PrefillRow(name, tuple(tokens), new, SamplingParams(), self._stop)
+            for name, tokens in prompts.items()
+        )
+        self.contents.update({name: list(tokens) for name, tokens in prompts.items()})
+        self.prompts.update({name: len(tokens) for name, tokens in prompts.items()})
+        self._orders += 1
+        return self.replica.step(Order(self._orders, "r", OrderKind.PREFILL, prefill=rows))
+
+    def steps(self, k: int, n: int = 1, names: list[str] | None = None) -> StepResult:
+        rows = tuple(
+            StepRow(name, len(self.contents[name]), k) for name in names or list(self.contents)
+        )
+        self._orders += 1
+        order = Order(self._orders, "r", OrderKind.SPECULATE, rows=rows, draft_len=k, steps=n)
+        result = self.replica.step(order)
+        for row in result.rows:
+            self.contents[row.sequence_id].extend(row.tokens)
+        self.replica.check_integrity()
+        return result
+
+    def new_tokens(self, name: str) -> list[int]:
+        return self.contents[name][self.prompts[name] :]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_draft_lengths_may_change_from_order_to_order(architecture: str) -> None:
+    """Steps without drafting leave the draft behind; it catches up by itself."""
+    client = Client(tiny_replica(architecture))
+    names = {"a": prompt(1), "b": prompt(30), "c": prompt(7)}
+    client.prefill(new=60, **names)
+    for k, n in ((3, 1), (0, 5), (2, 2), (0, 1), (5, 1), (1, 3), (0, 4), (4, 2)):
+        client.steps(k, n)
+    for name, tokens in names.items():
+        reference = plain_greedy(target_model(architecture), tokens, 60)
+        assert client.new_tokens(name) == reference[: len(client.new_tokens(name))]
+        assert len(client.new_tokens(name)) >= 19
+
+
+def test_a_draft_of_another_architecture_changes_nothing() -> None:
+    client = Client(tiny_replica("qwen3", draft_architecture="llama"))
+    client.prefill(a=prompt(9), b=prompt(3))
+    client.steps(3, 5)
+    for name, length in (("a", 9), ("b", 3)):
+        tokens = client.new_tokens(name)
+        assert tokens == plain_greedy(target_model("qwen3"), prompt(length), NEW)[: len(tokens)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_prefill_in_chunks_is_prefill(chunk: int) -> None:
+    client = Client(tiny_replica("llama", prefill_chunk_tokens=chunk))
+    names = {"a": prompt(23), "b": prompt(2), "c": prompt(11), "d": prompt(1)}
+    client.prefill(**names)
+    client.steps(3, 4)
+    for name, tokens in names.items():
+        got = client.new_tokens(name)
+        assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
+
+
+def test_pad_and_eos_ids_in_the_content_are_ordinary_tokens() -> None:
+    """Trap 1: masks and lengths come from lengths, never from token values."""
+    pad, eos = 0, 2
+    names = {"a": [pad] * 6 + [5], "b": [eos, pad, eos, pad], "c": [pad]}
+    client = Client(tiny_replica("llama"))
+    client.prefill(**names)
+    client.steps(4, 6)
+    for name, tokens in names.items():
+        got = client.new_tokens(name)
+        assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
+
+
+def test_an_order_ends_early_once_a_row_has_reached_its_limit() -> None:
+    client = Client(tiny_replica("llama"))
+    client.prefill(new=5, a=prompt(4))
+    client.prefill(new=50, b=prompt(8))
+    result = client.steps(2, 64)
+    assert len(client.new_tokens("a")) == 5, "never beyond its limit"
+    assert result.steps <= 5
+    assert len(client.new_tokens("b")) <= 3 * result.steps
+
+
+def test_an_order_ends_early_once_a_row_has_met_a_stop_token() -> None:
+    reference = plain_greedy(target_model("llama"), prompt(6), 30)
+    stop = next(t for t in reference[4:] if t not in reference[:4])
+    client = Client(tiny_replica("llama"), stop=(stop,))
+    client.prefill(new=200, a=prompt(6))
+    client.steps(3, 64)
+    got = client.new_tokens("a")
+    assert stop in got
+    assert got == plain_greedy(target_model("llama"), prompt(6), len(got))
+    assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
+
+
+def test_a_failed_order_leaves_the_residents_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = tiny_replica("llama")
+    client = Client(replica)
+    names = {"a": prompt(5), "b": prompt(12)}
+    client.prefill(**names)
+    client.steps(3)
+    calls = 0
+    forward = replica._target.forward
+
+    def failing(*args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(replica._target, "forward", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        client.steps(2, 5)
+    monkeypatch.undo()
+    replica.check_integrity()
+    client.steps(3, 5)
+    for name, tokens in names.items():
+        got = client.new_tokens(name)
+        assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
+
+
+def test_a_failed_prefill_leaves_no_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = tiny_replica("llama")
+    client = Client(replica)
+    free = replica.free_blocks
+
+    def failing(*args, **kwargs):  # type: ignore[no-untyped-def]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(replica._draft, "forward", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        client.prefill(a=prompt(5), b=prompt(3))
+    assert replica.residents == ()
+    assert replica.free_blocks == free
+
+
+def test_release_frees_all_blocks_and_ignores_strangers() -> None:
+    replica = tiny_replica("llama")
+    free = replica.free_blocks
+    client = Client(replica)
+    client.prefill(a=prompt(5), b=prompt(12))
+    client.steps(2, 2)
+    assert replica.free_blocks < free
+    replica.release(["a", "stranger"])
+    assert replica.residents == ("b",)
+    replica.release(["b"])
+    assert replica.free_blocks == free
+    replica.check_integrity()
+
+
+def test_a_released_sequence_leaves_no_trace_in_the_next_owner_of_its_blocks() -> None:
+    replica = tiny_replica("llama", kv_blocks=64, context_len=256)
+    for seed in range(6):
+        client = Client(replica)
+        client.prefill(a=prompt(40, seed), b=prompt(9, seed))
+        client.steps(3, 5)
+        for name, length in (("a", 40), ("b", 9)):
+            got = client.new_tokens(name)
+            assert got == plain_greedy(target_model("llama"), prompt(length, seed), NEW)[: len(got)]
+        replica.release(["a", "b"])
+
+
+def test_a_disagreement_about_the_length_is_an_assertion() -> None:
+    replica = tiny_replica("llama")
+    client = Client(replica)
+    client.prefill(a=prompt(5))
+    client.contents["a"].append(3)
+    with pytest.raises(AssertionError, match="the pool says 6 tokens, 5 are here"):
+        client.steps(2)
+
+
+def test_padding_read_is_counted_by_length() -> None:
+    client = Client(tiny_replica("llama"))
+    client.prefill(a=prompt(10), b=prompt(10), c=prompt(4))
+    uniform = client.steps(0, 1, ["a", "b"])
+    assert uniform.kv_positions_own == uniform.kv_positions_read == 20
+    mixed = client.steps(0, 1, ["a", "c"])
+    assert (mixed.kv_positions_own, mixed.kv_positions_read) == (11 + 4, 2 * 11)
+
+
+def test_accepted_tokens_are_counted_per_position() -> None:
+    client = Client(tiny_replica("llama"))
+    client.prefill(new=60, a=prompt(10), b=prompt(4))
+    result = client.steps(4, 6)
+    for row in result.rows:
+        assert row.steps == result.steps == 6
+        assert row.draft_tokens == 24
+        assert list(row.accepted_at) == sorted(row.accepted_at, reverse=True)
+        assert len(row.tokens) == sum(row.accepted_at) + row.steps
+    assert 0 < sum(sum(row.accepted_at) for row in result.rows) < 48
+
+
+def test_torch_keeps_no_graph() -> None:
+    client = Client(tiny_replica("llama"))
+    client.prefill(a=prompt(4))
+    client.steps(2)
+    assert not any(layer.requires_grad for layer in client.replica._target._cache._layers)
+    assert torch.is_grad_enabled()
