@@ -229,8 +229,8 @@ class Usage:
     completion_tokens: int = 0
     steps: int = 0
     draft_tokens: int = 0
-    """With accepted tokens as replicas report them: where a result was cut at a stop token or
-    the limit, these may cover tokens that were dropped. completion_tokens never does."""
+    """Draft and accepted tokens are as replicas report them: where a result was cut at a stop
+    token or the limit they cover tokens that were dropped. completion_tokens never does."""
     accepted_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
     replicas: tuple[str, ...] = ()
@@ -282,7 +282,10 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The replica frees the blocks of these sequences, after the orders it already has."""
+    """The replica frees the blocks of these sequences, after the orders it already has.
+
+    No order in flight holds them. An id that it does not hold (its prefill failed) is ignored.
+    """
 
     replica_id: str
     sequence_ids: tuple[str, ...]

@@ -1,0 +1,355 @@
+"""A virtual clock that turns the real scheduler, with fake replicas and seeded trouble.
+
+It runs `Scheduler.step`, never a copy of it: what holds here holds in a cluster. Time is virtual,
+all chance comes from the generator that is passed in, so a seed replays a world exactly.
+
+A world is filled with `submit`, `cancel`, `join`, `drain` and `kill` at virtual times and then
+run. Messages to one replica keep their order, as over its one connection; results may overtake
+each other, arrive twice or not at all. A lost result or a dead replica ends in ReplicaLost after
+the lease, and the replica joins again under a new id.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from scheduler.config import SchedulerConfig
+from scheduler.fake_replica import FakeReplica
+from scheduler.messages import (
+    Action,
+    Cancel,
+    Dispatch,
+    Emit,
+    Event,
+    Finish,
+    Order,
+    OrderKind,
+    Reject,
+    Release,
+    ReplicaDraining,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaSpec,
+    Request,
+    StepDone,
+    StepFailed,
+    Submit,
+    Tick,
+)
+from scheduler.scheduler import Scheduler
+
+StepTime = Callable[[Order], float]
+"""Seconds that a replica takes for one step of an order (for all of it, if it is a prefill)."""
+
+Watch = Callable[[float, Event, list[Action]], None]
+"""Told of every event and its actions: (now_s, event, actions)."""
+
+
+def linear_step_time(order: Order) -> float:
+    """A small fixed cost and a part per token, in seconds; for worlds that need just some time."""
+    if order.kind is OrderKind.PREFILL:
+        return 0.002 + 5e-6 * sum(len(row.tokens) for row in order.prefill)
+    return 0.004 + 2e-5 * sum(row.draft_len + 1 for row in order.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """How bad the network and the replicas are; probabilities are per order."""
+
+    delay_s: tuple[float, float] = (0.0005, 0.0015)
+    """Least and most time of a message, uniform."""
+    duplicate: float = 0.0
+    """Probability that a result arrives twice."""
+    lose: float = 0.0
+    """Probability that a result never arrives."""
+    fail: float = 0.0
+    """Probability that an order ends in StepFailed."""
+    lease_s: float = 0.5
+    """Silence after which a replica is declared lost."""
+    rejoin_s: float = 0.5
+    """Time from then until it joins again under a new id."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to one request."""
+
+    submitted_s: float
+    tokens: list[int] = field(default_factory=list)
+    """As emitted; carried tokens are not among them."""
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    finish: Finish | None = None
+    reject: Reject | None = None
+    finishes: int = 0
+    """How many Finish and Reject actions came; exactly one is right."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Figures of a run; times are virtual seconds."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    ended_s: float = 0.0
+    events: int = 0
+    orders: int = 0
+    group_orders: int = 0
+    """Speculate orders."""
+    spread_sum: int = 0
+    rows_sum: int = 0
+    """Rows of all speculate orders."""
+    busy_s: float = 0.0
+    alive_s: float = 0.0
+    """Busy and alive time, summed over all incarnations."""
+
+    @property
+    def spread_mean(self) -> float:
+        return self.spread_sum / self.group_orders if self.group_orders else 0.0
+
+    @property
+    def rows_mean(self) -> float:
+        return self.rows_sum / self.group_orders if self.group_orders else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the replicas' time in which they ran an order."""
+        return self.busy_s / self.alive_s if self.alive_s else 0.0
+
+
+class _Host:
+    """A fake replica in time: its queue of orders, its message channel, its life."""
+
+    def __init__(self, replica: FakeReplica, name: str, born_s: float) -> None:
+        self.replica = replica
+        self.name = name
+        self.born_s = born_s
+        self.queue: deque[Order] = deque()
+        self.busy = False
+        self.alive = True
+        self.channel_s = born_s
+        """When the last message to it arrives; the next one is not earlier."""
+
+
+class World:
+    """A scheduler, its replicas and its clients under one virtual clock."""
+
+    def __init__(
+        self,
+        rng: Random,
+        config: SchedulerConfig | None = None,
+        *,
+        step_time: StepTime = linear_step_time,
+        trouble: Trouble | None = None,
+        acceptance: float = 0.7,
+        tick_s: float = 0.05,
+        watch: Watch | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.scheduler = scheduler or Scheduler(config)
+        self.report = Report()
+        self.now_s = 0.0
+        self._rng = rng
+        self._step_time = step_time
+        self._trouble = trouble or Trouble()
+        self._acceptance = acceptance
+        self._tick_s = tick_s
+        self._watch = watch
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap_number = 0
+        self._hosts: dict[str, _Host] = {}
+        """Hosts by replica id, dead ones until they are declared lost."""
+        self._incarnations: dict[str, int] = {}
+        self._unfinished = 0
+
+    # ----------------------------------------------------------------- what is to happen
+
+    def submit(self, at_s: float, request: Request) -> None:
+        """A request arrives; its id must be new in this world."""
+        assert request.id not in self.report.outcomes, f"{request.id} was submitted before"
+        self.report.outcomes[request.id] = Outcome(at_s)
+        self._unfinished += 1
+        self._at(at_s, lambda: self._tell(Submit(request)))
+
+    def cancel(self, at_s: float, request_id: str) -> None:
+        self._at(at_s, lambda: self._tell(Cancel(request_id)))
+
+    def join(self, at_s: float, name: str, spec: ReplicaSpec) -> None:
+        """A replica joins as `name`, and after each death as `name+1`, `name+2`, ..."""
+        self._at(at_s, lambda: self._join(name, spec))
+
+    def drain(self, at_s: float, name: str, leave_s: float, rejoin: bool = True) -> None:
+        """The replica called `name` at that time drains, and leaves `leave_s` later."""
+
+        def drain() -> None:
+            host = self._host(name)
+            if host is not None:
+                self._tell(ReplicaDraining(host.replica.id))
+                self._after(leave_s, lambda: self._die(host, 0.0, rejoin))
+
+        self._at(at_s, drain)
+
+    def kill(self, at_s: float, name: str, rejoin: bool = True) -> None:
+        """The replica called `name` at that time dies; the pool learns of it by the lease."""
+
+        def kill() -> None:
+            host = self._host(name)
+            if host is not None:
+                self._die(host, self._trouble.lease_s, rejoin)
+
+        self._at(at_s, kill)
+
+    def run(self, until_s: float = float("inf")) -> Report:
+        """Runs until nothing is left to happen, or until the virtual time `until_s`."""
+        self._after(self._tick_s, self._tick)
+        while self._heap and self._heap[0][0] <= until_s:
+            self.now_s, _, happen = heapq.heappop(self._heap)
+            happen()
+        self.report.ended_s = self.now_s
+        for host in self._hosts.values():
+            if host.alive:
+                self.report.alive_s += self.now_s - host.born_s
+                host.born_s = self.now_s
+        return self.report
+
+    # ----------------------------------------------------------------- clock
+
+    def _at(self, at_s: float, happen: Callable[[], None]) -> None:
+        self._heap_number += 1
+        heapq.heappush(self._heap, (max(at_s, self.now_s), self._heap_number, happen))
+
+    def _after(self, delay_s: float, happen: Callable[[], None]) -> None:
+        self._at(self.now_s + delay_s, happen)
+
+    def _tick(self) -> None:
+        self._tell(Tick())
+        if self._unfinished:
+            self._after(self._tick_s, self._tick)
+
+    def _delay_s(self) -> float:
+        return self._rng.uniform(*self._trouble.delay_s)
+
+    # ----------------------------------------------------------------- the pool's side
+
+    def _tell(self, event: Event) -> None:
+        actions = self.scheduler.step(event, self.now_s)
+        self.report.events += 1
+        for action in actions:
+            match action:
+                case Emit():
+                    self._emit(action)
+                case Finish() | Reject():
+                    self._end(action)
+                case Release():
+                    self._send(action.replica_id, action)
+                case Dispatch():
+                    self._note_order(action.order)
+                    self._send(action.order.replica_id, action)
+        if self._watch is not None:
+            self._watch(self.now_s, event, actions)
+
+    def _emit(self, action: Emit) -> None:
+        outcome = self.report.outcomes[action.request_id]
+        outcome.tokens.extend(action.tokens)
+        if outcome.first_token_s is None:
+            outcome.first_token_s = self.now_s
+
+    def _end(self, action: Finish | Reject) -> None:
+        outcome = self.report.outcomes[action.request_id]
+        outcome.finishes += 1
+        outcome.finished_s = self.now_s
+        if isinstance(action, Finish):
+            outcome.finish = action
+        else:
+            outcome.reject = action
+        self._unfinished -= 1
+
+    def _note_order(self, order: Order) -> None:
+        self.report.orders += 1
+        if order.kind is OrderKind.SPECULATE:
+            self.report.group_orders += 1
+            self.report.rows_sum += len(order.rows)
+            self.report.spread_sum += order.rows[-1].length - order.rows[0].length
+
+    # ----------------------------------------------------------------- the replicas' side
+
+    def _host(self, name: str) -> _Host | None:
+        for host in self._hosts.values():
+            if host.name == name and host.alive:
+                return host
+        return None
+
+    def _join(self, name: str, spec: ReplicaSpec) -> None:
+        count = self._incarnations.get(name, -1) + 1
+        self._incarnations[name] = count
+        replica_id = f"{name}+{count}" if count else name
+        replica = FakeReplica(replica_id, spec, self._acceptance, self._rng)
+        self._hosts[replica_id] = _Host(replica, name, self.now_s)
+        self._tell(ReplicaJoined(replica_id, spec))
+
+    def _die(self, host: _Host, lease_s: float, rejoin: bool) -> None:
+        if not host.alive:
+            return
+        host.alive = False
+        self.report.alive_s += self.now_s - host.born_s
+
+        def declare_lost() -> None:
+            del self._hosts[host.replica.id]
+            self._tell(ReplicaLost(host.replica.id))
+            if rejoin:
+                self._after(
+                    self._trouble.rejoin_s, lambda: self._join(host.name, host.replica.spec)
+                )
+
+        self._after(lease_s, declare_lost)
+
+    def _send(self, replica_id: str, action: Dispatch | Release) -> None:
+        host = self._hosts.get(replica_id)
+        if host is None:
+            return
+        host.channel_s = max(host.channel_s, self.now_s + self._delay_s())
+        self._at(host.channel_s, lambda: self._receive(host, action))
+
+    def _receive(self, host: _Host, action: Dispatch | Release) -> None:
+        if not host.alive:
+            return
+        if isinstance(action, Release):
+            host.replica.release(action)
+            return
+        host.replica.receive(action.order)
+        host.queue.append(action.order)
+        if not host.busy:
+            self._start(host)
+
+    def _start(self, host: _Host) -> None:
+        host.busy = True
+        order = host.queue.popleft()
+        step_s = self._step_time(order)
+        if self._rng.random() < self._trouble.fail:
+            failed = StepFailed(host.replica.id, order.id, "the step failed")
+            self._after(step_s, lambda: self._done(host, order, failed, step_s))
+            return
+        # The work is done now, because it says how many steps it takes; the result comes later.
+        result = host.replica.run(order, step_s)
+        total_s = result.times.total_s
+        self._after(total_s, lambda: self._done(host, order, StepDone(result), total_s))
+
+    def _done(self, host: _Host, order: Order, answer: Event, total_s: float) -> None:
+        if not host.alive:
+            return
+        self.report.busy_s += total_s
+        host.busy = False
+        host.replica.end(order)
+        if isinstance(answer, StepFailed):
+            host.replica.fail(order)
+        if host.queue:
+            self._start(host)
+        if self._rng.random() < self._trouble.lose:
+            self._die(host, self._trouble.lease_s, rejoin=True)
+            return
+        self._after(self._delay_s(), lambda: self._tell(answer))
+        if self._rng.random() < self._trouble.duplicate:
+            self._after(2 * self._delay_s(), lambda: self._tell(answer))
