@@ -1,0 +1,67 @@
+"""Requests of mixed length that arrive at different times, and an engine to run them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cluster.local_engine import LocalEngine, Output
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request, SamplingParams
+
+LENGTHS = (1, 2, 3, 5, 8, 13, 13, 13, 21, 34, 55)
+
+
+def mixed_requests(
+    vocab: int, n: int, seed: int = 0, new: Sequence[int] = (1, 2, 7, 16, 24)
+) -> list[Request]:
+    """Random prompts: some of one length (uniform groups), some not, with different limits."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            id=f"r{i}",
+            prompt=tuple(rng.randrange(vocab) for _ in range(rng.choice(LENGTHS))),
+            max_new_tokens=rng.choice(new),
+        )
+        for i in range(n)
+    ]
+
+
+def sampled(requests: Sequence[Request]) -> list[Request]:
+    """The same requests, each with sampling parameters and a seed of its own; one stays greedy."""
+    variants = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6, top_k=20),
+        SamplingParams(temperature=1.4, top_p=0.9),
+        SamplingParams(temperature=0.9, min_p=0.05, top_k=40, top_p=0.95),
+        SamplingParams(),
+    ]
+    return [
+        replace(request, sampling=replace(variants[i % len(variants)], seed=1000 + i))
+        for i, request in enumerate(requests)
+    ]
+
+
+def run_staggered(
+    replica: Replica, requests: Sequence[Request], rows_max: int, draft_len: int, seed: int = 0
+) -> list[Output]:
+    """Submit in bursts between orders, in an order that `seed` draws; outputs as asked."""
+    engine = LocalEngine(
+        replica,
+        SchedulerConfig(rows_max=rows_max, draft_len=draft_len, prefill_rows_max=4),
+        check=True,
+    )
+    rng = random.Random(seed)
+    arrivals = list(requests)
+    rng.shuffle(arrivals)
+    while arrivals:
+        for _ in range(min(len(arrivals), rng.choice((1, 1, 2, 5)))):
+            engine.submit(arrivals.pop())
+        for _ in range(rng.choice((0, 1, 3))):
+            engine.advance()
+    engine.run()
+    replica.check_integrity()
+    assert replica.residents == (), "a finished sequence frees its blocks"
+    return [engine.outputs[request.id] for request in requests]
