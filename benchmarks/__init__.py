@@ -1,0 +1,1 @@
+"""Benchmarks: ratios from one run, printed as a table and written as JSON."""

@@ -1,0 +1,154 @@
+"""Compare Lockstep's output with plain decoding, token for token, in one process.
+
+Greedy output is compared with transformers' own `generate` of the target alone at batch 1, sampled
+output with this engine at batch 1 without speculation. Needs no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.local_engine import LocalEngine, Output
+from cluster.target_text import TargetText
+from replicas.config import ReplicaConfig
+from scheduler.admission import check_request
+from scheduler.config import SchedulerConfig
+from scheduler.errors import InvalidRequest
+from scheduler.messages import Request, SamplingParams
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, how many prompts are done, how many there are."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where an output leaves the reference; None past the end of either."""
+
+    prompt: int
+    position: int
+    """Index among the new tokens."""
+    expected: int | None
+    got: int | None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was compared, and where it differs."""
+
+    against: str
+    prompts: int
+    tokens: int
+    """Committed by the run that was verified."""
+    accepted_tokens: int
+    draft_tokens: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def identical(self) -> int:
+        return self.prompts - len(self.differences)
+
+
+def verify(
+    prompts: Sequence[str],
+    replica_config: ReplicaConfig,
+    scheduler_config: SchedulerConfig,
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Run the prompts both ways; raises InvalidRequest, naming the prompt, for one that no
+    replica could serve."""
+    from replicas.replica import Replica  # torch is heavy, and --help should not wait for it
+
+    text = TargetText.load(replica_config)
+    replica = Replica.load(replica_config)
+    requests = [
+        Request(
+            id=str(i),
+            prompt=text.encode(prompt),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_token_ids=text.eos_token_ids,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        try:
+            check_request(request, scheduler_config, replica.spec)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt {request.id}: {error.field}", error.reason) from error
+    note = progress or (lambda phase, done, total: None)
+    outputs = _run(LocalEngine(replica, scheduler_config), requests, note, "lockstep")
+    if sampling.temperature > 0:
+        against = "draft length 0 at batch 1"
+        alone = scheduler_config.model_copy(update={"rows_max": 1, "draft_len": 0})
+        plain = _run(LocalEngine(replica, alone), requests, note, "plain")
+        references = [output.tokens for output in plain]
+    else:
+        against = "transformers' generate at batch 1"
+        references = []
+        for tokens in _transformers_greedy(replica_config, requests, text.eos_token_ids):
+            references.append(tokens)
+            note("plain", len(references), len(requests))
+    found = (
+        first_difference(i, reference, output.tokens)
+        for i, (reference, output) in enumerate(zip(references, outputs, strict=True))
+    )
+    return VerifyReport(
+        against=against,
+        prompts=len(requests),
+        tokens=sum(len(output.tokens) for output in outputs),
+        accepted_tokens=sum(output.usage.accepted_tokens for output in outputs),
+        draft_tokens=sum(output.usage.draft_tokens for output in outputs),
+        differences=tuple(difference for difference in found if difference is not None),
+    )
+
+
+def first_difference(prompt: int, expected: Sequence[int], got: Sequence[int]) -> Difference | None:
+    """Where two outputs part, a missing end included; None if they are equal."""
+    for position in range(max(len(expected), len(got))):
+        ours = got[position] if position < len(got) else None
+        theirs = expected[position] if position < len(expected) else None
+        if ours != theirs:
+            return Difference(prompt, position, theirs, ours)
+    return None
+
+
+def _run(
+    engine: LocalEngine, requests: Sequence[Request], note: Progress, phase: str
+) -> list[Output]:
+    outputs = [engine.submit(request) for request in requests]
+    while engine.advance():
+        note(phase, sum(output.reason is not None for output in outputs), len(outputs))
+    return outputs
+
+
+def _transformers_greedy(
+    config: ReplicaConfig, requests: Sequence[Request], eos_token_ids: Sequence[int]
+) -> Iterator[list[int]]:
+    """New tokens of each request by transformers, untouched by any code of ours."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from replicas.pair import resolve, resolve_device
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        resolve(config.target),
+        dtype=getattr(torch, config.dtype),
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
+    )
+    model.to(resolve_device(config.device)).eval()
+    for request in requests:
+        ids = torch.tensor([request.prompt], device=model.device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=request.max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(eos_token_ids) or None,
+            pad_token_id=0,
+        )
+        yield out[0, len(request.prompt) :].tolist()
