@@ -4,7 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 
-.PHONY: setup demo serve test test-fast lint format protos demo-pair bench clean
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(SETUP)  ## the .venv with everything, at the versions of constraints.txt
 
@@ -31,7 +37,7 @@ lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(SETUP)
+format: $(SETUP)  ## what lint would complain about, mended where a tool can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -45,6 +51,6 @@ bench: $(SETUP)  ## the figures of the README (about a quarter of an hour on two
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.cluster --json benchmarks/results/cluster.json
 
-clean:
+clean:  ## remove the .venv and all caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

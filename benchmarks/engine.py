@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import machine, table, write_json
@@ -105,8 +105,6 @@ def transformers_run(
             attention_mask=mask.to(device),
             max_new_tokens=requests[members[0]].max_new_tokens,
             do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
         )
         for row, i in enumerate(members):
             outputs[i] = out[row, width:].tolist()
@@ -146,6 +144,7 @@ def main() -> None:
         resolve(args.target), dtype=getattr(torch, args.dtype)
     )
     plain.to(replica.spec.device).eval()
+    plain.generation_config = GenerationConfig(pad_token_id=0)
     prompts = benchmark_tokens(
         tokenizer, args.limit, args.prompts, replica.spec.context_len - args.new_tokens
     )

@@ -54,7 +54,7 @@ class Output:
 
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     message: str = ""
     submitted_s: float = 0.0
     first_token_s: float | None = None

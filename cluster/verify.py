@@ -130,7 +130,7 @@ def _transformers_greedy(
 ) -> Iterator[list[int]]:
     """New tokens of each request by transformers, untouched by any code of ours."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     from replicas.pair import resolve, resolve_device
 
@@ -141,6 +141,10 @@ def _transformers_greedy(
         use_safetensors=True,
     )
     model.to(resolve_device(config.device)).eval()
+    # The model's own defaults (a repetition penalty, say) would not be plain greedy decoding.
+    model.generation_config = GenerationConfig(
+        eos_token_id=list(eos_token_ids) or None, pad_token_id=0
+    )
     for request in requests:
         ids = torch.tensor([request.prompt], device=model.device)
         out = model.generate(
@@ -148,7 +152,5 @@ def _transformers_greedy(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=request.max_new_tokens,
             do_sample=False,
-            eos_token_id=list(eos_token_ids) or None,
-            pad_token_id=0,
         )
         yield out[0, len(request.prompt) :].tolist()
