@@ -1,0 +1,233 @@
+"""The composition root: every `ray.remote` and every Serve deployment stands here, nothing else.
+
+`build` is what `serve run cluster.app:build target=...` and Serve config files name; `start` and
+`stop` are the same for the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.actor import ActorHandle
+from ray.serve import Application
+from ray.serve.config import HTTPOptions, gRPCOptions
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import ClusterConfig, from_args
+from cluster.http import http_app
+from cluster.ingress import Ingress
+from cluster.metrics import IngressMeter, PoolMeter, ray_sink
+from cluster.pool_actor import PoolActor
+from cluster.ray_pool import RayPool, process_lives, this_process
+from cluster.replica_runner import HostedReplica, ReplicaRunner
+from cluster.target_text import TargetText
+from replicas.config import ReplicaConfig
+
+APP_NAME = "lockstep"
+SERVICER_FUNCTIONS = (
+    "protos.lockstep_pb2_grpc.add_LockstepServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+)
+"""What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
+
+LoadReplica = Callable[[ReplicaConfig], HostedReplica]
+
+
+def load_replica(config: ReplicaConfig) -> HostedReplica:
+    """The real thing; torch is imported in the replica's process only."""
+    from replicas.replica import Replica
+
+    return Replica.load(config)
+
+
+# --------------------------------------------------------------------------- the pool
+
+
+class _RayPoolActor(PoolActor):
+    """The pool in its own process."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        _log_to_stderr()
+        super().__init__(config, process_lives, _leave, PoolMeter(ray_sink()))
+
+
+def _leave() -> None:
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def pool_opener(config: ClusterConfig) -> Callable[[], ActorHandle]:
+    """Finds the pool's actor, or creates it. It outlives its creator and leaves when idle."""
+
+    def open_actor() -> ActorHandle:
+        actor: ActorHandle = (
+            ray.remote(_RayPoolActor)
+            .options(
+                name=config.pool.name,
+                namespace=config.pool.namespace,
+                get_if_exists=True,
+                lifetime="detached",
+                max_restarts=-1,
+                max_task_retries=0,
+                num_cpus=0,
+            )
+            .remote(config)
+        )
+        return actor
+
+    return open_actor
+
+
+# --------------------------------------------------------------------------- deployments
+
+
+class ReplicaDeployment:
+    """A replica as Serve starts, checks and drains it. Nobody calls it: it pulls."""
+
+    async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
+        _log_to_stderr()
+        replica_config = _with_threads(config)
+        self._runner = ReplicaRunner(
+            config,
+            lambda: load(replica_config),
+            RayPool(pool_opener(config)),
+            name=serve.get_replica_context().replica_id.unique_id,
+            process=this_process(),
+        )
+        await self._runner.start()
+
+    def check_health(self) -> None:
+        self._runner.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"tokens_committed": float(self._runner.tokens_committed)}
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_runner"):
+            await self._runner.close()
+
+
+class IngressDeployment(Ingress):
+    """The ingress as Serve starts it; gRPC methods by their names, HTTP by the ASGI app."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        load_text: Callable[[ReplicaConfig], TargetText],
+        replicas: DeploymentHandle,
+    ) -> None:
+        # The handle makes the replicas part of the application; requests do not go through it.
+        del replicas
+        _log_to_stderr()
+        super().__init__(
+            config,
+            RayPool(pool_opener(config)),
+            load_text(config.replica),
+            name=serve.get_replica_context().replica_id.unique_id,
+            meter=IngressMeter(ray_sink()),
+        )
+        self.start()
+
+    def check_health(self) -> None:
+        self.check()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return http_app(self)
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_link"):
+            await self.close()
+
+
+def build_app(
+    config: ClusterConfig,
+    load: LoadReplica = load_replica,
+    load_text: Callable[[ReplicaConfig], TargetText] = TargetText.load,
+) -> Application:
+    """The application for a validated config; what a replica hosts can be replaced."""
+    actors = config.actors
+    quiet = {"enable_access_log": False}
+    replicas = serve.deployment(
+        ReplicaDeployment,
+        name="replica",
+        num_replicas=config.replicas,
+        ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": actors.replica_gpus},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=actors.drain_s,
+        logging_config=quiet,
+    ).bind(config, load)
+    return serve.deployment(
+        serve.ingress()(IngressDeployment),
+        name="ingress",
+        num_replicas=config.ingress.number,
+        ray_actor_options={"num_cpus": actors.ingress_cpus},
+        max_ongoing_requests=config.ingress.requests_max,
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=actors.drain_s,
+        logging_config=quiet,
+    ).bind(config, load_text, replicas)
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """Application builder for Serve. Raises ConfigError, which names each wrong key."""
+    return build_app(from_args(args))
+
+
+# --------------------------------------------------------------------------- start and stop
+
+
+def start(config: ClusterConfig, app: Application | None = None, *, quiet: bool = False) -> None:
+    """Start Ray where none runs, then Serve and the application; returns when it is ready."""
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=not quiet,
+            logging_level=logging.ERROR if quiet else logging.INFO,
+        )
+    serve.start(
+        proxy_location="EveryNode",
+        http_options=HTTPOptions(host=config.server.http_host, port=config.server.http_port),
+        grpc_options=gRPCOptions(
+            port=config.server.grpc_port, grpc_servicer_functions=list(SERVICER_FUNCTIONS)
+        ),
+        logging_config={"enable_access_log": False},
+    )
+    serve.run(app or build_app(config), name=APP_NAME, route_prefix="/")
+
+
+def stop(config: ClusterConfig, *, ray_too: bool = True) -> None:
+    """Let requests finish within the grace time, then stop Serve, the pool and Ray."""
+    serve.shutdown()
+    try:
+        ray.kill(ray.get_actor(config.pool.name, namespace=config.pool.namespace))
+    except ValueError:
+        pass
+    if ray_too:
+        ray.shutdown()
+
+
+def _with_threads(config: ClusterConfig) -> ReplicaConfig:
+    """Replicas of one machine share its cores; Ray would give each of them a single thread."""
+    if config.replica.torch_threads is not None:
+        return config.replica
+    threads = max(1, len(os.sched_getaffinity(0)) // config.replicas)
+    return config.replica.model_copy(update={"torch_threads": threads})
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("lockstep")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

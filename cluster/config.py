@@ -1,0 +1,186 @@
+"""Settings of a Lockstep cluster. The only place that reads YAML and the environment.
+
+Frozen and validated; an unknown key is an error that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from replicas.config import ReplicaConfig
+from scheduler.config import SchedulerConfig
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PoolConfig(_Settings):
+    """The actor that holds the pool."""
+
+    name: str = Field("pool", min_length=1, description="Name of the actor.")
+    namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
+    lease_s: float = Field(
+        3.0, gt=0, description="Silence after which a replica or an ingress counts as lost."
+    )
+    poll_s: float = Field(1.0, gt=0, description="Longest wait of one poll; below lease_s.")
+    probe_s: float = Field(
+        0.5, gt=0, description="How often Ray is asked whether a replica's process lives."
+    )
+    tick_s: float = Field(0.05, gt=0, description="How often deadlines and leases are checked.")
+    gather_ms: float = Field(
+        10.0, ge=0, description="How long news that is not urgent may wait for more of it."
+    )
+    idle_exit_s: float = Field(
+        60.0, gt=0, description="The actor leaves when nobody has talked to it for so long."
+    )
+
+
+class IngressConfig(_Settings):
+    """What clients may ask for, and how they are answered."""
+
+    number: int = Field(1, ge=1, description="Ingress processes.")
+    max_new_tokens: int = Field(256, ge=1, description="Where a request does not say.")
+    timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
+    prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
+    stop_strings_max: int = Field(16, ge=0, description="Stop strings of one request.")
+    stop_string_chars_max: int = Field(256, ge=1, description="Characters of one stop string.")
+    request_id_chars_max: int = Field(128, ge=1, description="Characters of a request id.")
+    coalesce_ms: float = Field(
+        40.0, ge=0, description="Least time between two chunks of one stream; a chunk costs CPU."
+    )
+    tokenize_inline_bytes: int = Field(
+        8192, ge=0, description="Longer prompts are tokenized on a thread, off the event loop."
+    )
+    requests_max: int = Field(10_000, ge=1, description="Requests in flight per ingress.")
+
+
+class ServerConfig(_Settings):
+    """Where Serve's proxies listen. Its gRPC proxy always listens on all interfaces."""
+
+    grpc_port: int = Field(9000, ge=1, le=65535)
+    http_host: str = Field("127.0.0.1", min_length=1)
+    http_port: int = Field(8000, ge=1, le=65535)
+
+
+class ActorsConfig(_Settings):
+    """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
+
+    replica_cpus: float = Field(0.1, ge=0, description="Per replica.")
+    replica_gpus: float = Field(0.0, ge=0, description="Per replica; 1 with device cuda.")
+    ingress_cpus: float = Field(0.0, ge=0, description="Per ingress.")
+    start_s: float = Field(600.0, gt=0, description="How long `serve` waits for the first replica.")
+    drain_s: float = Field(20.0, gt=0, description="Grace of a process that is told to go.")
+    failures_max: int = Field(
+        3, ge=1, description="Orders in a row that may fail before a replica counts as unhealthy."
+    )
+
+
+class ClusterConfig(_Settings):
+    """Everything; see `from_args` for the short names."""
+
+    replicas: int = Field(1, ge=1, description="Number of replicas.")
+    replica: ReplicaConfig = ReplicaConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    pool: PoolConfig = PoolConfig()
+    ingress: IngressConfig = IngressConfig()
+    server: ServerConfig = ServerConfig()
+    actors: ActorsConfig = ActorsConfig()
+
+
+SHORT_NAMES: Mapping[str, tuple[str, str]] = {
+    **{
+        name: ("replica", name)
+        for name in (
+            *("target", "draft", "device", "dtype", "kv_blocks", "kv_memory_mb"),
+            *("context_len", "torch_threads", "trust_remote_code"),
+        )
+    },
+    "batch_size": ("scheduler", "rows_max"),
+    "draft_len": ("scheduler", "draft_len"),
+    "max_new_tokens": ("ingress", "max_new_tokens"),
+    "coalesce_ms": ("ingress", "coalesce_ms"),
+    "grpc_port": ("server", "grpc_port"),
+    "http_host": ("server", "http_host"),
+    "http_port": ("server", "http_port"),
+}
+"""Keys that may stand at the top of the settings instead of in their section."""
+
+
+class ConfigError(ValueError):
+    """Settings that make no sense; the message names each key."""
+
+
+def from_args(args: Mapping[str, Any]) -> ClusterConfig:
+    """Settings from a mapping of sections, of short names (`target`, `replicas`), or of both.
+
+    Values may be strings, as `serve run cluster.app:build target=... replicas=2` gives them;
+    "null" stands for none. Raises `ConfigError`.
+    """
+    nested: dict[str, Any] = {}
+    for key, value in args.items():
+        if key not in SHORT_NAMES:
+            nested[key] = dict(value) if isinstance(value, Mapping) else _scalar(value)
+    for key, (section, name) in SHORT_NAMES.items():
+        if key not in args:
+            continue
+        inner = nested.setdefault(section, {})
+        if not isinstance(inner, dict) or name in inner:
+            raise ConfigError(f"{key}: also given as {section}.{name}")
+        inner[name] = _scalar(args[key])
+    try:
+        return ClusterConfig.model_validate(nested)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def from_file(path: Path) -> ClusterConfig:
+    """Settings from a YAML file: either those of `from_args`, or a Serve config file.
+
+    Raises `ConfigError`, and `OSError` for a file that cannot be read.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if data is None:
+        return ClusterConfig()
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings")
+    return from_args(_serve_file_args(data) if "applications" in data else data)
+
+
+def server_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Where clients look for the server: LOCKSTEP_ADDRESS, else this machine's default port."""
+    return environment.get("LOCKSTEP_ADDRESS", f"localhost:{ServerConfig().grpc_port}")
+
+
+def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
+    applications = data["applications"] or [{}]
+    args = dict(applications[0].get("args") or {})
+    ports = {
+        "grpc_port": (data.get("grpc_options") or {}).get("port"),
+        "http_host": (data.get("http_options") or {}).get("host"),
+        "http_port": (data.get("http_options") or {}).get("port"),
+    }
+    section = args.get("server") or {}
+    for name, value in ports.items():
+        if value is not None and name not in section:
+            args.setdefault(name, value)
+    return args
+
+
+def _scalar(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("null", "none") else value
+
+
+def _sentence(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, item['loc']))}: {item['msg'].lower()}" for item in error.errors()
+    )

@@ -1,0 +1,209 @@
+"""The metrics that Lockstep emits. One table of names; dashboards are checked against it.
+
+A meter without a `sink` counts nothing, so that everything else runs without Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from scheduler.messages import Finish, Reject
+
+if TYPE_CHECKING:
+    from scheduler.scheduler import Scheduler
+    from scheduler.status import PoolStatus
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; Ray exports it as `ray_<name>`, a counter as `ray_<name>_total`."""
+
+    kind: Kind
+    help: str
+    tags: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+METRICS: Mapping[str, Metric] = {
+    "lockstep_tokens_committed": Metric(Kind.COUNTER, "Tokens committed by the pool."),
+    "lockstep_requests_finished": Metric(
+        Kind.COUNTER, "Requests finished, by reason.", tags=("reason",)
+    ),
+    "lockstep_requests_rejected": Metric(
+        Kind.COUNTER, "Requests refused at the pool's door, by code.", tags=("code",)
+    ),
+    "lockstep_requests_recovered": Metric(
+        Kind.COUNTER, "Times that a request lost its replica and was prefilled again."
+    ),
+    "lockstep_draft_tokens": Metric(Kind.COUNTER, "Draft tokens of finished requests."),
+    "lockstep_accepted_tokens": Metric(Kind.COUNTER, "Accepted tokens of finished requests."),
+    "lockstep_waiting_requests": Metric(Kind.GAUGE, "Requests that wait for a replica."),
+    "lockstep_running_requests": Metric(Kind.GAUGE, "Requests that are on a replica."),
+    "lockstep_replicas": Metric(Kind.GAUGE, "Replicas that have joined the pool."),
+    "lockstep_kv_blocks": Metric(Kind.GAUGE, "KV blocks of all replicas."),
+    "lockstep_kv_blocks_free": Metric(Kind.GAUGE, "Free KV blocks of all replicas."),
+    "lockstep_acceptance": Metric(Kind.GAUGE, "Accepted over draft tokens since the pool began."),
+    "lockstep_group_spread": Metric(
+        Kind.GAUGE, "Longest minus shortest row of a group, mean since the pool began."
+    ),
+    "lockstep_first_token_seconds": Metric(
+        Kind.HISTOGRAM, "From a request's arrival to its first token.", buckets=_SECONDS
+    ),
+    "lockstep_request_seconds": Metric(
+        Kind.HISTOGRAM,
+        "From a request's arrival to its end, by status code.",
+        tags=("status",),
+        buckets=_SECONDS,
+    ),
+    "lockstep_streamed_chunks": Metric(Kind.COUNTER, "Chunks sent to streaming clients."),
+}
+
+Sink = Callable[[str, float, Mapping[str, str]], None]
+"""Takes (name, value, tags): adds to a counter, sets a gauge, observes in a histogram."""
+
+
+def _nowhere(_name: str, _value: float, _tags: Mapping[str, str]) -> None:
+    pass
+
+
+def ray_sink() -> Sink:
+    """A sink to Ray's metrics; call it in the process that will use it."""
+    from ray.util import metrics as ray_metrics
+
+    made: dict[str, Any] = {}
+
+    def make(name: str) -> Any:
+        metric = METRICS[name]
+        match metric.kind:
+            case Kind.COUNTER:
+                return ray_metrics.Counter(name, metric.help, metric.tags)
+            case Kind.GAUGE:
+                return ray_metrics.Gauge(name, metric.help, metric.tags)
+            case Kind.HISTOGRAM:
+                return ray_metrics.Histogram(
+                    name, metric.help, boundaries=list(metric.buckets), tag_keys=metric.tags
+                )
+
+    def sink(name: str, value: float, tags: Mapping[str, str]) -> None:
+        if name not in made:
+            made[name] = make(name)
+        match METRICS[name].kind:
+            case Kind.COUNTER:
+                if value > 0:
+                    made[name].inc(value, tags=dict(tags))
+            case Kind.GAUGE:
+                made[name].set(value, tags=dict(tags))
+            case Kind.HISTOGRAM:
+                made[name].observe(value, tags=dict(tags))
+
+    return sink
+
+
+class PoolMeter:
+    """What the pool counts. Sums between two observations, so that a step costs an addition."""
+
+    def __init__(self, sink: Sink = _nowhere, every_s: float = 1.0) -> None:
+        self._sink = sink
+        self._every_s = every_s
+        self._next_s = 0.0
+        self._tokens = 0
+
+    def committed(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def finished(self, finish: Finish) -> None:
+        usage = finish.usage
+        self._sink("lockstep_requests_finished", 1, {"reason": finish.reason.value})
+        self._sink("lockstep_requests_recovered", usage.recovered, {})
+        self._sink("lockstep_draft_tokens", usage.draft_tokens, {})
+        self._sink("lockstep_accepted_tokens", usage.accepted_tokens, {})
+
+    def rejected(self, reject: Reject) -> None:
+        self._sink("lockstep_requests_rejected", 1, {"code": reject.code.value})
+
+    def observe(self, scheduler: Scheduler, now_s: float) -> None:
+        """Write the gauges, at most every `every_s`."""
+        if now_s < self._next_s or self._sink is _nowhere:
+            return
+        self._next_s = now_s + self._every_s
+        tokens, self._tokens = self._tokens, 0
+        self._sink("lockstep_tokens_committed", tokens, {})
+        for name, value in gauges(scheduler.snapshot()).items():
+            self._sink(name, value, {})
+
+
+def gauges(status: PoolStatus) -> dict[str, float]:
+    """The gauges that a snapshot of the scheduler gives."""
+    totals = Totals.of(status)
+    return {
+        "lockstep_waiting_requests": status.waiting,
+        "lockstep_running_requests": status.live - status.waiting,
+        "lockstep_replicas": len(status.replicas),
+        "lockstep_kv_blocks": totals.kv_blocks,
+        "lockstep_kv_blocks_free": totals.kv_blocks - totals.kv_blocks_used,
+        "lockstep_acceptance": totals.acceptance,
+        "lockstep_group_spread": totals.spread_mean,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the replicas that are known now."""
+
+    kv_blocks: int
+    kv_blocks_used: int
+    steps: int
+    row_steps: int
+    draft_tokens: int
+    accepted_tokens: int
+    committed_tokens: int
+    acceptance: float
+    """accepted_tokens / draft_tokens; 0 when nothing was drafted."""
+    spread_mean: float
+    """Longest minus shortest row of a group in tokens, weighted by the replicas' steps."""
+
+    @classmethod
+    def of(cls, status: PoolStatus) -> Totals:
+        replicas = status.replicas
+        steps = sum(replica.steps for replica in replicas)
+        draft = sum(replica.draft_tokens for replica in replicas)
+        accepted = sum(replica.accepted_tokens for replica in replicas)
+        spread = sum(replica.spread_mean * replica.steps for replica in replicas)
+        return cls(
+            kv_blocks=sum(replica.kv_blocks_total for replica in replicas),
+            kv_blocks_used=sum(replica.kv_blocks_used for replica in replicas),
+            steps=steps,
+            row_steps=sum(replica.row_steps for replica in replicas),
+            draft_tokens=draft,
+            accepted_tokens=accepted,
+            committed_tokens=sum(replica.committed_tokens for replica in replicas),
+            acceptance=accepted / draft if draft else 0.0,
+            spread_mean=spread / steps if steps else 0.0,
+        )
+
+
+class IngressMeter:
+    """What an ingress counts; times in seconds."""
+
+    def __init__(self, sink: Sink = _nowhere) -> None:
+        self._sink = sink
+
+    def chunk(self) -> None:
+        self._sink("lockstep_streamed_chunks", 1, {})
+
+    def answered(self, status: str, first_token_s: float, total_s: float) -> None:
+        if first_token_s > 0:
+            self._sink("lockstep_first_token_seconds", first_token_s, {})
+        self._sink("lockstep_request_seconds", total_s, {"status": status})

@@ -1,0 +1,318 @@
+"""The pool as an actor: drives the pure Scheduler and passes its actions on. Knows no Ray.
+
+Replicas pull their orders, ingresses poll for news; both are mailboxes that survive lost replies.
+Whoever is silent for longer than the lease is lost: a replica's residents wait again, an ingress's
+requests are cancelled. Nothing here needs to outlive the process: a new incarnation is told
+everything again by those who talk to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.mailbox import Mailbox
+from cluster.metrics import PoolMeter
+from cluster.protocol import (
+    JoinReply,
+    News,
+    NewsReply,
+    PoolView,
+    PullReply,
+    ReleaseNote,
+    SubmitReply,
+)
+from scheduler.messages import (
+    Action,
+    Cancel,
+    Dispatch,
+    Emit,
+    Event,
+    Finish,
+    Order,
+    Reject,
+    Release,
+    ReplicaDraining,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaSpec,
+    Request,
+    StepDone,
+    StepFailed,
+    StepResult,
+    Submit,
+    Tick,
+)
+from scheduler.scheduler import Scheduler
+
+log = logging.getLogger("lockstep.pool")
+
+Probe = Callable[[Any], Awaitable[bool]]
+"""Asks Ray whether the process behind a handle lives; False only when it is certainly dead."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    process: Any
+    heard_s: float
+    mailbox: Mailbox[Order | ReleaseNote]
+    orders: set[int] = field(default_factory=set)
+    draining: bool = False
+    probe: asyncio.Task[bool] | None = None
+    probed_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Ingress:
+    heard_s: float
+    mailbox: Mailbox[News | Finish]
+    requests: set[str] = field(default_factory=set)
+
+
+class PoolActor:
+    """Implements `PoolPort`. One event loop calls it; no method blocks."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        probe: Probe | None = None,
+        leave: Callable[[], None] | None = None,
+        meter: PoolMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`leave` ends the process when nobody has talked to the pool for `idle_exit_s`."""
+        self._config = config.pool
+        self._orders_max = config.scheduler.orders_in_flight_max
+        self._scheduler = Scheduler(config.scheduler)
+        self._probe = probe
+        self._leave = leave
+        self._clock = clock
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._started_s = self._heard_s = clock()
+        self._replicas: dict[str, _Replica] = {}
+        self._ingresses: dict[str, _Ingress] = {}
+        self._owners: dict[str, _Ingress] = {}
+        """Which ingress a live request belongs to."""
+        self._touched: set[Mailbox[Any]] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._meter = meter or PoolMeter()
+
+    # ------------------------------------------------------------------ replicas
+
+    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
+        """A new incarnation of a replica; `process` is what `probe` understands."""
+        self._wake_up()
+        if replica_id not in self._replicas:
+            log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
+            self._replicas[replica_id] = _Replica(process, self._clock(), Mailbox())
+            self._step(ReplicaJoined(replica_id, spec))
+        return JoinReply(self._incarnation, self._orders_max)
+
+    async def pull(
+        self,
+        replica_id: str,
+        acknowledged: int,
+        results: Sequence[StepResult | StepFailed],
+        wait_s: float,
+    ) -> PullReply:
+        """Takes results, gives what there is to do; waits up to `wait_s` when there is nothing."""
+        self._wake_up()
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return PullReply(known=False)
+        replica.heard_s = self._clock()
+        for result in results:
+            # A result comes again when the reply to its pull was lost.
+            if result.order_id in replica.orders:
+                replica.orders.discard(result.order_id)
+                self._step(StepDone(result) if isinstance(result, StepResult) else result)
+        if replica.draining and not replica.orders:
+            wait_s = 0.0
+        first, items = await replica.mailbox.poll(acknowledged, min(wait_s, self._config.poll_s))
+        replica.heard_s = self._clock()
+        return PullReply(
+            known=replica_id in self._replicas,
+            number=first + len(items) - 1,
+            items=tuple(items),
+            first=first,
+            draining=replica.draining and not replica.orders,
+        )
+
+    async def drain(self, replica_id: str) -> None:
+        """No new sequence for this replica; its pulls tell it when it may go."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None and not replica.draining:
+            log.info("replica %s drains", replica_id)
+            replica.draining = True
+            self._step(ReplicaDraining(replica_id))
+            replica.mailbox.close()
+
+    async def leave(self, replica_id: str) -> None:
+        """The replica goes now."""
+        self._lose_replica(replica_id, "has left")
+
+    # ------------------------------------------------------------------ ingresses
+
+    async def submit(
+        self, ingress_id: str, requests: Sequence[Request], cancels: Sequence[str]
+    ) -> SubmitReply:
+        """New requests, and some to cancel; only the refused are in the reply."""
+        self._wake_up()
+        ingress = self._ingress(ingress_id)
+        rejects: list[Reject] = []
+        for request in requests:
+            ingress.requests.add(request.id)
+            self._owners[request.id] = ingress
+            self._step(Submit(request), rejects)
+        for request_id in cancels:
+            if request_id in ingress.requests:
+                self._step(Cancel(request_id))
+        return SubmitReply(self._incarnation, tuple(rejects))
+
+    async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
+        """One poll for all requests of an ingress; not polling is how an ingress is lost."""
+        self._wake_up()
+        known = ingress_id in self._ingresses
+        ingress = self._ingress(ingress_id)
+        if not known:
+            return NewsReply(self._incarnation, known=False)
+        first, items = await ingress.mailbox.poll(acknowledged, min(wait_s, self._config.poll_s))
+        ingress.heard_s = self._clock()
+        known = self._ingresses.get(ingress_id) is ingress
+        return NewsReply(self._incarnation, known, first + len(items) - 1, tuple(items), first)
+
+    async def part(self, ingress_id: str) -> None:
+        """The ingress will not ask again under this id; what it still had is cancelled."""
+        self._lose_ingress(ingress_id, "has left")
+
+    async def status(self) -> PoolView:
+        """The scheduler's snapshot and what the actor knows beside it."""
+        self._wake_up()
+        return PoolView(
+            incarnation=self._incarnation,
+            uptime_s=self._clock() - self._started_s,
+            process_id=os.getpid(),
+            status=self._scheduler.snapshot(),
+        )
+
+    # ------------------------------------------------------------------ the crank
+
+    def _step(self, event: Event, rejects: list[Reject] | None = None) -> None:
+        for action in self._scheduler.step(event, self._clock()):
+            self._act(action, rejects)
+        touched, self._touched = self._touched, set()
+        for mailbox in touched:
+            mailbox.settle()
+
+    def _act(self, action: Action, rejects: list[Reject] | None) -> None:
+        match action:
+            case Dispatch(order):
+                if (replica := self._replicas.get(order.replica_id)) is not None:
+                    replica.orders.add(order.id)
+                    self._post(replica.mailbox, order)
+            case Release(replica_id, sequence_ids):
+                if (replica := self._replicas.get(replica_id)) is not None:
+                    self._post(replica.mailbox, ReleaseNote(sequence_ids))
+            case Emit(request_id, start, tokens):
+                if (owner := self._owners.get(request_id)) is not None:
+                    self._post(owner.mailbox, (request_id, start, tokens), urgent=start == 0)
+                self._meter.committed(len(tokens))
+            case Finish(request_id):
+                if (owner := self._owners.pop(request_id, None)) is not None:
+                    owner.requests.discard(request_id)
+                    self._post(owner.mailbox, action)
+                self._meter.finished(action)
+            case Reject(request_id):
+                if (owner := self._owners.pop(request_id, None)) is not None:
+                    owner.requests.discard(request_id)
+                if rejects is not None:
+                    rejects.append(action)
+                self._meter.rejected(action)
+
+    def _post(self, mailbox: Mailbox[Any], item: Any, urgent: bool = True) -> None:
+        mailbox.put(item, urgent)
+        self._touched.add(mailbox)
+
+    # ------------------------------------------------------------------ leases
+
+    def _ingress(self, ingress_id: str) -> _Ingress:
+        ingress = self._ingresses.get(ingress_id)
+        if ingress is None:
+            ingress = _Ingress(self._clock(), Mailbox(self._config.gather_ms / 1000))
+            self._ingresses[ingress_id] = ingress
+        ingress.heard_s = self._clock()
+        return ingress
+
+    def _wake_up(self) -> None:
+        self._heard_s = self._clock()
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.tick_s)
+            try:
+                self.tick()
+            except Exception:
+                # The crank must go on turning; a broken invariant shows in the log and in tests.
+                log.exception("tick failed")
+
+    def tick(self) -> None:
+        """Enforces deadlines and leases; the actor calls it every `tick_s`."""
+        now_s = self._clock()
+        self._step(Tick())
+        for replica_id, replica in list(self._replicas.items()):
+            silent_s = 0.0 if replica.mailbox.polled else now_s - replica.heard_s
+            if silent_s > self._config.lease_s:
+                self._lose_replica(replica_id, f"is silent for {silent_s:.1f} s")
+            elif self._process_is_dead(replica, now_s):
+                self._lose_replica(replica_id, "has died")
+        for ingress_id, ingress in list(self._ingresses.items()):
+            silent_s = 0.0 if ingress.mailbox.polled else now_s - ingress.heard_s
+            if silent_s > self._config.lease_s:
+                self._lose_ingress(ingress_id, f"is silent for {silent_s:.1f} s")
+        self._meter.observe(self._scheduler, now_s)
+        idle = not self._replicas and not self._ingresses
+        if idle and self._leave and now_s - self._heard_s > self._config.idle_exit_s:
+            log.info("nobody talks to the pool, it leaves")
+            self._leave()
+
+    def _process_is_dead(self, replica: _Replica, now_s: float) -> bool:
+        """The lease finds every death; asking Ray finds a killed process sooner."""
+        if self._probe is None or replica.process is None:
+            return False
+        if replica.probe is not None and replica.probe.done():
+            probe, replica.probe = replica.probe, None
+            return not probe.cancelled() and probe.exception() is None and not probe.result()
+        if replica.probe is None and now_s - replica.probed_s > self._config.probe_s:
+            replica.probed_s = now_s
+            replica.probe = asyncio.ensure_future(self._probe(replica.process))
+        return False
+
+    def _lose_replica(self, replica_id: str, why: str) -> None:
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None:
+            return
+        log.warning("replica %s %s", replica_id, why)
+        replica.mailbox.close()
+        if replica.probe is not None:
+            replica.probe.cancel()
+        self._step(ReplicaLost(replica_id))
+
+    def _lose_ingress(self, ingress_id: str, why: str) -> None:
+        ingress = self._ingresses.pop(ingress_id, None)
+        if ingress is None:
+            return
+        lost = list(ingress.requests)
+        log.warning("ingress %s %s; %d requests cancelled", ingress_id, why, len(lost))
+        ingress.mailbox.close()
+        for request_id in lost:
+            self._owners.pop(request_id, None)
+            self._step(Cancel(request_id))

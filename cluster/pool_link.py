@@ -1,0 +1,301 @@
+"""An ingress's side of the pool: submits, polls for news, and starts over when the pool is gone.
+
+One long poll brings the news of all requests. Every request keeps the tokens delivered so far, so
+when the pool restarts, or has forgotten this ingress, all unfinished requests are submitted again
+with them and go on where they were. Each start over is a new session with a new id: news of an
+older one can never be taken for news of this one, and its lease ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from cluster.protocol import News, NewsReply, PoolPort, PoolUnreachable
+from scheduler.messages import Finish, FinishReason, Reject, Request, Usage
+
+log = logging.getLogger("lockstep.ingress")
+
+_RETRY_S = (0.05, 0.1, 0.2, 0.4)
+"""Pauses between attempts to reach the pool; the last one repeats."""
+_OVERDUE_S = 2.0
+"""How long after its deadline a request is ended here, in case the pool cannot be asked."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """An accepted request: what was delivered and whether it has ended."""
+
+    request: Request
+    deadline_s: float
+    tokens: list[int]
+    """All new tokens so far, those that came with the request included."""
+    pool_id: str = ""
+    """The id it has in the current session."""
+    finish: Finish | None = None
+    reject: Reject | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: bool = False
+    """Whether the current session's pool may know it."""
+    cancelled: bool = False
+    recovered: int = 0
+    first_s: float = 0.0
+    """When the first new token came; 0 before."""
+    unreachable: bool = False
+
+    def end(self) -> None:
+        self.changed.set()
+        self.ended.set()
+
+
+class PoolLink:
+    """All requests of one ingress process. One event loop calls it."""
+
+    def __init__(
+        self,
+        pool: PoolPort,
+        name: str,
+        poll_s: float,
+        unreachable_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Requests end as unreachable when the pool does not answer for `unreachable_s`."""
+        self._pool = pool
+        self._name = name
+        self._poll_s = poll_s
+        self._unreachable_s = unreachable_s
+        self._clock = clock
+        self._live: dict[str, LiveRequest] = {}
+        self._queue: list[LiveRequest] = []
+        self._cancels: list[str] = []
+        self._work = asyncio.Event()
+        self._steady = asyncio.Event()
+        self._steady.set()
+        self._counter = 0
+        self._session = ""
+        self._incarnation: str | None = None
+        self._answered_s = clock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._new_session()
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, request: Request, timeout_s: float) -> LiveRequest:
+        """Hand a request to the pool; its id is replaced by one of this session."""
+        live = LiveRequest(request, self._clock() + timeout_s, list(request.committed))
+        self._enqueue(live)
+        return live
+
+    def cancel(self, live: LiveRequest) -> None:
+        """The client is gone, or has all that it wants. Its Finish still comes."""
+        if live.pool_id in self._live and not live.cancelled:
+            live.cancelled = True
+            self._cancels.append(live.pool_id)
+            self._work.set()
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._live)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the pool has answered lately."""
+        return self._clock() - self._answered_s < 2 * self._poll_s + 1.0
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._submit_forever()),
+            loop.create_task(self._poll_forever()),
+        ]
+
+    def check(self) -> None:
+        """Raises RuntimeError when a loop has died."""
+        for task in self._tasks:
+            if task.done():
+                raise RuntimeError("a loop between ingress and pool has died")
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await self._pool.part(self._session)
+        except PoolUnreachable:
+            pass
+
+    # ------------------------------------------------------------------ to the pool
+
+    def _enqueue(self, live: LiveRequest) -> None:
+        self._counter += 1
+        live.pool_id = f"{self._session}-{self._counter}"
+        live.sent = False
+        self._live[live.pool_id] = live
+        self._queue.append(live)
+        self._work.set()
+
+    async def _submit_forever(self) -> None:
+        """What comes while a call is under way goes out together with the next one."""
+        while True:
+            await self._work.wait()
+            await self._steady.wait()
+            self._work.clear()
+            session = self._session
+            queue, self._queue = self._queue, []
+            cancels, self._cancels = self._cancels, []
+            requests = [self._as_sent(live) for live in queue if live.finish is None]
+            try:
+                reply = await self._pool.submit(session, requests, cancels)
+            except PoolUnreachable as error:
+                await self._start_over(session, f"no answer: {error}")
+                continue
+            if not await self._accepts(session, reply.incarnation):
+                continue
+            for reject in reply.rejects:
+                if (live := self._live.pop(reject.request_id, None)) is not None:
+                    live.reject = reject
+                    live.end()
+
+    def _as_sent(self, live: LiveRequest) -> Request:
+        live.sent = True
+        return replace(
+            live.request,
+            id=live.pool_id,
+            committed=tuple(live.tokens),
+            timeout_s=max(live.deadline_s - self._clock(), 0.001),
+        )
+
+    # ------------------------------------------------------------------ from the pool
+
+    async def _poll_forever(self) -> None:
+        acknowledged = 0
+        session = self._session
+        while True:
+            await self._steady.wait()
+            if session != self._session:
+                session, acknowledged = self._session, 0
+            try:
+                reply = await self._pool.news(session, acknowledged, self._poll_s)
+            except PoolUnreachable as error:
+                await self._start_over(session, f"no answer: {error}")
+                continue
+            self._expire()
+            if not await self._accepts(session, reply.incarnation):
+                continue
+            if not reply.known and any(live.sent for live in self._live.values()):
+                await self._start_over(session, "it does not know this ingress")
+                continue
+            acknowledged = self._take(reply, acknowledged)
+
+    def _take(self, reply: NewsReply, acknowledged: int) -> int:
+        for number, item in enumerate(reply.items, start=reply.first):
+            if number <= acknowledged:
+                continue
+            acknowledged = number
+            if isinstance(item, Finish):
+                self._finish(item)
+            else:
+                self._deliver(item)
+        return acknowledged
+
+    def _deliver(self, news: News) -> None:
+        request_id, start, tokens = news
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        seen = len(live.tokens) - start
+        assert seen >= 0, "news never skip a token"
+        if seen < len(tokens):
+            live.first_s = live.first_s or self._clock()
+            live.tokens.extend(tokens[seen:])
+            live.changed.set()
+
+    def _finish(self, finish: Finish) -> None:
+        live = self._live.pop(finish.request_id, None)
+        if live is not None:
+            recovered = finish.usage.recovered + live.recovered
+            live.finish = replace(finish, usage=replace(finish.usage, recovered=recovered))
+            live.end()
+
+    def _expire(self) -> None:
+        """The pool enforces deadlines; this is for when it cannot be asked."""
+        limit_s = self._clock() - _OVERDUE_S
+        for live in [live for live in self._live.values() if live.deadline_s < limit_s]:
+            self._end_here(live, FinishReason.DEADLINE)
+
+    def _end_here(self, live: LiveRequest, reason: FinishReason) -> None:
+        self._live.pop(live.pool_id, None)
+        usage = Usage(
+            prompt_tokens=len(live.request.prompt),
+            completion_tokens=len(live.tokens),
+            recovered=live.recovered,
+        )
+        live.finish = Finish(live.pool_id, reason, usage)
+        live.end()
+
+    # ------------------------------------------------------------------ starting over
+
+    def _new_session(self) -> None:
+        self._session = f"{self._name}.{uuid.uuid4().hex[:8]}"
+        self._incarnation = None
+
+    async def _accepts(self, session: str, incarnation: str) -> bool:
+        """Whether a reply is of this session and of the pool that it began with."""
+        if session != self._session:
+            return False
+        self._answered_s = self._clock()
+        if self._incarnation is None:
+            self._incarnation = incarnation
+        elif self._incarnation != incarnation:
+            await self._start_over(session, "it has restarted")
+            return False
+        return True
+
+    async def _start_over(self, session: str, why: str) -> None:
+        """Begin a new session with all unfinished requests, once the pool answers again."""
+        if session != self._session:
+            return
+        log.warning("pool: %s; %d requests start over", why, len(self._live))
+        unfinished = list(self._live.values())
+        self._live.clear()
+        self._queue.clear()
+        self._cancels.clear()
+        self._new_session()
+        self._steady.clear()
+        for live in unfinished:
+            live.recovered += live.sent
+            self._enqueue(live)
+            if live.cancelled:
+                self._end_here(live, FinishReason.CANCELLED)
+        try:
+            await self._reach()
+        finally:
+            self._steady.set()
+
+    async def _reach(self) -> None:
+        attempt = 0
+        while True:
+            try:
+                await self._pool.status()
+            except PoolUnreachable:
+                self._expire()
+                if self._clock() - self._answered_s > self._unreachable_s:
+                    self._give_up()
+                await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                attempt += 1
+            else:
+                self._answered_s = self._clock()
+                return
+
+    def _give_up(self) -> None:
+        for live in list(self._live.values()):
+            self._live.pop(live.pool_id, None)
+            live.unreachable = True
+            live.end()
+        self._queue.clear()

@@ -1,0 +1,116 @@
+"""What the pool actor, the replicas and the ingresses say to each other.
+
+Each side talks to a `PoolPort`: in a cluster the handle of the actor (see `ray_pool`), in unit tests
+the `PoolActor` itself. Everything is safe to repeat: items carry a rising number that the reader
+acknowledges with its next call, so a lost reply loses nothing and a repeated one is recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from scheduler.errors import LockstepError
+from scheduler.messages import (
+    Finish,
+    Order,
+    Reject,
+    ReplicaSpec,
+    Request,
+    StepFailed,
+    StepResult,
+)
+from scheduler.status import PoolStatus
+
+
+class PoolUnreachable(LockstepError):
+    """The pool did not answer. It may have died, and with it all that it knew."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReply:
+    """`replica_id` is known from now on; no pull is needed while it holds that many orders."""
+
+    incarnation: str
+    orders_in_flight_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseNote:
+    """Free the blocks of these sequences, after the orders that came before."""
+
+    sequence_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullReply:
+    """What a replica has to do next; with `known` false it must join again under a new id."""
+
+    known: bool
+    number: int = 0
+    """Of the last item; the next pull acknowledges it."""
+    items: tuple[Order | ReleaseNote, ...] = ()
+    first: int = 0
+    """Number of the first item; items up to the last one acknowledged were seen before."""
+    draining: bool = False
+    """The pool has nothing of this replica's any more; it may go."""
+
+
+News = tuple[str, int, tuple[int, ...]]
+"""New tokens: request id, index of the first among the request's new tokens, the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    incarnation: str
+    rejects: tuple[Reject, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NewsReply:
+    """What happened to an ingress's requests; with `known` false the pool holds none of them."""
+
+    incarnation: str
+    known: bool
+    number: int = 0
+    items: tuple[News | Finish, ...] = ()
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The scheduler's snapshot and what the actor knows beside it."""
+
+    incarnation: str
+    uptime_s: float
+    process_id: int
+    status: PoolStatus
+
+
+class PoolPort(Protocol):
+    """The pool as replicas and ingresses see it. Every call may raise `PoolUnreachable`."""
+
+    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply: ...
+
+    async def pull(
+        self,
+        replica_id: str,
+        acknowledged: int,
+        results: Sequence[StepResult | StepFailed],
+        wait_s: float,
+    ) -> PullReply: ...
+
+    async def drain(self, replica_id: str) -> None: ...
+
+    async def leave(self, replica_id: str) -> None: ...
+
+    async def submit(
+        self, ingress_id: str, requests: Sequence[Request], cancels: Sequence[str]
+    ) -> SubmitReply: ...
+
+    async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply: ...
+
+    async def part(self, ingress_id: str) -> None: ...
+
+    async def status(self) -> PoolView: ...

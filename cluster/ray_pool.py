@@ -1,0 +1,105 @@
+"""The pool as seen through a Ray actor handle: every Ray call to it stands here.
+
+Ray's many ways to say that an actor did not answer become `PoolUnreachable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
+
+from cluster.protocol import (
+    JoinReply,
+    NewsReply,
+    PoolUnreachable,
+    PoolView,
+    PullReply,
+    SubmitReply,
+)
+from scheduler.messages import ReplicaSpec, Request, StepFailed, StepResult
+
+_ANSWER_S = 5.0
+"""How long any answer may take beyond the wait that was asked for."""
+
+
+class RayPool:
+    """Implements `PoolPort`; opens the actor again when it is gone for good."""
+
+    def __init__(self, open_actor: Callable[[], ActorHandle]) -> None:
+        """`open_actor` finds the actor or creates it."""
+        self._open_actor = open_actor
+        self._actor: ActorHandle | None = None
+
+    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
+        reply: JoinReply = await self._call("join", replica_id, spec, process)
+        return reply
+
+    async def pull(
+        self,
+        replica_id: str,
+        acknowledged: int,
+        results: Sequence[StepResult | StepFailed],
+        wait_s: float,
+    ) -> PullReply:
+        reply: PullReply = await self._call(
+            "pull", replica_id, acknowledged, results, wait_s, wait_s=wait_s
+        )
+        return reply
+
+    async def drain(self, replica_id: str) -> None:
+        await self._call("drain", replica_id)
+
+    async def leave(self, replica_id: str) -> None:
+        await self._call("leave", replica_id)
+
+    async def submit(
+        self, ingress_id: str, requests: Sequence[Request], cancels: Sequence[str]
+    ) -> SubmitReply:
+        reply: SubmitReply = await self._call("submit", ingress_id, requests, cancels)
+        return reply
+
+    async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
+        reply: NewsReply = await self._call("news", ingress_id, acknowledged, wait_s, wait_s=wait_s)
+        return reply
+
+    async def part(self, ingress_id: str) -> None:
+        await self._call("part", ingress_id)
+
+    async def status(self) -> PoolView:
+        view: PoolView = await self._call("status")
+        return view
+
+    async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
+        try:
+            if self._actor is None:
+                # Finding or creating an actor blocks on Ray's control plane.
+                self._actor = await asyncio.to_thread(self._open_actor)
+            reply = getattr(self._actor, method).remote(*args)
+            return await asyncio.wait_for(reply, wait_s + _ANSWER_S)
+        except ActorDiedError as error:
+            self._actor = None
+            raise PoolUnreachable(str(error)) from error
+        except (RayActorError, RaySystemError, GetTimeoutError, TimeoutError, ValueError) as error:
+            raise PoolUnreachable(str(error)) from error
+
+
+async def process_lives(process: ActorHandle) -> bool:
+    """Whether the actor's process lives; True while Ray cannot tell."""
+    try:
+        await asyncio.wait_for(process.__ray_ready__.remote(), _ANSWER_S)
+    except ActorDiedError:
+        return False
+    except (RayActorError, RaySystemError, TimeoutError):
+        return True
+    return True
+
+
+def this_process() -> ActorHandle:
+    """The handle of the actor that this code runs in."""
+    handle: ActorHandle = ray.get_runtime_context().current_actor
+    return handle

@@ -1,0 +1,257 @@
+"""Runs one replica: pulls orders from the pool, runs them on a thread, sends the results.
+
+All tensor work happens on one thread, so the event loop stays free to pull and to answer health
+checks. The thread takes the next order from its queue by itself: it never waits for a round trip
+between two orders. What is hosted is given as a factory; this file knows neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from cluster.config import ClusterConfig
+from cluster.protocol import PoolPort, PoolUnreachable, PullReply, ReleaseNote
+from scheduler.messages import Order, ReplicaSpec, StepFailed, StepResult
+
+log = logging.getLogger("lockstep.replica")
+
+_RETRY_S = 0.1
+
+
+class HostedReplica(Protocol):
+    """What is hosted; `replicas.replica.Replica` is one. Called from one thread only."""
+
+    spec: ReplicaSpec
+
+    def step(self, order: Order) -> StepResult: ...
+
+    def release(self, sequence_ids: Iterable[str]) -> None: ...
+
+    @property
+    def residents(self) -> tuple[str, ...]: ...
+
+
+class ReplicaUnhealthy(RuntimeError):
+    """The process should be replaced."""
+
+
+class _Forget:
+    """A job: drop all residents, they belong to a pool that is gone."""
+
+
+class _Stop:
+    """A job: end the thread."""
+
+
+class ReplicaRunner:
+    """One process's replica and its place in the pool. Call `start` on an event loop."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        load: Callable[[], HostedReplica],
+        pool: PoolPort,
+        name: str,
+        process: Any = None,
+    ) -> None:
+        """`name` is for people; `process` is what lets the pool ask whether this one lives."""
+        self._poll_s = config.pool.poll_s
+        self._beat_s = config.pool.lease_s / 3
+        self._failures_max = config.actors.failures_max
+        self._drain_s = config.actors.drain_s
+        self._load = load
+        self._pool = pool
+        self._name = name
+        self._process = process
+        self._jobs: queue.SimpleQueue[Order | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
+        self._results: list[StepResult | StepFailed] = []
+        self._failures = 0
+        self._drained = asyncio.Event()
+        self._draining = False
+        self._something_new = asyncio.Event()
+        self._holding = 0
+        """Orders received whose result is not sent."""
+        self.replica_id = ""
+        self.tokens_committed = 0
+
+    async def start(self) -> None:
+        """Load the models, then serve until `close`. Raises what loading raises."""
+        self._loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[ReplicaSpec] = self._loop.create_future()
+        self._thread = threading.Thread(
+            target=self._work, args=(loaded,), name="lockstep-replica", daemon=True
+        )
+        self._thread.start()
+        self._spec = await loaded
+        self._puller = self._loop.create_task(self._pull_forever())
+
+    def check(self) -> None:
+        """Raises ReplicaUnhealthy when the thread or the pull loop has died, or orders fail."""
+        if not self._thread.is_alive():
+            raise ReplicaUnhealthy("the thread that runs orders has died")
+        if self._puller.done():
+            raise ReplicaUnhealthy("the pull loop has died")
+        if self._failures >= self._failures_max:
+            raise ReplicaUnhealthy(f"{self._failures} orders in a row have failed")
+
+    async def close(self) -> None:
+        """Hand back the residents, finish the orders in hand, leave the pool, end the thread."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await self._pool.drain(self.replica_id)
+                self._something_new.set()
+                await self._drained.wait()
+        except (TimeoutError, PoolUnreachable):
+            log.warning("replica %s leaves without being drained", self.replica_id)
+        self._puller.cancel()
+        try:
+            await self._pool.leave(self.replica_id)
+        except PoolUnreachable:
+            pass
+        self._jobs.put(_Stop())
+
+    # ------------------------------------------------------------------ event loop
+
+    async def _pull_forever(self) -> None:
+        while True:
+            try:
+                await self._serve_one_membership()
+            except PoolUnreachable as error:
+                log.warning("replica %s: no answer from the pool: %s", self.replica_id, error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _serve_one_membership(self) -> None:
+        """Join under a new id and pull until the pool no longer knows it."""
+        self._jobs.put(_Forget())
+        self._results.clear()
+        self._holding = 0
+        self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
+        joined = await self._pool.join(self.replica_id, self._spec, self._process)
+        log.info("replica %s joined pool %s", self.replica_id, joined.incarnation)
+        acknowledged = 0
+        pulls: set[asyncio.Task[PullReply]] = set()
+        try:
+            while True:
+                idle_for_s = self._poll_s
+                if self._results or (not pulls and self._holding < joined.orders_in_flight_max):
+                    results, self._results = self._results, []
+                    self._holding -= len(results)
+                    wait_s = 0.0 if self._holding >= joined.orders_in_flight_max else self._poll_s
+                    pulls.add(self._start_pull(acknowledged, results, wait_s))
+                elif not pulls:
+                    idle_for_s = self._beat_s
+                done = await self._wait(pulls, idle_for_s)
+                if not done and not pulls and not self._results:
+                    # All places are taken by long orders: show that this process lives.
+                    pulls.add(self._start_pull(acknowledged, [], 0.0))
+                for pull in done:
+                    pulls.discard(pull)
+                    reply = pull.result()
+                    if not reply.known:
+                        log.warning("replica %s is unknown to the pool", self.replica_id)
+                        return
+                    acknowledged = self._take(reply, acknowledged)
+        finally:
+            for pull in pulls:
+                pull.cancel()
+
+    def _start_pull(
+        self, acknowledged: int, results: list[StepResult | StepFailed], wait_s: float
+    ) -> asyncio.Task[PullReply]:
+        pull = self._loop.create_task(
+            self._pool.pull(self.replica_id, acknowledged, results, wait_s)
+        )
+        pull.add_done_callback(lambda _task: self._something_new.set())
+        return pull
+
+    async def _wait(
+        self, pulls: set[asyncio.Task[PullReply]], wait_s: float
+    ) -> list[asyncio.Task[PullReply]]:
+        """Until a pull is answered or a result is there; returns the answered ones."""
+        self._something_new.clear()
+        done = [pull for pull in pulls if pull.done()]
+        if done or self._results:
+            return done
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._something_new.wait()
+        except TimeoutError:
+            pass
+        return [pull for pull in pulls if pull.done()]
+
+    def _take(self, reply: PullReply, acknowledged: int) -> int:
+        """Queue the items not seen before; returns the number of the newest one seen."""
+        for number, item in enumerate(reply.items, start=reply.first):
+            if number <= acknowledged:
+                continue
+            acknowledged = number
+            if isinstance(item, Order):
+                self._holding += 1
+            self._jobs.put(item)
+        if reply.draining and self._draining:
+            self._drained.set()
+        return acknowledged
+
+    def _finished(self, result: StepResult | StepFailed) -> None:
+        if result.replica_id != self.replica_id:
+            return
+        if isinstance(result, StepFailed):
+            self._failures += 1
+        else:
+            self._failures = 0
+            self.tokens_committed += sum(len(row.tokens) for row in result.rows)
+        self._results.append(result)
+        self._something_new.set()
+
+    # ------------------------------------------------------------------ thread
+
+    def _work(self, loaded: asyncio.Future[ReplicaSpec]) -> None:
+        try:
+            replica = self._load()
+        except BaseException as error:
+            self._post(_fail, loaded, error)
+            return
+        self._post(_succeed, loaded, replica.spec)
+        while True:
+            match self._jobs.get():
+                case Order() as order:
+                    self._post(self._finished, self._run(replica, order))
+                case ReleaseNote(sequence_ids):
+                    replica.release(sequence_ids)
+                case _Forget():
+                    replica.release(replica.residents)
+                case _Stop():
+                    return
+
+    def _run(self, replica: HostedReplica, order: Order) -> StepResult | StepFailed:
+        if order.replica_id != self.replica_id:
+            # Of a membership that has ended; nobody waits for it.
+            return StepFailed(order.replica_id, order.id, "the replica has joined again")
+        try:
+            return replica.step(order)
+        except Exception as error:
+            log.exception("order %d failed", order.id)
+            return StepFailed(order.replica_id, order.id, f"{type(error).__name__}: {error}")
+
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            log.warning("the event loop is closed")
+
+
+def _succeed(future: asyncio.Future[ReplicaSpec], spec: ReplicaSpec) -> None:
+    if not future.done():
+        future.set_result(spec)
+
+
+def _fail(future: asyncio.Future[ReplicaSpec], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,53 @@
+"""The target's tokenizer and what its configuration says about text. Holds no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from replicas.config import ReplicaConfig
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """What an ingress must know of the target."""
+
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    """The target's own end-of-text tokens."""
+    context_len: int
+    """Longest content in tokens that the target or the configuration allows."""
+    encoder: Any
+    """The transformers tokenizer, which adds the special tokens that the target expects."""
+
+    @classmethod
+    def load(cls, config: ReplicaConfig) -> TargetText:
+        """Raises OSError for a name that is not found."""
+        # Imported here: the command line imports this module before it knows that it needs it.
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        from replicas.pair import resolve
+
+        path = resolve(config.target)
+        options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+        encoder = AutoTokenizer.from_pretrained(path, **options)
+        model = AutoConfig.from_pretrained(path, **options)
+        try:
+            generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:
+            generation_eos = model.eos_token_id
+        eos = generation_eos if generation_eos is not None else encoder.eos_token_id
+        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        limit = getattr(model, "max_position_embeddings", None) or 1 << 30
+        return cls(
+            tokenizer=encoder.backend_tokenizer,
+            eos_token_ids=eos_ids,
+            context_len=min(limit, config.context_len or limit),
+            encoder=encoder,
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt, special tokens such as BOS included."""
+        return tuple(self.encoder(text, verbose=False)["input_ids"])

@@ -1,0 +1,160 @@
+"""A replica and a tokenizer without weights, for everything above them.
+
+The fake's next token is a function of the content, so a perfect world can be computed; how many
+tokens a step commits varies, as if a draft had guessed them.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from cluster.target_text import TargetText
+from replicas.config import ReplicaConfig
+from scheduler.messages import (
+    Order,
+    OrderKind,
+    ReplicaSpec,
+    RowResult,
+    StepResult,
+    StepTimes,
+)
+
+VOCAB = 400
+CONTEXT = 512
+EOS = 1
+SAMPLES = ["the quick brown fox jumps over the lazy dog", "héllo wörld", "漢字 and 😀 emoji 🎉"]
+
+
+def next_token(content: Sequence[int], vocab: int = VOCAB) -> int:
+    """What the fake target says after `content`; never the end of text."""
+    key = f"{len(content)},{list(content[-6:])}".encode()
+    return 2 + zlib.crc32(key) % (vocab - 2)
+
+
+def perfect(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[int]:
+    """The tokens that an undisturbed run gives."""
+    content = list(prompt)
+    for _ in range(count):
+        content.append(next_token(content))
+        if content[-1] in stops:
+            break
+    return content[len(prompt) :]
+
+
+@dataclass
+class _Resident:
+    content: list[int]
+    tokens_left: int
+    stops: tuple[int, ...]
+
+
+class FakeReplica:
+    """Implements HostedReplica; `step_s` is how long a step takes."""
+
+    def __init__(self, step_s: float = 0.0, kv_blocks: int = 2000, prefill_s: float = 0.0) -> None:
+        self.spec = ReplicaSpec(kv_blocks, 16, CONTEXT, VOCAB, "fake", "fake draft")
+        self._step_s = step_s
+        self._prefill_s = prefill_s
+        self._residents: dict[str, _Resident] = {}
+
+    @property
+    def residents(self) -> tuple[str, ...]:
+        return tuple(self._residents)
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        for sequence_id in sequence_ids:
+            self._residents.pop(sequence_id, None)
+
+    def step(self, order: Order) -> StepResult:
+        start = time.perf_counter()
+        if order.kind is OrderKind.PREFILL:
+            time.sleep(self._prefill_s)
+            for row in order.prefill:
+                assert row.sequence_id not in self._residents, "prefilled twice"
+                self._residents[row.sequence_id] = _Resident(
+                    list(row.tokens), row.tokens_left, row.stop_token_ids
+                )
+            rows = tuple(RowResult(row.sequence_id) for row in order.prefill)
+            return StepResult(order.id, order.replica_id, rows)
+        taken = {row.sequence_id: _Row(row.draft_len) for row in order.rows}
+        for row in order.rows:
+            assert len(self._residents[row.sequence_id].content) == row.length, "length"
+        steps = 0
+        finished = False
+        while steps < order.steps and not finished:
+            time.sleep(self._step_s)
+            steps += 1
+            for sequence_id, row in taken.items():
+                finished |= row.advance(self._residents[sequence_id])
+        return StepResult(
+            order.id,
+            order.replica_id,
+            tuple(
+                RowResult(sequence_id, tuple(row.tokens), steps, row.drafted, tuple(row.accepted))
+                for sequence_id, row in taken.items()
+            ),
+            steps,
+            StepTimes(total_s=time.perf_counter() - start),
+        )
+
+
+class _Row:
+    def __init__(self, draft_len: int) -> None:
+        self.draft_len = draft_len
+        self.tokens: list[int] = []
+        self.drafted = 0
+        self.accepted = [0] * draft_len
+
+    def advance(self, resident: _Resident) -> bool:
+        draft_len = min(self.draft_len, resident.tokens_left - 1)
+        agreed = zlib.crc32(str(resident.content[-3:]).encode()) % (draft_len + 1)
+        self.drafted += draft_len
+        for position in range(agreed):
+            self.accepted[position] += 1
+        for _ in range(agreed + 1):
+            token = next_token(resident.content)
+            resident.content.append(token)
+            resident.tokens_left -= 1
+            self.tokens.append(token)
+            if token in resident.stops:
+                return True
+        return resident.tokens_left <= 0
+
+
+def load_fake(config: ReplicaConfig, step_s: float = 0.0, prefill_s: float = 0.0) -> FakeReplica:
+    return FakeReplica(step_s, config.kv_blocks or 2000, prefill_s)
+
+
+def fake_loader(step_s: float, prefill_s: float = 0.0):  # type: ignore[no-untyped-def]
+    """A picklable factory of fakes with the given times."""
+    return partial(load_fake, step_s=step_s, prefill_s=prefill_s)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE over all bytes and a few merges; ids 0 and 1 are special."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(SAMPLES * 20, trainer)
+    return made
+
+
+def _encode(text: str, verbose: bool = True) -> dict[str, list[int]]:
+    return {"input_ids": tokenizer().encode(text).ids}
+
+
+def load_fake_text(_config: ReplicaConfig) -> TargetText:
+    return TargetText(tokenizer(), (EOS,), CONTEXT, _encode)
