@@ -14,14 +14,16 @@ ready and not in it. With `oldest` the row that became ready first, and so was p
 1. nobody was passed over `passes_max` times: the window of least spread, wherever it is; of
    several, the one with the oldest row;
 2. the oldest was: the window of least spread that contains it (it anchors the window);
-3. the oldest was passed over `passes_max + G` times: the rows_max oldest rows, whatever the spread.
+3. the oldest was passed over `passes_max + 2 * G` times: the rows_max oldest rows, whatever the spread.
 
-The bound. No row is passed over more than `passes_max + 2 * G - 1` times in a row, G taken at its
+The bound. No row is passed over more than `passes_max + 3 * G - 1` times in a row, G taken at its
 largest during the wait. Rows that became ready before a row s only get fewer. Once s has been
-passed over passes_max + G times, so have they, and every further order takes the rows_max oldest;
-s and those before it are at most R rows, so s is in one of the next G orders: at most G - 1 more
-passes. When only few rows are overdue at a time, which is the usual case, rule 2 serves each one
-after passes_max passes.
+passed over passes_max + 2 * G times, so have they, and every further order takes the rows_max
+oldest; s and those before it are at most R rows, so s is in one of the next G orders: at most
+G - 1 more passes. A round, in which every row could step once, is G orders: the wait is passes_max
+orders and less than three rounds. When one row is overdue at a time, rule 2 serves it after
+exactly passes_max passes; rule 3 is there for the case that many are, and is rare: it costs
+spread.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def ideal_size(rows: int, rows_max: int) -> int:
 
 def passes_bound(rows: int, rows_max: int, passes_max: int) -> int:
     """How often at most a ready row is passed over in a row, with `rows` rows on its replica."""
-    return passes_max + max(2 * groups_needed(rows, rows_max) - 1, 0)
+    return passes_max + max(3 * groups_needed(rows, rows_max) - 1, 0)
 
 
 def may_step(
@@ -120,7 +122,7 @@ class ReadyRows:
         """
         oldest = next(iter(self._by_age))
         passes = self.passes(oldest)
-        if passes >= passes_max + groups:
+        if passes >= passes_max + 2 * groups:
             keys = sorted(self._by_age[row][0] for row in islice(self._by_age, rows_max))
         else:
             anchor = self._by_age[oldest][0] if passes >= passes_max else None

@@ -99,8 +99,8 @@ def next_rows(
     token budget ends the order; the first row always goes, however long.
     """
     choice = Choice()
-    places = min(config.prefill_rows_max, config.residents_max - replica.load)
-    if replica.draining or places <= 0:
+    rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
+    if replica.draining or rows_most <= 0:
         return choice
     blocks_free = replica.blocks_free
     tokens = 0
@@ -112,7 +112,7 @@ def next_rows(
     if replica.claimed_by is not None:
         queue = (waiting[replica.claimed_by],)
     for sequence in queue:
-        if len(choice.rows) == places or looked_at == config.waiting_scan_max:
+        if len(choice.rows) == rows_most or looked_at == config.waiting_scan_max:
             break
         if not replica.could_hold(sequence):
             continue
@@ -120,13 +120,13 @@ def next_rows(
         blocks = replica.blocks_for(sequence)
         if blocks > blocks_free:
             passed_over.append((sequence, len(choice.rows)))
-            if (
-                sequence.overtaken >= config.passes_max
-                and sequence.claim is None
-                and replica.claimed_by is None
-            ):
-                choice.claim = sequence
-                break
+            if sequence.claim is None:
+                if sequence.overtaken >= config.passes_max:
+                    choice.claim = sequence
+                    break
+                rows_most = min(
+                    rows_most, len(choice.rows) + config.passes_max - sequence.overtaken
+                )
             continue
         if choice.rows and tokens + sequence.length > config.prefill_tokens_max:
             break

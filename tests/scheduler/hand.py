@@ -1,0 +1,136 @@
+"""A hand on the scheduler's door: it turns events into steps and checks the books after each."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import (
+    Action,
+    Cancel,
+    Dispatch,
+    Emit,
+    Event,
+    Finish,
+    Order,
+    OrderKind,
+    Release,
+    ReplicaDraining,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaSpec,
+    Request,
+    RowResult,
+    StepDone,
+    StepFailed,
+    StepResult,
+    Submit,
+    Tick,
+)
+from scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+class Hand:
+    """Drives one scheduler; every method returns the actions of its event."""
+
+    def __init__(self, **config: object) -> None:
+        self.scheduler = Scheduler(SchedulerConfig(**config))
+        self.now_s = 0.0
+        self.orders: dict[int, Order] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.finishes: dict[str, Finish] = {}
+
+    def tell(self, event: Event) -> list[Action]:
+        actions = self.scheduler.step(event, self.now_s)
+        self.scheduler.check_integrity()
+        for action in actions:
+            if isinstance(action, Dispatch):
+                assert action.order.id not in self.orders
+                self.orders[action.order.id] = action.order
+            elif isinstance(action, Emit):
+                tokens = self.tokens.setdefault(action.request_id, [])
+                tokens.extend(action.tokens)
+            elif isinstance(action, Finish):
+                assert action.request_id not in self.finishes, "finished twice"
+                self.finishes[action.request_id] = action
+        return actions
+
+    def join(self, replica_id: str = "r", **spec: int) -> list[Action]:
+        fields = {"kv_blocks": 1000, "block_size": 4, "context_len": 512, "vocab_size": 1000}
+        return self.tell(ReplicaJoined(replica_id, ReplicaSpec(**{**fields, **spec})))
+
+    def submit(
+        self,
+        request_id: str,
+        length: int = 3,
+        max_new_tokens: int = 100,
+        prompt: tuple[int, ...] | None = None,
+        **fields: object,
+    ) -> list[Action]:
+        tokens = prompt if prompt is not None else (1,) * length
+        return self.tell(Submit(Request(request_id, tokens, max_new_tokens, **fields)))
+
+    def cancel(self, request_id: str) -> list[Action]:
+        return self.tell(Cancel(request_id))
+
+    def drain(self, replica_id: str = "r") -> list[Action]:
+        return self.tell(ReplicaDraining(replica_id))
+
+    def lose(self, replica_id: str = "r") -> list[Action]:
+        return self.tell(ReplicaLost(replica_id))
+
+    def tick(self, now_s: float) -> list[Action]:
+        self.now_s = now_s
+        return self.tell(Tick())
+
+    def done(self, order: Order, **tokens: tuple[int, ...]) -> list[Action]:
+        """The order's result: one token (1) per row where none are given."""
+        rows = tuple(RowResult(row.sequence_id) for row in order.prefill)
+        if order.kind is OrderKind.SPECULATE:
+            rows = tuple(
+                RowResult(row.sequence_id, tokens.get(row.sequence_id, (1,)), 1, row.draft_len)
+                for row in order.rows
+            )
+        return self.tell(StepDone(StepResult(order.id, order.replica_id, rows, steps=1)))
+
+    def fail(self, order: Order, message: str = "out of memory") -> list[Action]:
+        return self.tell(StepFailed(order.replica_id, order.id, message))
+
+    def in_flight(self, replica_id: str = "r") -> list[Order]:
+        replica = self.scheduler._pool.replicas[replica_id]
+        return list(replica.orders.values())
+
+    def settle(self, replica_id: str = "r") -> list[Order]:
+        """Answers prefill orders until none is in flight; returns what is then."""
+        while True:
+            prefills = [o for o in self.in_flight(replica_id) if o.kind is OrderKind.PREFILL]
+            if not prefills:
+                return self.in_flight(replica_id)
+            self.done(prefills[0])
+
+    def used(self, replica_id: str = "r") -> int:
+        return self.scheduler._pool.replicas[replica_id].blocks_used
+
+
+def orders_of(actions: list[Action]) -> list[Order]:
+    return [action.order for action in actions if isinstance(action, Dispatch)]
+
+
+def rows_of(order: Order) -> list[str]:
+    return [row.sequence_id for row in order.prefill or order.rows]
+
+
+def of_kind(actions: list[Action], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def released(actions: list[Action]) -> list[str]:
+    return [one for release in of_kind(actions, Release) for one in release.sequence_ids]
+
+
+def only(actions: list[Action], kind: type[T]) -> T:
+    """The one action of this kind."""
+    (one,) = of_kind(actions, kind)
+    return one

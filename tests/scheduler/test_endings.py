@@ -1,0 +1,223 @@
+"""Proves how requests end: exactly once, with the right tokens, and with their blocks free.
+
+Traps of other implementations that belong here: a stop token in the prompt, outputs in another
+order than the caller's, tokens after the end counted or returned, a finished row that goes on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from scheduler.messages import (
+    Dispatch,
+    Emit,
+    Finish,
+    FinishReason,
+    Reject,
+    RejectCode,
+    Release,
+    RowResult,
+    SamplingParams,
+    StepDone,
+    StepResult,
+)
+from tests.scheduler.hand import Hand, only, released, rows_of
+
+
+def stepping(names: str = "a", **fields: object) -> Hand:
+    """These requests are in a speculate order in flight."""
+    hand = Hand()
+    for name in names:
+        hand.submit(name, **fields)
+    hand.join()
+    hand.settle()
+    return hand
+
+
+def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
+    hand = stepping(prompt=(9, 1, 9), stop_token_ids=(9,))
+    hand.done(hand.in_flight()[0], a=(5, 6))
+    assert hand.finishes == {}
+    assert hand.tokens["a"] == [5, 6]
+
+
+def test_nothing_after_the_stop_token_is_emitted_or_counted() -> None:
+    hand = stepping(stop_token_ids=(9,))
+    actions = hand.done(hand.in_flight()[0], a=(5, 9, 6, 7))
+    assert only(actions, Emit).tokens == (5, 9)
+    finish = only(actions, Finish)
+    assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.STOP, 2)
+    assert released(actions) == ["a"]
+
+
+def test_nothing_beyond_the_limit_is_emitted_or_counted() -> None:
+    hand = stepping(max_new_tokens=3)
+    actions = hand.done(hand.in_flight()[0], a=(5, 6, 7, 8))
+    assert only(actions, Emit).tokens == (5, 6, 7)
+    finish = only(actions, Finish)
+    assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.LENGTH, 3)
+
+
+def test_emitted_tokens_are_numbered_without_gap() -> None:
+    hand = stepping(max_new_tokens=6)
+    starts = []
+    for tokens in [(1, 2), (3,), (4, 5, 6)]:
+        emit = only(hand.done(hand.in_flight()[0], a=tokens), Emit)
+        starts.append(emit.start)
+    assert starts == [0, 2, 3]
+    assert hand.tokens["a"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
+    """Rows of a group stand by length; the result may list them in any order."""
+    hand = Hand()
+    for name, length in [("long", 9), ("short", 2), ("mid", 5)]:
+        hand.submit(name, length)
+    hand.join()
+    (order,) = hand.settle()
+    assert rows_of(order) == ["short", "mid", "long"]
+    rows = tuple(RowResult(name, (ord(name[0]),), 1) for name in ("mid", "long", "short"))
+    hand.tell(StepDone(StepResult(order.id, "r", rows, 1)))
+    assert hand.tokens == {name: [ord(name[0])] for name in ("long", "short", "mid")}
+
+
+def test_a_finished_row_never_changes_while_others_run() -> None:
+    hand = stepping("ab", max_new_tokens=4)
+    (order,) = hand.in_flight()
+    hand.done(order, a=(1, 1, 1, 1), b=(1,))
+    done = hand.finishes["a"]
+    for _ in range(2):
+        (order,) = hand.in_flight()
+        assert rows_of(order) == ["b"]
+        hand.done(order, a=(7, 7), b=(1,))
+    assert hand.tokens["a"] == [1, 1, 1, 1]
+    assert hand.finishes["a"] is done
+
+
+def test_a_waiting_request_is_cancelled_at_once() -> None:
+    hand = Hand()
+    hand.submit("a")
+    (finish,) = hand.cancel("a")
+    assert isinstance(finish, Finish)
+    assert finish.reason is FinishReason.CANCELLED
+    assert hand.cancel("a") == []
+    assert hand.join() == []
+
+
+@pytest.mark.parametrize("in_prefill", [True, False])
+def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_order(
+    in_prefill: bool,
+) -> None:
+    hand = Hand()
+    hand.join()
+    hand.submit("a")
+    if not in_prefill:
+        hand.settle()
+    (order,) = hand.in_flight()
+    actions = hand.cancel("a")
+    assert [type(action) for action in actions] == [Finish]
+    assert hand.cancel("a") == []
+    assert hand.used() > 0
+    actions = hand.done(order, a=(5, 6))
+    assert actions == [Release("r", ("a",))], "its tokens are dropped"
+    assert hand.used() == 0
+
+
+def test_the_id_of_a_leaving_request_is_still_taken() -> None:
+    hand = stepping()
+    (order,) = hand.in_flight()
+    hand.cancel("a")
+    assert only(hand.submit("a"), Reject).code is RejectCode.DUPLICATE
+    hand.done(order)
+    assert only(hand.submit("a"), Dispatch)
+
+
+def test_a_ready_row_that_is_cancelled_frees_its_blocks_at_once() -> None:
+    hand = Hand(rows_max=2, orders_in_flight_max=1)
+    for name, length in [("a", 1), ("b", 1), ("far", 90)]:
+        hand.submit(name, length)
+    hand.join()
+    (order,) = hand.settle()
+    assert rows_of(order) == ["a", "b"]
+    assert released(hand.cancel("far")) == ["far"]
+
+
+def test_a_deadline_ends_waiting_and_running_requests_with_the_tokens_so_far() -> None:
+    hand = Hand()
+    hand.join(kv_blocks=2)
+    hand.submit("runs", 3, 5, timeout_s=1.0)
+    hand.submit("waits", 3, 5, timeout_s=2.0)
+    (order,) = hand.settle()
+    hand.done(order, runs=(7,))
+    assert hand.tick(0.999) == []
+    finish = only(hand.tick(1.0), Finish)
+    assert (finish.request_id, finish.reason) == ("runs", FinishReason.DEADLINE)
+    assert finish.usage.completion_tokens == 1
+    assert only(hand.tick(2.5), Finish).request_id == "waits"
+    assert hand.tokens == {"runs": [7]}
+    assert hand.tick(9.0) == []
+
+
+def test_a_result_that_comes_with_the_deadline_still_counts() -> None:
+    hand = stepping(timeout_s=1.0, max_new_tokens=2)
+    hand.now_s = 5.0
+    hand.done(hand.in_flight()[0], a=(1, 2))
+    assert hand.finishes["a"].reason is FinishReason.LENGTH
+
+
+def test_the_deadline_of_an_earlier_request_does_not_hit_a_later_one_of_the_same_id() -> None:
+    hand = Hand()
+    hand.submit("a", timeout_s=1.0)
+    hand.cancel("a")
+    hand.submit("a")
+    assert hand.tick(2.0) == []
+
+
+def test_deadlines_of_finished_requests_do_not_pile_up() -> None:
+    hand = Hand()
+    for index in range(1000):
+        hand.submit(str(index), timeout_s=3600)
+        hand.cancel(str(index))
+    assert len(hand.scheduler._pool.deadlines) < 100
+
+
+def test_carried_tokens_count_and_numbering_goes_on_after_them() -> None:
+    hand = Hand()
+    hand.join()
+    hand.submit("a", prompt=(1, 2), max_new_tokens=4, committed=(7, 8))
+    (prefill,) = hand.in_flight()
+    assert prefill.prefill[0].tokens == (1, 2, 7, 8)
+    assert prefill.prefill[0].tokens_left == 2
+    (order,) = hand.settle()
+    actions = hand.done(order, a=(3, 4, 5))
+    assert only(actions, Emit) == Emit("a", 2, (3, 4))
+    assert hand.finishes["a"].usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("committed", "reason"),
+    [((7, 8, 5), FinishReason.LENGTH), ((7, 9), FinishReason.STOP)],
+)
+def test_a_request_that_was_complete_before_finishes_at_once(
+    committed: tuple[int, ...], reason: FinishReason
+) -> None:
+    hand = Hand()
+    hand.join()
+    (finish,) = hand.submit("a", max_new_tokens=3, stop_token_ids=(9,), committed=committed)
+    assert isinstance(finish, Finish)
+    assert (finish.reason, finish.usage.completion_tokens) == (reason, len(committed))
+
+
+def test_refusals_name_code_and_field() -> None:
+    hand = Hand(waiting_requests_max=2)
+    hand.submit("a")
+    assert only(hand.submit("a"), Reject).code is RejectCode.DUPLICATE
+    reject = only(hand.submit("b", sampling=SamplingParams(math.nan)), Reject)
+    assert (reject.code, reject.field) == (RejectCode.INVALID, "temperature")
+    hand.submit("c")
+    assert only(hand.submit("d"), Reject).code is RejectCode.OVERLOADED
+    hand.cancel("c")
+    assert hand.submit("d") == []
+    assert hand.scheduler.snapshot().rejected == 3

@@ -1,0 +1,163 @@
+"""Proves that a group is the tightest window of the ready rows, and how long a row can wait.
+
+The bound: never passed over more than passes_max + 3 * G - 1 times in a row.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.grouping import (
+    ReadyRows,
+    groups_needed,
+    ideal_size,
+    may_step,
+    passes_bound,
+)
+
+
+def ready_rows(lengths: list[int]) -> ReadyRows:
+    """Rows "0", "1", ... became ready in this order."""
+    rows = ReadyRows()
+    for index, length in enumerate(lengths):
+        rows.add(str(index), length)
+    return rows
+
+
+def spread(lengths: list[int]) -> int:
+    return max(lengths) - min(lengths)
+
+
+lengths_of_rows = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_of_rows, st.integers(1, 12))
+def test_no_other_group_of_that_size_has_less_spread(lengths: list[int], size: int) -> None:
+    rows = ready_rows(lengths)
+    taken = rows.take(size, size, 1, passes_max=100)
+    rows.check_integrity()
+    assert len(taken) == min(size, len(lengths))
+    rising = sorted(lengths)
+    windows = [rising[i : i + len(taken)] for i in range(len(rising) - len(taken) + 1)]
+    chosen = [lengths[int(row)] for row in taken]
+    assert spread(chosen) == min(spread(window) for window in windows)
+    assert chosen == sorted(chosen), "rows do not rise by length"
+
+
+def test_a_uniform_group_is_found_among_mixed_lengths() -> None:
+    rows = ready_rows([10, 31, 20, 32, 20, 33, 20, 11])
+    assert sorted(rows.take(3, 3, 3, passes_max=4)) == ["2", "4", "6"]
+
+
+def test_of_equally_tight_windows_the_one_with_the_oldest_row_goes_first() -> None:
+    assert ready_rows([50, 50, 10, 10, 30, 30]).take(2, 2, 3, 4) == ["0", "1"]
+    assert ready_rows([50, 10, 10, 50, 30, 30]).take(2, 2, 3, 4) == ["0", "3"]
+    assert ready_rows([7] * 6).take(3, 3, 2, 4) == ["0", "1", "2"]
+
+
+def test_a_row_passed_over_too_often_anchors_the_next_window() -> None:
+    rows = ready_rows([100, 10, 10, 90])
+    for _ in range(4):
+        assert sorted(rows.take(2, 2, 2, passes_max=4), key=int) == ["1", "2"]
+        rows.add("1", 10)
+        rows.add("2", 10)
+    assert rows.take(2, 2, 2, passes_max=4) == ["3", "0"], "its nearest neighbour comes along"
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_of_rows, st.integers(1, 12), st.data())
+def test_an_anchored_window_is_the_tightest_with_the_anchor(
+    lengths: list[int], size: int, data: st.DataObject
+) -> None:
+    rows = ready_rows(lengths)
+    taken = rows.take(size, size, 1, passes_max=0)
+    others = sorted(lengths)
+    others.remove(lengths[0])
+    windows = [
+        sorted([lengths[0], *others[i : i + len(taken) - 1]])
+        for i in range(len(others) - len(taken) + 2)
+    ]
+    assert "0" in taken
+    chosen = [lengths[int(row)] for row in taken]
+    assert spread(chosen) <= min(spread(window) for window in windows)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_no_row_waits_beyond_the_bound(rows_count, rows_max, passes_max, in_flight, rng) -> None:
+    """Rows of hostile lengths step, grow and come back; orders in flight answer in turn."""
+    lengths = {str(i): rng.choice([1, 5, 9, rng.randint(1, 200)]) for i in range(rows_count)}
+    rows = ready_rows(list(lengths.values()))
+    groups = groups_needed(rows_count, rows_max)
+    size = ideal_size(rows_count, rows_max)
+    bound = passes_bound(rows_count, rows_max, passes_max)
+    orders: list[list[str]] = []
+    for _ in range(150):
+        if len(orders) >= in_flight or not len(rows):
+            for row in orders.pop(0):
+                # Growing by nothing keeps the most attractive rows attractive for ever.
+                lengths[row] += rng.choice([0, 0, 1])
+                rows.add(row, lengths[row])
+        orders.append(rows.take(size, rows_max, groups, passes_max))
+        assert all(rows.passes(row) <= bound for row in rows)
+
+
+def test_the_bound_holds_when_all_rows_are_overdue_at_once() -> None:
+    """Far apart and with always the same close companions, each order serves one old row only."""
+    rows_max, passes_max, count = 4, 1, 40
+    lengths = {str(i): 100 * i for i in range(count)}
+    companions = {f"c{i}": 0 for i in range(rows_max - 1)}
+    rows = ReadyRows()
+    for row, length in (lengths | companions).items():
+        rows.add(row, length)
+    bound = passes_bound(count + len(companions), rows_max, passes_max)
+    worst = 0
+    for _ in range(3 * bound):
+        oldest = next(iter(rows))
+        taken = rows.take(
+            rows_max, rows_max, groups_needed(count + len(companions), rows_max), passes_max
+        )
+        for row in taken:
+            # The companions follow the oldest row around, so that nobody else goes with it.
+            length = lengths.get(row, lengths.get(oldest, 0) + 100)
+            rows.add(row, length)
+        worst = max(worst, *(rows.passes(row) for row in rows))
+    assert worst <= bound
+
+
+@pytest.mark.parametrize(
+    ("rows", "rows_max", "groups", "size"),
+    [(0, 8, 0, 0), (1, 8, 1, 1), (8, 8, 1, 8), (9, 8, 2, 5), (12, 8, 2, 6), (17, 8, 3, 6)],
+)
+def test_groups_are_balanced(rows: int, rows_max: int, groups: int, size: int) -> None:
+    assert (groups_needed(rows, rows_max), ideal_size(rows, rows_max)) == (groups, size)
+
+
+@pytest.mark.parametrize(
+    ("ready", "stepping", "prefilling", "orders", "expected"),
+    [
+        (0, 8, 0, 1, False),  # nobody to step
+        (1, 0, 0, 0, True),  # a replica without any order never waits
+        (4, 4, 0, 1, False),  # a fragment waits: all 8 belong in one group
+        (7, 1, 0, 1, False),
+        (8, 8, 0, 1, True),  # two whole groups alternate
+        (4, 5, 0, 1, True),  # 9 rows are groups of 5 and 4
+        (3, 6, 0, 1, False),
+        (7, 0, 1, 1, True),  # behind a prefill: most of the group is there
+        (1, 0, 6, 1, False),  # most of the group is being filled
+        (4, 0, 40, 1, True),
+    ],
+)
+def test_a_second_order_is_a_whole_group_or_waits(
+    ready: int, stepping: int, prefilling: int, orders: int, expected: bool
+) -> None:
+    assert may_step(ready, stepping, prefilling, orders, rows_max=8) is expected

@@ -1,0 +1,172 @@
+"""Proves which orders a replica gets: prefill and steps in turn, whole groups, no idle replica."""
+
+from __future__ import annotations
+
+import itertools
+
+from scheduler.messages import Dispatch, Emit, OrderKind
+from tests.scheduler.hand import Hand, of_kind, only, orders_of, rows_of
+
+
+def test_a_prefill_commits_nothing_and_a_step_follows() -> None:
+    hand = Hand(draft_len=3)
+    hand.join()
+    (prefill,) = orders_of(hand.submit("a", prompt=(4, 5, 6)))
+    assert prefill.kind is OrderKind.PREFILL
+    assert (prefill.prefill[0].tokens, prefill.prefill[0].tokens_left) == ((4, 5, 6), 100)
+    actions = hand.done(prefill)
+    assert not of_kind(actions, Emit)
+    (steps,) = orders_of(actions)
+    assert (steps.kind, steps.rows[0].length, steps.draft_len) == (OrderKind.SPECULATE, 3, 3)
+
+
+def test_order_ids_are_never_reused() -> None:
+    hand = Hand()
+    hand.join()
+    hand.submit("a")
+    for _ in range(20):
+        hand.done(hand.in_flight()[0])
+    hand.lose()
+    hand.join("r2")
+    assert sorted(hand.orders) == list(range(1, len(hand.orders) + 1))
+
+
+def test_rows_up_to_the_group_size_merge_into_one_group() -> None:
+    """Two half groups would alternate for ever: a fragment waits for the order in flight."""
+    hand = Hand(rows_max=8)
+    hand.join()
+    for name in "abcdefgh":
+        hand.submit(name, length=3 + ord(name) % 5)
+    for _ in range(12):
+        hand.done(hand.in_flight()[0])
+    (order,) = hand.in_flight()
+    assert len(order.rows) == 8
+    for _ in range(5):
+        (order,) = orders_of(hand.done(order))
+        assert len(order.rows) == 8
+
+
+def test_two_whole_groups_are_pipelined() -> None:
+    hand = Hand(rows_max=2)
+    hand.join()
+    for name in "abcd":
+        hand.submit(name)
+    for _ in range(20):
+        hand.done(hand.in_flight()[0])
+    first, second = hand.in_flight()
+    assert sorted(rows_of(first) + rows_of(second)) == ["a", "b", "c", "d"]
+    assert (first.steps, second.steps) == (1, 1)
+    (third,) = orders_of(hand.done(first))
+    assert sorted(rows_of(third)) == sorted(rows_of(first)), "these rows are not in flight"
+
+
+def test_never_more_orders_in_flight_than_allowed() -> None:
+    for most in (1, 2, 3):
+        hand = Hand(rows_max=1, orders_in_flight_max=most)
+        hand.join()
+        for name in "abcdef":
+            hand.submit(name)
+        for _ in range(30):
+            assert 1 <= len(hand.in_flight()) <= most
+            hand.done(hand.in_flight()[0])
+
+
+def test_no_replica_has_ready_rows_and_no_order() -> None:
+    """check_integrity, which the hand calls after each event, asserts it; here for odd numbers."""
+    for count in range(1, 12):
+        hand = Hand(rows_max=4)
+        hand.join()
+        for index in range(count):
+            hand.submit(str(index), length=1 + index)
+        for _ in range(30):
+            hand.done(hand.in_flight()[-1])
+            assert hand.in_flight()
+
+
+def test_prefill_orders_do_not_follow_each_other_while_rows_are_ready() -> None:
+    hand = Hand(rows_max=2, prefill_rows_max=1)
+    hand.join()
+    for index in range(12):
+        hand.submit(str(index))
+    kinds = []
+    for _ in range(40):
+        actions = hand.done(hand.in_flight()[0])
+        kinds += [order.kind for order in orders_of(actions)]
+    assert all(str(index) in hand.tokens for index in range(12)), "somebody starved"
+    after_first_step = kinds[kinds.index(OrderKind.SPECULATE) :]
+    assert (OrderKind.PREFILL, OrderKind.PREFILL) not in set(itertools.pairwise(after_first_step))
+
+
+def test_a_prefill_order_keeps_its_budget_but_a_long_prompt_goes_alone() -> None:
+    hand = Hand(prefill_tokens_max=10, prefill_rows_max=3)
+    for name, length in [("long", 30), ("b", 4), ("c", 6), ("d", 1), ("e", 1), ("f", 1), ("g", 1)]:
+        hand.submit(name, length=length)
+    first, second = orders_of(hand.join())
+    assert rows_of(first) == ["long"]
+    assert rows_of(second) == ["b", "c"]
+    assert orders_of(hand.done(first)) == [], "most of the group is still being filled"
+    steps, third = orders_of(hand.done(second))
+    assert rows_of(steps) == ["b", "c", "long"]
+    assert rows_of(third) == ["d", "e", "f"]
+
+
+def test_several_steps_per_order_only_where_no_other_row_waits() -> None:
+    hand = Hand(rows_max=2, steps_per_order_max=4)
+    hand.join()
+    hand.submit("a")
+    (order,) = orders_of(hand.done(hand.in_flight()[0]))
+    assert order.steps == 4
+    (prefill,) = orders_of(hand.submit("b"))
+    (order,) = orders_of(hand.done(order))
+    assert (rows_of(order), order.steps) == (["a"], 1), "b is being prefilled"
+    hand.done(prefill)
+    (order,) = orders_of(hand.done(order))
+    assert (sorted(rows_of(order)), order.steps) == (["a", "b"], 4)
+
+
+def test_waiting_requests_that_do_not_fit_do_not_shorten_orders() -> None:
+    hand = Hand(steps_per_order_max=4)
+    hand.join(kv_blocks=30)
+    hand.submit("a")  # 26 of 30 blocks
+    hand.submit("b")
+    (order,) = orders_of(hand.done(hand.in_flight()[0]))
+    assert (rows_of(order), order.steps) == (["a"], 4)
+
+
+def test_each_row_drafts_within_its_own_limits() -> None:
+    hand = Hand(draft_len=5)
+    hand.submit("free", 3, 100)
+    hand.submit("capped", 4, 100, draft_len=2)
+    hand.submit("off", 5, 100, draft_len=0)
+    hand.submit("short", 6, 3)
+    hand.submit("last", 7, 1)
+    hand.join()
+    (order,) = hand.settle()
+    assert {row.sequence_id: row.draft_len for row in order.rows} == {
+        "free": 5,
+        "capped": 2,
+        "off": 0,
+        "short": 2,
+        "last": 0,
+    }
+    assert order.draft_len == 5
+
+
+def test_a_group_that_may_not_draft_has_k_0() -> None:
+    hand = Hand(draft_len=5)
+    hand.submit("off", draft_len=0)
+    hand.join()
+    (order,) = hand.settle()
+    assert order.draft_len == 0
+
+
+def test_actions_of_a_finished_row_come_before_the_order_that_takes_its_blocks() -> None:
+    hand = Hand()
+    hand.join(kv_blocks=2)
+    hand.submit("a", 3, 5)
+    hand.submit("b", 3, 5)
+    (order,) = hand.settle()
+    actions = hand.done(order, a=(1, 1, 1, 1, 1))
+    names = [type(action).__name__ for action in actions]
+    assert names == ["Emit", "Finish", "Release", "Dispatch"]
+    assert rows_of(only(actions, Dispatch).order) == ["b"]

@@ -1,0 +1,188 @@
+"""Proves where a waiting sequence goes: room, balance, near length, load; and nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.messages import OrderKind
+from tests.scheduler.hand import Hand, orders_of, rows_of
+
+
+def where(hand: Hand) -> dict[str, str]:
+    sequences = hand.scheduler._pool.sequences
+    return {name: one.replica_id for name, one in sequences.items() if one.replica_id}
+
+
+def run(hand: Hand, replica_ids: tuple[str, ...], rounds: int) -> None:
+    """Answers `rounds` orders of each replica with one token per row."""
+    for _ in range(rounds):
+        for replica_id in replica_ids:
+            for order in hand.in_flight(replica_id)[:1]:
+                hand.done(order)
+
+
+def test_a_sequence_goes_to_residents_of_near_length() -> None:
+    hand = Hand()
+    hand.join("one")
+    hand.submit("long", 300)
+    hand.join("two")
+    hand.submit("short", 5)
+    hand.lose("nobody")
+    assert where(hand) == {"long": "one", "short": "two"}
+    run(hand, ("one", "two"), 3)
+    hand.submit("longer", 320)
+    hand.submit("shorter", 3)
+    assert where(hand)["longer"] == "one"
+    assert where(hand)["shorter"] == "two"
+
+
+def test_load_goes_before_length_when_the_imbalance_is_large() -> None:
+    hand = Hand(rows_max=2)
+    hand.join("one")
+    for index in range(3):
+        hand.submit(str(index), 10)
+        hand.settle("one")
+    hand.join("two")
+    hand.submit("elsewhere", 200)
+    assert where(hand)["elsewhere"] == "two"
+    run(hand, ("one", "two"), 2)
+    for index in range(12):
+        hand.submit(f"more{index}", 10)
+        run(hand, ("one", "two"), 2)
+    loads = [len(hand.scheduler._pool.replicas[name].residents) for name in ("one", "two")]
+    assert sum(loads) == 16
+    assert abs(loads[0] - loads[1]) <= 2 + 1
+
+
+def test_a_burst_spreads_over_all_replicas() -> None:
+    hand = Hand(rows_max=4, residents_max=64)
+    names = ("a", "b", "c", "d")
+    for name in names:
+        hand.join(name)
+    for index in range(64):
+        hand.submit(str(index), 1 + index % 7)
+    run(hand, names, 12)
+    loads = [len(hand.scheduler._pool.replicas[name].residents) for name in names]
+    assert sum(loads) == 64
+    assert max(loads) - min(loads) <= 4 + 4
+
+
+def test_blocks_are_reserved_for_the_whole_sequence() -> None:
+    hand = Hand()
+    hand.join(kv_blocks=10, block_size=4)
+    hand.submit("a", 3, 18)  # 21 positions: 6 blocks
+    assert hand.used() == 6
+    hand.submit("b", 3, 14)  # 5 blocks: no room
+    hand.submit("c", 3, 13)  # 4 blocks
+    hand.settle()
+    assert hand.used() == 10
+    assert set(where(hand)) == {"a", "c"}
+
+
+def test_residents_never_exceed_their_limit() -> None:
+    hand = Hand(residents_max=3)
+    hand.join()
+    for index in range(9):
+        hand.submit(str(index))
+    run(hand, ("r",), 6)
+    assert len(where(hand)) == 3
+
+
+FIVE_SMALL = {"kv_blocks": 10, "block_size": 400, "context_len": 9999}
+"""A replica that holds five small sequences, or a big one and a small one."""
+
+
+def submit_small(hand: Hand, name: str) -> None:
+    hand.submit(name, 4, 700)  # 2 blocks
+
+
+def submit_big(hand: Hand) -> None:
+    hand.submit("big", 4, 3100)  # 8 blocks
+
+
+def fill(hand: Hand, *replica_ids: str) -> None:
+    """Joins these replicas and fills them with small sequences."""
+    for replica_id in replica_ids:
+        hand.join(replica_id, **FIVE_SMALL)
+    for index in range(5 * len(replica_ids)):
+        submit_small(hand, f"old{index}")
+        run(hand, replica_ids, 2)
+    assert all(hand.used(replica_id) == 10 for replica_id in replica_ids)
+
+
+def finish_one(hand: Hand, replica_id: str) -> None:
+    """Cancels the oldest resident and answers what is in flight, so that its blocks are free."""
+    residents = hand.scheduler._pool.replicas[replica_id].residents
+    if residents:
+        hand.cancel(next(iter(residents)))
+    run(hand, (replica_id,), 4)
+
+
+def test_a_sequence_that_does_not_fit_is_overtaken_a_few_times_and_then_holds_the_line() -> None:
+    for passes_max in (1, 4):
+        hand = Hand(passes_max=passes_max)
+        fill(hand, "r")
+        submit_big(hand)
+        for index in range(30):
+            submit_small(hand, f"small{index}")
+        for _ in range(passes_max + 5):
+            finish_one(hand, "r")
+        assert "big" in where(hand), "starved by smaller ones"
+        prefilled = [rows_of(order) for order in hand.orders.values() if order.prefill]
+        order_of_start = [name for rows in prefilled for name in rows]
+        before_big = order_of_start[: order_of_start.index("big")]
+        assert sum(name.startswith("small") for name in before_big) == passes_max
+
+
+def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
+    hand = Hand(passes_max=1)
+    fill(hand, "one", "two")
+    submit_big(hand)
+    for index in range(60):
+        submit_small(hand, f"small{index}")
+    replicas = hand.scheduler._pool.replicas
+    for _ in range(2):
+        for name in ("one", "two"):
+            if replicas[name].claimed_by is None:
+                finish_one(hand, name)
+    (claimed,) = (name for name in ("one", "two") if replicas[name].claimed_by == "big")
+    (other,) = {"one", "two"} - {claimed}
+    for _ in range(10):
+        finish_one(hand, other)
+        assert hand.used(other) == 10, "the other replica goes idle"
+    assert "big" in hand.scheduler._pool.waiting
+    for _ in range(4):
+        finish_one(hand, claimed)
+    assert where(hand)["big"] == claimed
+
+
+@pytest.mark.parametrize("end", ["cancel", "lose", "drain"])
+def test_a_claim_ends_with_the_claimant_or_with_the_replica(end: str) -> None:
+    hand = Hand(passes_max=1)
+    fill(hand, "r")
+    submit_big(hand)
+    for index in range(9):
+        submit_small(hand, f"small{index}")
+    replica = hand.scheduler._pool.replicas["r"]
+    while replica.claimed_by is None:
+        finish_one(hand, "r")
+    if end == "cancel":
+        hand.cancel("big")
+        run(hand, ("r",), 4)
+        assert hand.used() == 10, "the line moves again"
+    else:
+        getattr(hand, end)("r")
+        hand.join("next", **FIVE_SMALL)
+        run(hand, ("next",), 4)
+        assert hand.used("next") == 10
+    assert replica.claimed_by is None
+
+
+def test_a_waiting_sequence_starts_when_a_place_is_free() -> None:
+    hand = Hand(residents_max=1)
+    hand.join()
+    hand.submit("a", 3, 2)
+    hand.submit("b", 3, 2)
+    (order,) = hand.settle()
+    (order,) = orders_of(hand.done(order, a=(1, 1)))
+    assert (order.kind, rows_of(order)) == (OrderKind.PREFILL, ["b"])

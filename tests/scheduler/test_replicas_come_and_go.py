@@ -1,0 +1,219 @@
+"""Proves that a replica may come, drain, fail or vanish at any moment and no request is lost.
+
+Late, doubled and unknown events change nothing.
+"""
+
+from __future__ import annotations
+
+from scheduler.messages import (
+    Dispatch,
+    Emit,
+    Finish,
+    FinishReason,
+    Reject,
+    ReplicaJoined,
+    ReplicaSpec,
+    StepDone,
+    StepFailed,
+    StepResult,
+)
+from tests.scheduler.hand import Hand, of_kind, only, orders_of, released, rows_of
+
+
+def waiting(hand: Hand) -> list[str]:
+    return list(hand.scheduler._pool.waiting)
+
+
+def test_requests_wait_for_the_first_replica_and_start_with_it() -> None:
+    hand = Hand()
+    assert hand.submit("a") == []
+    assert hand.submit("b") == []
+    (order,) = orders_of(hand.join())
+    assert rows_of(order) == ["a", "b"]
+
+
+def test_what_the_first_replica_refuses_fails_and_the_rest_starts() -> None:
+    hand = Hand()
+    hand.submit("a", prompt=(5000,))
+    hand.submit("b", 400, 400)
+    hand.submit("c")
+    actions = hand.join()
+    assert {one.request_id: one.reason for one in of_kind(actions, Finish)} == {
+        "a": FinishReason.FAILED,
+        "b": FinishReason.FAILED,
+    }
+    assert "prompt" in hand.finishes["a"].message
+    assert rows_of(only(actions, Dispatch).order) == ["c"]
+
+
+def test_with_a_replica_known_the_same_is_refused_at_the_door() -> None:
+    hand = Hand()
+    hand.join()
+    assert only(hand.submit("a", prompt=(5000,)), Reject).field == "prompt"
+    hand.join("large", context_len=5000, kv_blocks=5000)
+    assert only(hand.submit("b", 400, 400), Dispatch).order.replica_id == "large"
+
+
+def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:
+    hand = Hand()
+    hand.join("one")
+    hand.submit("a", prompt=(4, 5), max_new_tokens=4)
+    (order,) = hand.settle("one")
+    hand.done(order, a=(7, 8))
+    (stale,) = hand.in_flight("one")
+    assert hand.lose("one") == []
+    (order,) = orders_of(hand.join("two"))
+    assert order.prefill[0].tokens == (4, 5, 7, 8)
+    assert order.prefill[0].tokens_left == 2
+    assert hand.done(stale, a=(9, 9)) == [], "a late result of a lost replica"
+    (order,) = hand.settle("two")
+    hand.done(order, a=(5, 6))
+    assert hand.tokens["a"] == [7, 8, 5, 6]
+    usage = hand.finishes["a"].usage
+    assert (usage.recovered, usage.replicas) == (1, ("one", "two"))
+
+
+def test_residents_of_a_lost_replica_wait_in_front_in_their_order_of_arrival() -> None:
+    hand = Hand(residents_max=4, rows_max=2)
+    hand.join("one")
+    for name in "abcdef":
+        hand.submit(name, length=ord(name) % 3 + 1)
+    for _ in range(6):
+        hand.done(hand.in_flight("one")[0])
+    assert waiting(hand) == ["e", "f"]
+    hand.lose("one")
+    assert waiting(hand) == ["a", "b", "c", "d", "e", "f"]
+    assert hand.lose("one") == []
+
+
+def test_a_cancelled_row_of_a_lost_replica_does_not_come_back() -> None:
+    hand = Hand()
+    hand.join("one")
+    hand.submit("a")
+    hand.settle("one")
+    hand.cancel("a")
+    assert hand.lose("one") == []
+    assert waiting(hand) == []
+    assert hand.scheduler.snapshot().live == 0
+
+
+def test_a_lost_replicas_residents_go_on_elsewhere_at_once() -> None:
+    hand = Hand()
+    hand.join("one")
+    hand.submit("a")
+    hand.join("two")
+    (order,) = orders_of(hand.lose("one"))
+    assert (order.replica_id, rows_of(order)) == ("two", ["a"])
+
+
+def test_a_draining_replica_hands_back_its_residents_and_takes_nobody() -> None:
+    hand = Hand(rows_max=2, orders_in_flight_max=1)
+    hand.join("one")
+    for name in "abc":
+        hand.submit(name)
+    (order,) = hand.settle("one")
+    while len(rows_of(order)) != 2:
+        hand.done(order)
+        (order,) = hand.settle("one")
+    actions = hand.drain("one")
+    (ready,) = {"a", "b", "c"} - set(rows_of(order))
+    assert released(actions) == [ready], "rows in flight stay until their order ends"
+    assert hand.drain("one") == []
+    assert hand.submit("d") == []
+    actions = hand.done(order)
+    assert {emit.request_id for emit in of_kind(actions, Emit)} == set(rows_of(order))
+    assert sorted(released(actions)) == sorted(rows_of(order))
+    assert orders_of(actions) == []
+    assert hand.used("one") == 0
+    assert sorted(waiting(hand)) == ["a", "b", "c", "d"]
+    (order,) = orders_of(hand.join("two"))
+    assert sorted(rows_of(order)) == ["a", "b", "c", "d"]
+
+
+def test_a_failed_order_is_tried_again_from_the_tokens_committed() -> None:
+    hand = Hand()
+    hand.join()
+    hand.submit("a", prompt=(1, 2))
+    (order,) = hand.settle()
+    hand.done(order, a=(7,))
+    actions = hand.fail(hand.in_flight()[0])
+    assert released(actions) == ["a"]
+    (order,) = orders_of(actions)
+    assert order.prefill[0].tokens == (1, 2, 7)
+
+
+def test_a_request_whose_orders_always_fail_is_failed_with_the_message() -> None:
+    hand = Hand(failures_max=3)
+    hand.join()
+    hand.submit("a")
+    for _ in range(2):
+        hand.fail(hand.in_flight()[0])
+    actions = hand.fail(hand.in_flight()[0], "no luck")
+    finish = only(actions, Finish)
+    assert (finish.reason, finish.message) == (FinishReason.FAILED, "no luck")
+    assert released(actions) == ["a"]
+    assert hand.used() == 0
+
+
+def test_progress_between_failures_forgives_them() -> None:
+    hand = Hand(failures_max=2)
+    hand.join()
+    hand.submit("a")
+    for _ in range(6):
+        (order,) = hand.settle()
+        hand.done(order, a=(1,))
+        hand.fail(hand.in_flight()[0])
+    assert hand.finishes == {}
+
+
+def test_events_that_are_late_doubled_or_unknown_change_nothing() -> None:
+    hand = Hand()
+    hand.join()
+    hand.submit("a")
+    (prefill,) = hand.in_flight()
+    hand.done(prefill)
+    before = hand.scheduler.snapshot()
+    (order,) = hand.in_flight()
+    assert hand.done(prefill) == []
+    assert hand.fail(prefill) == []
+    assert hand.tell(StepDone(StepResult(99, "r", ()))) == []
+    assert hand.tell(StepDone(StepResult(order.id, "elsewhere", ()))) == []
+    assert hand.tell(StepFailed("elsewhere", order.id, "")) == []
+    assert hand.cancel("nobody") == []
+    assert hand.drain("elsewhere") == []
+    assert hand.lose("elsewhere") == []
+    assert hand.tell(ReplicaJoined("r", ReplicaSpec(1, 1, 1, 1))) == []
+    assert hand.scheduler.snapshot() == before
+    assert only(hand.done(order, a=(5,)), Emit).tokens == (5,)
+    assert hand.done(order, a=(5,)) == [], "a result that arrives twice"
+
+
+def test_results_may_overtake_each_other() -> None:
+    hand = Hand(rows_max=1)
+    hand.join()
+    hand.submit("a")
+    hand.submit("b")
+    for _ in range(4):
+        hand.done(hand.in_flight()[0])
+    first, second = hand.in_flight()
+    hand.done(second)
+    hand.done(first)
+    assert {"a", "b"} <= set(hand.tokens)
+
+
+def test_the_snapshot_says_who_is_where() -> None:
+    hand = Hand(draft_len=3, residents_max=2)
+    hand.join("one")
+    for name, length in [("a", 2), ("b", 6), ("c", 3)]:
+        hand.submit(name, length, 10)
+    while not hand.tokens:
+        hand.done(hand.in_flight("one")[0])
+    status = hand.scheduler.snapshot()
+    (one,) = status.replicas
+    assert (status.waiting, status.live, one.residents) == (1, 3, 2)
+    assert (one.kv_blocks_used, one.kv_blocks_total) == (3 + 4, 1000)
+    assert one.committed_tokens == sum(len(tokens) for tokens in hand.tokens.values())
+    for name in "abc":
+        hand.cancel(name)
+    assert hand.scheduler.snapshot().finished[FinishReason.CANCELLED] == 3
+    assert hand.scheduler.snapshot().live == 0
