@@ -21,7 +21,7 @@ from benchmarks.report import machine, table, write_json
 from cluster import app
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig, from_args
-from cluster.local_engine import LocalEngine
+from cluster.local_engine import LocalEngine, Output
 from cluster.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
@@ -38,7 +38,7 @@ def in_process(
     engine = LocalEngine(replica, config.scheduler)
     requests = [Request(str(i), tuple(p), new_tokens) for i, p in enumerate(prompts)]
     start = perf_counter()
-    outputs = []
+    outputs: list[Output] = []
     running = 0
     for request in requests:
         while running >= in_flight:
