@@ -89,7 +89,7 @@ def verify(
     else:
         against = "transformers' generate at batch 1"
         references = []
-        for tokens in _transformers_greedy(replica_config, requests, text.eos_token_ids):
+        for tokens in transformers_greedy(replica_config, requests, text.eos_token_ids):
             references.append(tokens)
             note("plain", len(references), len(requests))
     found = (
@@ -125,7 +125,7 @@ def _run(
     return outputs
 
 
-def _transformers_greedy(
+def transformers_greedy(
     config: ReplicaConfig, requests: Sequence[Request], eos_token_ids: Sequence[int]
 ) -> Iterator[list[int]]:
     """New tokens of each request by transformers, untouched by any code of ours."""
