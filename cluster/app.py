@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -207,10 +208,8 @@ def start(config: ClusterConfig, app: Application | None = None, *, quiet: bool 
 def stop(config: ClusterConfig, *, ray_too: bool = True) -> None:
     """Let requests finish within the grace time, then stop Serve, the pool and Ray."""
     serve.shutdown()
-    try:
+    with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(config.pool.name, namespace=config.pool.namespace))
-    except ValueError:
-        pass
     if ray_too:
         ray.shutdown()
 

@@ -36,7 +36,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
-        self._stub = lockstep_pb2_grpc.LockstepStub(self._channel)
+        self._stub: Any = lockstep_pb2_grpc.LockstepStub(self._channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
@@ -91,7 +91,7 @@ class AsyncClient:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = lockstep_pb2_grpc.LockstepStub(self._channel)
+        self._stub: Any = lockstep_pb2_grpc.LockstepStub(self._channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def generate(
@@ -133,7 +133,7 @@ class AsyncClient:
             await asyncio.sleep(0.1)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self

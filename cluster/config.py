@@ -140,6 +140,15 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
         raise ConfigError(_sentence(error)) from None
 
 
+def overridden(config: ClusterConfig, args: Mapping[str, Any]) -> ClusterConfig:
+    """The same settings, but for those in `args`; short names only. Raises `ConfigError`."""
+    nested = config.model_dump()
+    for key, value in args.items():
+        section, name = SHORT_NAMES.get(key, ("", key))
+        (nested[section] if section else nested)[name] = _scalar(value)
+    return from_args(nested)
+
+
 def from_file(path: Path) -> ClusterConfig:
     """Settings from a YAML file: either those of `from_args`, or a Serve config file.
 

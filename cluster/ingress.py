@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,7 +112,7 @@ class Ingress:
 
     # ------------------------------------------------------------------ lockstep.v1
 
-    async def Generate(  # noqa: N802 - the RPC's name
+    async def Generate(
         self, request: pb.GenerateRequest, grpc_context: CallContext
     ) -> pb.GenerateResponse:
         """Unary: the whole answer."""
@@ -122,7 +122,7 @@ class Ingress:
             _set_status(grpc_context, refused.refusal)
             return pb.GenerateResponse()
 
-    async def GenerateStream(  # noqa: N802
+    async def GenerateStream(
         self, request: pb.GenerateRequest, grpc_context: CallContext
     ) -> AsyncIterator[pb.GenerateChunk]:
         """Server streaming: chunks, the last one with the end."""
@@ -155,7 +155,7 @@ class Ingress:
             self._meter.chunk()
             yield chunk
 
-    async def Status(  # noqa: N802
+    async def Status(
         self, request: pb.StatusRequest, grpc_context: CallContext
     ) -> pb.StatusResponse:
         try:
@@ -166,7 +166,7 @@ class Ingress:
 
     # ------------------------------------------------------------------ grpc.health.v1
 
-    async def Check(  # noqa: N802
+    async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
     ) -> health_pb2.HealthCheckResponse:
         if request.service not in ("", SERVICE):
@@ -174,7 +174,7 @@ class Ingress:
             return health_pb2.HealthCheckResponse()
         return await self._health()
 
-    async def Watch(  # noqa: N802
+    async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         known = request.service in ("", SERVICE)
@@ -192,7 +192,7 @@ class Ingress:
                 yield now
             await asyncio.sleep(_WATCH_S)
 
-    async def List(  # noqa: N802
+    async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: CallContext
     ) -> health_pb2.HealthListResponse:
         health = await self._health()
@@ -281,10 +281,8 @@ class Ingress:
                 continue
             yield text, tokens
             if coalesce_s > 0 and call.stop is None and not live.ended.is_set():
-                try:
+                with suppress(TimeoutError):
                     await asyncio.wait_for(live.ended.wait(), coalesce_s)
-                except TimeoutError:
-                    pass
         if call.stop is None:
             text, tokens = self._take(call)
             if tokens:
@@ -304,10 +302,8 @@ class Ingress:
         """The rest of the text, and how it ended. Raises Refused for what the pool refused."""
         live = call.live
         if call.stop is not None:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(live.ended.wait(), _USAGE_WAIT_S)
-            except TimeoutError:
-                pass
             return "", live.finish or Finish(live.pool_id, FinishReason.STOP, Usage())
         await live.ended.wait()
         if live.unreachable:

@@ -9,6 +9,7 @@ older one can never be taken for news of this one, and its lease ends by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -125,10 +126,8 @@ class PoolLink:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        try:
+        with contextlib.suppress(PoolUnreachable):
             await self._pool.part(self._session)
-        except PoolUnreachable:
-            pass
 
     # ------------------------------------------------------------------ to the pool
 

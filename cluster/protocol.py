@@ -1,8 +1,9 @@
 """What the pool actor, the replicas and the ingresses say to each other.
 
-Each side talks to a `PoolPort`: in a cluster the handle of the actor (see `ray_pool`), in unit tests
-the `PoolActor` itself. Everything is safe to repeat: items carry a rising number that the reader
-acknowledges with its next call, so a lost reply loses nothing and a repeated one is recognised.
+Each side talks to a `PoolPort`: in a cluster the handle of the actor (see `ray_pool`), in unit
+tests the `PoolActor` itself. Everything is safe to repeat: items carry a rising number that the
+reader acknowledges with its next call, so a lost reply loses nothing and a repeated one is
+recognised.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ between two orders. What is hosted is given as a factory; this file knows neithe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -111,10 +112,8 @@ class ReplicaRunner:
         except (TimeoutError, PoolUnreachable):
             log.warning("replica %s leaves without being drained", self.replica_id)
         self._puller.cancel()
-        try:
+        with contextlib.suppress(PoolUnreachable):
             await self._pool.leave(self.replica_id)
-        except PoolUnreachable:
-            pass
         self._jobs.put(_Stop())
 
     # ------------------------------------------------------------------ event loop

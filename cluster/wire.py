@@ -155,7 +155,7 @@ def check_message(message: pb.GenerateRequest, config: IngressConfig) -> None:
 def to_ask(
     message: pb.GenerateRequest, prompt: tuple[int, ...], text: TargetText, config: IngressConfig
 ) -> Ask:
-    """The request that a checked message with these prompt tokens makes. Draws a seed if need be."""
+    """The request that a checked message with these prompt tokens makes; may draw a seed."""
     has = message.HasField
     sampled = message.temperature > 0
     seed = message.seed if has("seed") else secrets.randbelow(1 << 63) if sampled else 0

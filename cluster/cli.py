@@ -1,0 +1,195 @@
+"""The command `lockstep`. Options only; what takes longer than parsing is imported when needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+main = typer.Typer(
+    name="lockstep",
+    help="Serves language models with batch speculative decoding that changes no output.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="host:port of the server; else LOCKSTEP_ADDRESS, else this machine."),
+]
+ReplicaCount = Annotated[int | None, typer.Option(min=1, help="Number of replicas.")]
+Target = Annotated[
+    str | None, typer.Option(help="Target: 'demo', a directory or a hub name.", metavar="NAME")
+]
+Draft = Annotated[str | None, typer.Option(help="Draft likewise; 'null' for none.", metavar="NAME")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of a group.")]
+DraftLen = Annotated[int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")]
+
+
+@main.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file: settings, or a Serve config file.", exists=True)
+    ] = None,
+    target: Target = None,
+    draft: Draft = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    replicas: ReplicaCount = None,
+    batch_size: BatchSize = None,
+    draft_len: DraftLen = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC proxy.")] = None,
+    http_host: Annotated[str | None, typer.Option(help="Address of the HTTP proxy.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Port of the HTTP proxy.")] = None,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
+    given = _given(
+        target=target,
+        draft=draft,
+        device=device,
+        dtype=dtype,
+        replicas=replicas,
+        batch_size=batch_size,
+        draft_len=draft_len,
+        grpc_port=grpc_port,
+        http_host=http_host,
+        http_port=http_port,
+    )
+    from cluster.cli_serve import serve_until_signal
+
+    raise typer.Exit(serve_until_signal(_cluster_config(config, given)))
+
+
+@main.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; '-' reads it from stdin.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the smallest set with this mass.")
+    ] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens above this share.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end of text.")] = False,
+    speculation: Annotated[bool, typer.Option(help="Off: no drafting for these requests.")] = True,
+    draft_len: DraftLen = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Deadline of each request.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
+    address: Address = None,
+) -> None:
+    """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
+    from cluster import cli_generate
+
+    given = _given(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        draft_len=draft_len,
+        timeout_s=timeout_s,
+    )
+    if ignore_eos:
+        given["ignore_eos"] = True
+    if not speculation:
+        given["speculation"] = False
+    if (prompt is None) == (prompts is None):
+        raise typer.BadParameter("give either a prompt or --prompts FILE")
+    if prompt is not None:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        code = cli_generate.one(_address(address), text, given, as_json)
+    else:
+        assert prompts is not None
+        code = cli_generate.many(_address(address), prompts, limit, given, concurrency, as_json)
+    raise typer.Exit(code)
+
+
+@main.command()
+def verify(
+    prompts: Annotated[Path, typer.Option(help="JSON lines of prompts.", exists=True)],
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a group.")] = 8,
+    draft_len: Annotated[int, typer.Option(min=0, help="Draft tokens per step.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise, with a temperature.")] = 0,
+    target: Annotated[str, typer.Option(help="Target.", metavar="NAME")] = "demo",
+    draft: Annotated[str, typer.Option(help="Draft.", metavar="NAME")] = "demo",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Compare every token with plain decoding of the target; status 1 if any differs."""
+    from cluster.cli_verify import compare
+
+    replica = {"target": target, "draft": draft, "device": device, "dtype": dtype}
+    given = {"batch_size": batch_size, "draft_len": draft_len, **replica}
+    sampling = {"temperature": temperature, "seed": seed}
+    config = _cluster_config(None, given)
+    raise typer.Exit(compare(config, prompts, limit, sampling, max_new_tokens))
+
+
+@main.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    address: Address = None,
+) -> None:
+    """What the pool and its replicas are doing."""
+    from cluster.cli_serve import print_status
+
+    raise typer.Exit(print_status(_address(address), as_json))
+
+
+@main.command()
+def demo(
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
+    grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC proxy.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Port of the HTTP proxy.")] = None,
+) -> None:
+    """Start a cluster with the demo pair, stream answers, compare them, stop everything."""
+    from cluster.demo import run_demo
+
+    given = _given(replicas=replicas, grpc_port=grpc_port, http_port=http_port)
+    raise typer.Exit(run_demo(_cluster_config(None, given), max_new_tokens))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; the others keep the defaults of the configuration."""
+    return {name: value for name, value in options.items() if value not in (None, [])}
+
+
+def _cluster_config(path: Path | None, given: dict[str, Any]) -> Any:
+    from cluster.config import ConfigError, from_args, from_file, overridden
+
+    try:
+        return from_args(given) if path is None else overridden(from_file(path), given)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _address(address: str | None) -> str:
+    from cluster.config import server_address
+
+    return address or server_address()
+
+
+if __name__ == "__main__":
+    main()

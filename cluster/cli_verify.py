@@ -1,0 +1,70 @@
+"""What `lockstep verify` does: run, compare, print how many are identical."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from cluster.config import ClusterConfig
+from cluster.prompts import PromptsError, read_prompts
+from cluster.verify import VerifyReport, verify
+from scheduler.errors import InvalidRequest
+from scheduler.messages import SamplingParams
+
+_OUT = Console(highlight=False)
+_NOTES = Console(stderr=True, highlight=False)
+
+
+def compare(
+    config: ClusterConfig,
+    path: Path,
+    limit: int | None,
+    sampling: dict[str, Any],
+    max_new_tokens: int,
+) -> int:
+    """Compare the outputs for a file of prompts. Returns the exit status, 1 if any differs."""
+    bars: dict[str, TaskID] = {}
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=_NOTES,
+        disable=not sys.stderr.isatty(),
+    )
+
+    def note(phase: str, done: int, total: int) -> None:
+        if phase not in bars:
+            bars[phase] = progress.add_task(phase, total=total)
+        progress.update(bars[phase], completed=done)
+
+    try:
+        prompts = read_prompts(path, limit)
+        with progress:
+            report = verify(
+                prompts,
+                config.replica,
+                config.scheduler,
+                SamplingParams(**sampling),
+                max_new_tokens,
+                note,
+            )
+    except (PromptsError, InvalidRequest, OSError, ValueError) as error:
+        _NOTES.print(str(error))
+        return 2
+    _print(report)
+    return 1 if report.differences else 0
+
+
+def _print(report: VerifyReport) -> None:
+    share = report.accepted_tokens / report.draft_tokens if report.draft_tokens else 0.0
+    _OUT.print(f"against {report.against}: {report.tokens} tokens, {share:.1%} of drafts accepted")
+    _OUT.print(f"{report.identical} of {report.prompts} outputs identical")
+    for difference in report.differences:
+        _OUT.print(
+            f"  prompt {difference.prompt}: first difference at new token {difference.position}: "
+            f"expected {difference.expected}, got {difference.got}"
+        )
