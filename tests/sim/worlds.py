@@ -1,0 +1,174 @@
+"""Random worlds: requests, replicas and trouble, all drawn from one seed, and what must hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+from scheduler.config import SchedulerConfig
+from scheduler.fake_replica import perfect_world
+from scheduler.grouping import passes_bound
+from scheduler.messages import (
+    Action,
+    Event,
+    FinishReason,
+    RejectCode,
+    ReplicaSpec,
+    Request,
+    SamplingParams,
+)
+from scheduler.simulator import Report, Trouble, World
+
+VOCAB_SIZE = 50
+LONGEST_S = 600.0
+"""Virtual time after which a world that still runs counts as stuck."""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The size and the kind of a world; the seed draws the rest."""
+
+    requests: int = 30
+    replicas: int = 2
+    rows_max: int = 4
+    orders_in_flight_max: int = 2
+    passes_max: int = 3
+    steps_per_order_max: int = 4
+    residents_max: int = 16
+    waiting_requests_max: int = 4096
+    trouble: bool = True
+    deaths: int = 2
+    drains: int = 1
+    cancels: int = 4
+
+
+class Watcher:
+    """Looks at the books after every event."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.rows_peak: Counter[str] = Counter()
+        self.passes_most = 0
+
+    def __call__(self, now_s: float, event: Event, actions: list[Action]) -> None:
+        assert self.world is not None
+        scheduler = self.world.scheduler
+        scheduler.check_integrity()
+        for replica in scheduler._pool.replicas.values():
+            rows = len(replica.ready) + replica.stepping
+            self.rows_peak[replica.id] = max(self.rows_peak[replica.id], rows)
+            oldest = next(iter(replica.ready), None)
+            if oldest is None:
+                continue
+            passes = replica.ready.passes(oldest)
+            self.passes_most = max(self.passes_most, passes)
+            bound = passes_bound(
+                self.rows_peak[replica.id], scheduler.config.rows_max, scheduler.config.passes_max
+            )
+            assert passes <= bound, f"{oldest} was passed over {passes} times, bound {bound}"
+
+
+def random_request(rng: Random, name: str) -> Request:
+    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 20, 60])))
+    request = Request(
+        id=name,
+        prompt=prompt,
+        max_new_tokens=rng.choice([1, 2, 5, 17, 40]),
+        sampling=SamplingParams(seed=rng.choice([0, 7])),
+        # Often a token of the prompt, which must end nothing.
+        stop_token_ids=rng.choice([(), (prompt[0],), (prompt[-1], 3)]),
+        draft_len=rng.choice([None, None, 0, 1, 6]),
+        timeout_s=rng.choice([None, None, None, 0.05, 2.0]),
+    )
+    if rng.random() < 0.15:
+        tokens, _ = perfect_world(request, VOCAB_SIZE)
+        carried = tokens[: rng.randint(0, len(tokens))]
+        request = Request(
+            request.id,
+            request.prompt,
+            request.max_new_tokens,
+            request.sampling,
+            request.stop_token_ids,
+            committed=carried,
+        )
+    return request
+
+
+def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
+    rng = Random(seed)
+    trouble = Trouble()
+    if knobs.trouble:
+        trouble = Trouble(
+            delay_s=(0.0001, rng.choice([0.001, 0.03])),
+            duplicate=rng.choice([0.0, 0.3]),
+            lose=rng.choice([0.0, 0.02]),
+            fail=rng.choice([0.0, 0.05]),
+            lease_s=0.2,
+            rejoin_s=rng.choice([0.0, 0.3]),
+        )
+    config = SchedulerConfig(
+        rows_max=knobs.rows_max,
+        draft_len=rng.choice([0, 1, 4, 8]),
+        steps_per_order_max=knobs.steps_per_order_max,
+        orders_in_flight_max=knobs.orders_in_flight_max,
+        passes_max=knobs.passes_max,
+        prefill_rows_max=rng.choice([1, 4, 8]),
+        prefill_tokens_max=rng.choice([16, 2048]),
+        residents_max=knobs.residents_max,
+        waiting_requests_max=knobs.waiting_requests_max,
+    )
+    watcher = Watcher()
+    world = World(
+        rng, config, trouble=trouble, acceptance=rng.choice([0.0, 0.7, 1.0]), watch=watcher
+    )
+    watcher.world = world
+    names = [f"r{index}" for index in range(knobs.replicas)]
+    for name in names:
+        spec = ReplicaSpec(
+            kv_blocks=rng.choice([30, 60, 1000]),
+            block_size=4,
+            context_len=128,
+            vocab_size=VOCAB_SIZE,
+        )
+        world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
+    requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]
+    span_s = rng.choice([0.0, 0.3])
+    for request in requests:
+        world.submit(rng.random() * span_s, request)
+    for _ in range(knobs.cancels):
+        world.cancel(rng.random() * 0.5, rng.choice(requests).id)
+    for _ in range(knobs.deaths):
+        world.kill(rng.random(), rng.choice(names))
+    for _ in range(knobs.drains):
+        world.drain(rng.random() * 0.5, rng.choice(names), leave_s=0.3)
+    return world, requests
+
+
+def check(world: World, requests: list[Request], report: Report) -> None:
+    """Every request ended exactly once, with the tokens of the perfect world, and left nothing."""
+    assert report.ended_s < LONGEST_S, "the world is stuck"
+    for request in requests:
+        outcome = report.outcomes[request.id]
+        assert outcome.finishes == 1, f"{request.id} ended {outcome.finishes} times"
+        tokens, reason = perfect_world(request, VOCAB_SIZE)
+        received = request.committed + tuple(outcome.tokens)
+        if outcome.reject is not None:
+            assert outcome.reject.code is RejectCode.OVERLOADED
+            assert not outcome.tokens
+            continue
+        finish = outcome.finish
+        assert finish is not None
+        if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (received, finish.reason) == (tokens, reason), request.id
+        else:
+            assert received == tokens[: len(received)], request.id
+            assert len(received) < len(tokens), f"{request.id} was complete"
+        assert finish.usage.completion_tokens == len(received), request.id
+        assert finish.usage.prompt_tokens == len(request.prompt), request.id
+    status = world.scheduler.snapshot()
+    assert (status.waiting, status.live) == (0, 0)
+    assert all(replica.kv_blocks_used == 0 for replica in status.replicas)
+    assert all(replica.orders_in_flight == 0 for replica in status.replicas)
+    for host in world._hosts.values():
+        assert host.replica.residents == 0, "a replica still holds KV"
