@@ -35,7 +35,7 @@ class PoolConfig(_Settings):
     )
     tick_s: float = Field(0.05, gt=0, description="How often deadlines and leases are checked.")
     gather_ms: float = Field(
-        10.0, ge=0, description="How long news that is not urgent may wait for more of it."
+        25.0, ge=0, description="How long news that is not urgent may wait for more of it."
     )
     idle_exit_s: float = Field(
         60.0, gt=0, description="The actor leaves when nobody has talked to it for so long."
@@ -52,8 +52,12 @@ class IngressConfig(_Settings):
     stop_strings_max: int = Field(16, ge=0, description="Stop strings of one request.")
     stop_string_chars_max: int = Field(256, ge=1, description="Characters of one stop string.")
     request_id_chars_max: int = Field(128, ge=1, description="Characters of a request id.")
-    coalesce_ms: float = Field(
-        40.0, ge=0, description="Least time between two chunks of one stream; a chunk costs CPU."
+    coalesce_ms: float = Field(20.0, ge=0, description="Least time between chunks of a stream.")
+    chunks_per_s: float = Field(
+        200.0,
+        gt=0,
+        description="Chunks of all streams together; a chunk costs over a millisecond of CPU, so "
+        "the more streams there are, the longer each waits between two chunks.",
     )
     tokenize_inline_bytes: int = Field(
         8192, ge=0, description="Longer prompts are tokenized on a thread, off the event loop."

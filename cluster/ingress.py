@@ -267,12 +267,11 @@ class Ingress:
         return await asyncio.to_thread(self._text.encode, message.prompt)
 
     async def _pieces(self, call: _Call) -> AsyncIterator[tuple[str, list[int]]]:
-        """Text and tokens as they come, not faster than `coalesce_ms`, until the end is known.
+        """Text and tokens as they come, with pauses between them, until the end is known.
 
         The first piece comes at once, and what came with the end is left to `_end`.
         """
         live = call.live
-        coalesce_s = self._config.ingress.coalesce_ms / 1000
         while call.stop is None and not live.ended.is_set():
             await live.changed.wait()
             live.changed.clear()
@@ -280,13 +279,18 @@ class Ingress:
             if not tokens:
                 continue
             yield text, tokens
-            if coalesce_s > 0 and call.stop is None and not live.ended.is_set():
+            if call.stop is None and not live.ended.is_set():
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(live.ended.wait(), coalesce_s)
+                    await asyncio.wait_for(live.ended.wait(), self._pause_s())
         if call.stop is None:
             text, tokens = self._take(call)
             if tokens:
                 yield text, tokens
+
+    def _pause_s(self) -> float:
+        """Between two chunks of one stream; grows with the streams that share the CPU."""
+        config = self._config.ingress
+        return max(config.coalesce_ms / 1000, self._link.unfinished / config.chunks_per_s)
 
     def _take(self, call: _Call) -> tuple[str, list[int]]:
         """Push the tokens that came since; a stop string ends the request at the pool."""

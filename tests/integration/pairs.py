@@ -1,0 +1,41 @@
+"""A tiny random pair with a tokenizer, written to a directory as transformers would find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.cluster.fakes import VOCAB, tokenizer
+
+
+def write_pair(directory: Path) -> tuple[Path, Path]:
+    """(target, draft); the draft is a perturbed copy, so that acceptance is neither 0 nor 1."""
+    encoder = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(), bos_token="<s>", eos_token="</s>"
+    )
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        target = LlamaForCausalLM(config)
+        draft = LlamaForCausalLM(config)
+        draft.load_state_dict(target.state_dict())
+        for parameter in draft.parameters():
+            parameter.data += 0.04 * parameter.data.std() * torch.randn_like(parameter)
+    paths = directory / "target", directory / "draft"
+    for model, path in zip((target, draft), paths, strict=True):
+        model.save_pretrained(path)
+        encoder.save_pretrained(path)
+    return paths
