@@ -1,0 +1,98 @@
+"""Proves: settings come from short names, sections and files; every wrong key is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import (
+    SHORT_NAMES,
+    ClusterConfig,
+    ConfigError,
+    from_args,
+    from_file,
+    overridden,
+    server_address,
+)
+
+
+def test_strings_from_a_command_line_become_values() -> None:
+    config = from_args({"replicas": "2", "target": "x", "draft": "null", "grpc_port": "9001"})
+    assert (config.replicas, config.replica.target, config.replica.draft) == (2, "x", None)
+    assert config.server.grpc_port == 9001
+
+
+def test_sections_and_short_names_mix() -> None:
+    config = from_args({"scheduler": {"rows_max": 4}, "draft_len": 2})
+    assert (config.scheduler.rows_max, config.scheduler.draft_len) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"replica_count": 2}, "replica_count"),
+        ({"scheduler": {"rows": 4}}, "scheduler.rows"),
+        ({"replicas": "many"}, "replicas"),
+        ({"replicas": 0}, "replicas"),
+        ({"dtype": "int8"}, "replica.dtype"),
+        ({"draft_len": 2, "scheduler": {"draft_len": 3}}, "scheduler.draft_len"),
+        ({"scheduler": "fast"}, "scheduler"),
+        ({"scheduler": "fast", "draft_len": 2}, "draft_len"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(args: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        from_args(args)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        ClusterConfig().replicas = 3  # type: ignore[misc]
+
+
+def test_every_short_name_is_a_setting() -> None:
+    for section, name in SHORT_NAMES.values():
+        assert name in type(getattr(ClusterConfig(), section)).model_fields
+
+
+def test_a_file_of_settings(tmp_path: Path) -> None:
+    path = tmp_path / "lockstep.yaml"
+    path.write_text("replicas: 3\ntarget: here\nscheduler:\n  rows_max: 2\n")
+    config = from_file(path)
+    assert (config.replicas, config.replica.target, config.scheduler.rows_max) == (3, "here", 2)
+
+
+def test_a_serve_config_file_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "grpc_options: {port: 9100}\nhttp_options: {host: 0.0.0.0, port: 8100}\n"
+        "applications:\n- import_path: cluster.app:build\n  args: {replicas: 2}\n"
+    )
+    config = from_file(path)
+    assert (config.replicas, config.server.grpc_port) == (2, 9100)
+    assert (config.server.http_host, config.server.http_port) == ("0.0.0.0", 8100)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "nonsense: 1\n"])
+def test_a_bad_file_is_a_config_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        from_file(path)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert from_file(path) == ClusterConfig()
+
+
+def test_options_go_over_a_file() -> None:
+    config = overridden(from_args({"replicas": 3, "target": "a"}), {"target": "b"})
+    assert (config.replicas, config.replica.target) == (3, "b")
+
+
+def test_the_address_comes_from_the_environment() -> None:
+    assert server_address({}) == "localhost:9000"
+    assert server_address({"LOCKSTEP_ADDRESS": "there:1"}) == "there:1"

@@ -1,0 +1,113 @@
+"""Proves: items come once and in order, survive a lost reply, and a newer poll wins."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cluster.mailbox import Mailbox
+
+
+def run(test: Callable[[], Awaitable[Any]]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(5):
+            return await test()
+
+    return asyncio.run(bounded())
+
+
+def test_items_come_in_order_and_once_acknowledged_never_again() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        box.put("a")
+        box.put("b")
+        assert await box.poll(0, 0) == (1, ["a", "b"])
+        box.put("c")
+        assert await box.poll(2, 0) == (3, ["c"])
+        assert await box.poll(3, 0) == (4, [])
+
+    run(test)
+
+
+def test_a_lost_reply_is_given_again() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        box.put("a")
+        await box.poll(0, 0)
+        box.put("b")
+        assert await box.poll(0, 1) == (1, ["a", "b"])
+
+    run(test)
+
+
+def test_a_waiting_poll_returns_with_the_first_item() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        poll = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0.01)
+        assert box.polled
+        box.put("a")
+        box.settle()
+        assert await poll == (1, ["a"])
+        assert not box.polled
+
+    run(test)
+
+
+def test_a_newer_poll_makes_the_older_one_return_empty() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        older = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0)
+        newer = asyncio.ensure_future(box.poll(0, 5))
+        assert await older == (1, [])
+        box.put("a")
+        box.settle()
+        assert await newer == (1, ["a"])
+
+    run(test)
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_only_what_is_not_urgent_waits_for_more(urgent: bool) -> None:
+    async def test() -> float:
+        box: Mailbox[str] = Mailbox(gather_s=0.1)
+        poll = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0)
+        started = time.monotonic()
+        box.put("a", urgent)
+        box.settle()
+        await asyncio.sleep(0.01)
+        box.put("b", urgent=False)
+        box.settle()
+        _, items = await poll
+        assert items == (["a"] if urgent and len(items) == 1 else ["a", "b"])
+        return time.monotonic() - started
+
+    waited_s = run(test)
+    assert waited_s < 0.09 if urgent else waited_s >= 0.09
+
+
+def test_a_poll_without_items_ends_in_time() -> None:
+    async def test() -> None:
+        assert await Mailbox().poll(0, 0.02) == (1, [])
+
+    run(test)
+
+
+def test_a_cancelled_poll_leaves_the_items() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        poll = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0)
+        poll.cancel()
+        await asyncio.gather(poll, return_exceptions=True)
+        box.put("a")
+        box.settle()
+        assert await box.poll(0, 1) == (1, ["a"])
+
+    run(test)

@@ -1,0 +1,418 @@
+"""Proves: through lost calls, lost replies, dying replicas and a restarting pool, every request
+ends exactly once with the tokens of a perfect world, and nothing stays behind.
+
+Pool actor, replica runners and pool link run in one event loop, without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig, from_args
+from cluster.pool_actor import PoolActor
+from cluster.pool_link import LiveRequest, PoolLink
+from cluster.protocol import PoolUnreachable
+from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
+from scheduler.messages import FinishReason, RejectCode, Request
+from tests.cluster.fakes import FakeReplica, perfect
+
+CONFIG = from_args(
+    {
+        "scheduler": {"rows_max": 4},
+        "pool": {"lease_s": 0.5, "poll_s": 0.1, "tick_s": 0.01, "gather_ms": 2, "probe_s": 0.02},
+        "actors": {"drain_s": 2},
+    }
+)
+TIMEOUT_S = 60.0
+
+
+class Wire:
+    """A PoolPort that loses calls and replies at random, and whose pool can be replaced."""
+
+    def __init__(self, config: ClusterConfig, loss: float = 0.0, seed: int = 0, **options: Any):
+        self._make: Callable[[], PoolActor] = lambda: PoolActor(config, **options)
+        self.loss = loss
+        self._draw = random.Random(seed)
+        self.calls = 0
+        self.actor = self._make()
+
+    def restart(self) -> None:
+        if self.actor._ticker is not None:
+            self.actor._ticker.cancel()
+        self.actor = self._make()
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            self.calls += 1
+            actor = self.actor
+            if self._draw.random() < self.loss:
+                raise PoolUnreachable("the call was lost")
+            reply = await getattr(actor, method)(*args)
+            if actor is not self.actor:
+                raise PoolUnreachable("the pool has died")
+            if self._draw.random() < self.loss:
+                raise PoolUnreachable("the reply was lost")
+            return reply
+
+        return call
+
+
+class World:
+    """One pool, its replicas and one ingress's link."""
+
+    def __init__(self, wire: Wire, config: ClusterConfig) -> None:
+        self.wire = wire
+        self.config = config
+        self.link = PoolLink(wire, "ingress", config.pool.poll_s, unreachable_s=5.0)
+        self.runners: list[ReplicaRunner] = []
+        self.fakes: list[FakeReplica] = []
+
+    async def add_replica(self, step_s: float = 0.002, **options: Any) -> ReplicaRunner:
+        fake = FakeReplica(step_s, **options)
+        name = f"replica{len(self.runners)}"
+        runner = ReplicaRunner(self.config, lambda: fake, self.wire, name, process=fake)
+        await runner.start()
+        self.fakes.append(fake)
+        self.runners.append(runner)
+        return runner
+
+    def submit(self, prompt: list[int], count: int, **options: Any) -> LiveRequest:
+        timeout_s = options.pop("timeout_s", TIMEOUT_S)
+        return self.link.submit(Request("x", tuple(prompt), count, **options), timeout_s)
+
+    async def until(self, condition: Callable[[], bool], bound_s: float = 5.0) -> None:
+        async with asyncio.timeout(bound_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def reserved_blocks(self) -> int:
+        replicas = self.wire.actor._scheduler.snapshot().replicas
+        return sum(replica.kv_blocks_used for replica in replicas)
+
+
+@asynccontextmanager
+async def world(loss: float = 0.0, seed: int = 0, **options: Any) -> AsyncIterator[World]:
+    made = World(Wire(CONFIG, loss, seed, **options), CONFIG)
+    made.link.start()
+    try:
+        async with asyncio.timeout(30):
+            yield made
+    finally:
+        made.wire.loss = 0.0
+        await made.link.close()
+        for runner in made.runners:
+            runner._puller.cancel()
+            runner._jobs.put(_stop())
+        if made.wire.actor._ticker is not None:
+            made.wire.actor._ticker.cancel()
+
+
+def _stop() -> Any:
+    from cluster.replica_runner import _Stop
+
+    return _Stop()
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, 90) for _ in range(draw.randint(1, 30))] for _ in range(count)]
+
+
+async def finish(requests: list[LiveRequest]) -> None:
+    await asyncio.gather(*(live.ended.wait() for live in requests))
+
+
+def assert_perfect(requests: list[LiveRequest]) -> None:
+    for live in requests:
+        assert live.finish is not None
+        assert live.finish.reason is FinishReason.LENGTH
+        assert live.tokens == perfect(live.request.prompt, live.request.max_new_tokens)
+
+
+def test_many_requests_on_two_replicas() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            await w.add_replica()
+            requests = [w.submit(prompt, 20) for prompt in prompts(40)]
+            await finish(requests)
+            assert_perfect(requests)
+            used = {name for live in requests for name in live.finish.usage.replicas}  # type: ignore[union-attr]
+            assert len(used) == 2
+            await w.until(lambda: w.reserved_blocks() == 0)
+            await w.until(lambda: not any(fake.residents for fake in w.fakes))
+            w.wire.actor._scheduler.check_integrity()
+
+    asyncio.run(test())
+
+
+def test_requests_wait_for_the_first_replica() -> None:
+    async def test() -> None:
+        async with world() as w:
+            live = w.submit([5, 6], 5)
+            await asyncio.sleep(0.2)
+            await w.add_replica()
+            await finish([live])
+            assert_perfect([live])
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lost_calls_and_replies_change_no_token(seed: int) -> None:
+    async def test() -> None:
+        async with world(loss=0.05, seed=seed) as w:
+            await w.add_replica()
+            await w.add_replica()
+            requests = [w.submit(prompt, 25) for prompt in prompts(12, seed)]
+            await finish(requests)
+            assert_perfect(requests)
+
+    asyncio.run(test())
+
+
+def test_a_restarted_pool_is_told_everything_again() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.01)
+            requests = [w.submit(prompt, 60) for prompt in prompts(6)]
+            for _ in range(2):
+                await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
+                w.wire.restart()
+            await finish(requests)
+            assert_perfect(requests)
+            assert all(live.finish.usage.recovered >= 1 for live in requests)  # type: ignore[union-attr]
+            await w.until(lambda: not w.fakes[0].residents)
+
+    asyncio.run(test())
+
+
+def test_a_silent_replica_loses_its_residents_to_another() -> None:
+    async def test() -> None:
+        async with world() as w:
+            dying = await w.add_replica(step_s=0.01)
+            requests = [w.submit(prompt, 60) for prompt in prompts(3)]
+            await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
+            dying._puller.cancel()
+            await w.add_replica()
+            await finish(requests)
+            assert_perfect(requests)
+            assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
+
+    asyncio.run(test())
+
+
+def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
+    dead: list[FakeReplica] = []
+
+    async def lives(process: FakeReplica) -> bool:
+        return process not in dead
+
+    async def test() -> None:
+        async with world(probe=lives) as w:
+            runner = await w.add_replica()
+            dead.append(w.fakes[0])
+            await w.until(lambda: runner.replica_id not in w.wire.actor._replicas, 0.3)
+
+    asyncio.run(test())
+
+
+def test_a_long_order_keeps_its_lease() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.8)
+            requests = [w.submit(prompt, 2) for prompt in prompts(6)]
+            await finish(requests)
+            assert_perfect(requests)
+            assert all(live.finish.usage.recovered == 0 for live in requests)  # type: ignore[union-attr]
+
+    asyncio.run(test())
+
+
+def test_a_draining_replica_hands_its_residents_over() -> None:
+    async def test() -> None:
+        async with world() as w:
+            going = await w.add_replica(step_s=0.01)
+            requests = [w.submit(prompt, 60) for prompt in prompts(6)]
+            await w.until(lambda: all(live.tokens for live in requests))
+            await w.add_replica()
+            await going.close()
+            assert going.replica_id not in w.wire.actor._replicas
+            assert not going._thread.is_alive() or not w.fakes[0].residents
+            await finish(requests)
+            assert_perfect(requests)
+
+    asyncio.run(test())
+
+
+def test_a_cancelled_request_frees_its_blocks() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.01)
+            requests = [w.submit(prompt, 200) for prompt in prompts(5)]
+            await w.until(lambda: all(live.tokens for live in requests))
+            for live in requests:
+                w.link.cancel(live)
+                w.link.cancel(live)
+            await finish(requests)
+            assert {live.finish.reason for live in requests if live.finish} == {
+                FinishReason.CANCELLED
+            }
+            await w.until(lambda: w.reserved_blocks() == 0, 1.0)
+
+    asyncio.run(test())
+
+
+def test_a_request_cancelled_before_it_was_sent_never_runs() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            live = w.submit([4], 200)
+            w.link.cancel(live)
+            await finish([live])
+            assert live.finish is not None
+            assert live.finish.reason is FinishReason.CANCELLED
+
+    asyncio.run(test())
+
+
+def test_an_ingress_that_no_longer_polls_loses_its_requests() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.01)
+            w.submit([3, 4], 400)
+            await w.until(lambda: w.reserved_blocks() > 0)
+            for task in w.link._tasks:
+                task.cancel()
+            await w.until(lambda: w.reserved_blocks() == 0, 2.0)
+            assert not w.wire.actor._owners
+
+    asyncio.run(test())
+
+
+def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.02)
+            live = w.submit([3, 4], 400, timeout_s=0.3)
+            await finish([live])
+            assert live.finish is not None
+            assert live.finish.reason is FinishReason.DEADLINE
+            assert live.tokens
+            assert live.tokens == perfect([3, 4], len(live.tokens))
+
+    asyncio.run(test())
+
+
+def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
+    async def test() -> None:
+        async with world(loss=1.0) as w:
+            w.link._unreachable_s = 0.2
+            live = w.submit([3], 5)
+            await finish([live])
+            assert live.unreachable
+
+    asyncio.run(test())
+
+
+def test_a_refused_request_says_why() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            await w.until(lambda: bool(w.wire.actor._replicas))
+            live = w.submit([100_000], 5)
+            await finish([live])
+            assert live.reject is not None
+            assert (live.reject.code, live.reject.field) == (RejectCode.INVALID, "prompt")
+
+    asyncio.run(test())
+
+
+def test_committed_tokens_of_a_client_are_not_generated_again() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            whole = perfect([7, 8], 30)
+            live = w.submit([7, 8], 30, committed=tuple(whole[:12]))
+            await finish([live])
+            assert live.tokens == whole
+
+    asyncio.run(test())
+
+
+class Broken(FakeReplica):
+    """Raises on the orders whose numbers are in `bad`."""
+
+    bad: range = range(0)
+
+    def step(self, order: Any) -> Any:
+        if order.id in self.bad:
+            raise MemoryError("too much")
+        return super().step(order)
+
+
+def test_an_order_that_fails_is_tried_again() -> None:
+    async def test() -> None:
+        async with world() as w:
+            fake = Broken()
+            fake.bad = range(2, 4)
+            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "broken")
+            await runner.start()
+            w.runners.append(runner)
+            live = w.submit([7, 8], 10)
+            await finish([live])
+            assert_perfect([live])
+            runner.check()
+
+    asyncio.run(test())
+
+
+def test_a_replica_whose_orders_all_fail_is_unhealthy() -> None:
+    async def test() -> None:
+        async with world() as w:
+            fake = Broken()
+            fake.bad = range(1, 1000)
+            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "broken")
+            await runner.start()
+            w.runners.append(runner)
+            live = w.submit([7, 8], 10)
+            await finish([live])
+            assert live.finish is not None
+            assert live.finish.reason is FinishReason.FAILED
+            assert "MemoryError" in live.finish.message
+            with pytest.raises(ReplicaUnhealthy, match="in a row"):
+                runner.check()
+
+    asyncio.run(test())
+
+
+def test_loading_errors_reach_the_starter() -> None:
+    def load() -> FakeReplica:
+        raise OSError("no such model")
+
+    async def test() -> None:
+        with pytest.raises(OSError, match="no such model"):
+            await ReplicaRunner(CONFIG, load, Wire(CONFIG), "x").start()  # type: ignore[arg-type]
+
+    asyncio.run(test())
+
+
+def test_an_idle_pool_leaves() -> None:
+    left: list[bool] = []
+    config = CONFIG.model_copy(
+        update={"pool": CONFIG.pool.model_copy(update={"idle_exit_s": 0.05})}
+    )
+
+    async def test() -> None:
+        actor = PoolActor(config, leave=lambda: left.append(True))
+        await actor.status()
+        await asyncio.sleep(0.2)
+
+    asyncio.run(test())
+    assert left
