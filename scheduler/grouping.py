@@ -14,7 +14,8 @@ ready and not in it. With `oldest` the row that became ready first, and so was p
 1. nobody was passed over `passes_max` times: the window of least spread, wherever it is; of
    several, the one with the oldest row;
 2. the oldest was: the window of least spread that contains it (it anchors the window);
-3. the oldest was passed over `passes_max + 2 * G` times: the rows_max oldest rows, whatever the spread.
+3. the oldest was passed over `passes_max + 2 * G` times: the rows_max oldest rows, whatever their
+   spread.
 
 The bound. No row is passed over more than `passes_max + 3 * G - 1` times in a row, G taken at its
 largest during the wait. Rows that became ready before a row s only get fewer. Once s has been

@@ -35,6 +35,12 @@ def check_pool(pool: Pool) -> None:
         if not replica.draining and replica.load < pool.config.residents_max
     ]
     assert pool.open == sorted(takes), "the index of open replicas is wrong"
+    with_place = [
+        (load, replica_id)
+        for load, replica_id in pool.open
+        if len(pool.replicas[replica_id].orders) < pool.config.orders_in_flight_max
+    ]
+    assert pool.free == with_place, "the index of replicas with a place is wrong"
     due = {(number, sequence_id) for _, number, sequence_id in pool.deadlines}
     for sequence in pool.sequences.values():
         if sequence.deadline_s is not None and sequence.live:

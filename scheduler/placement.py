@@ -57,25 +57,33 @@ def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> b
 def best_replica(
     sequence: Sequence,
     open_replicas: Iterable[tuple[int, str]],
+    free_replicas: Iterable[tuple[int, str]],
     replicas: Mapping[str, Replica],
     config: SchedulerConfig,
 ) -> Replica | None:
-    """The replica for one sequence among `open_replicas` [(load, id), rising], if any has room."""
+    """The replica for one sequence, if any has room and a place for an order now.
+
+    `open_replicas` and `free_replicas` are [(load, id), rising], without and with such a place.
+    """
     best: Replica | None = None
     best_rank = (0, 0, "")
-    load_least: int | None = None
+    load_most: int | None = None
     candidates = 0
-    for load, replica_id in open_replicas:
-        if load_least is not None and load > load_least + config.rows_max:
+    for load, replica_id in free_replicas:
+        if load_most is not None and load > load_most:
             break
         replica = replicas[replica_id]
         if not has_room(replica, sequence, config):
             continue
-        if load_least is None:
-            # Also when it has no place for an order now: it is the one to wait for.
-            load_least = load
-        if len(replica.orders) >= config.orders_in_flight_max:
-            continue
+        if load_most is None:
+            # The lightest with room may have no place now: then it is the one to wait for.
+            load_most = config.rows_max + next(
+                lightest
+                for lightest, other_id in open_replicas
+                if lightest == load or has_room(replicas[other_id], sequence, config)
+            )
+            if load > load_most:
+                break
         rank = (replica.distance(sequence.length), load, replica_id)
         if best is None or rank < best_rank:
             best, best_rank = replica, rank

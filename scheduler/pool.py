@@ -10,11 +10,13 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, ReplicaSpec, Request
+from scheduler.messages import FinishReason, Order, ReplicaSpec, Request
 from scheduler.residents import Replica
 from scheduler.sequence import RESIDENT, Move, Sequence, State
 
 _HEAP_SLACK = 64
+
+_LoadKey = tuple[int, str]
 
 
 class Pool:
@@ -27,8 +29,10 @@ class Pool:
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         """The queue, front first."""
         self.replicas: dict[str, Replica] = {}
-        self.open: list[tuple[int, str]] = []
+        self.open: list[_LoadKey] = []
         """(load, id) of the replicas that take sequences, the lightest first."""
+        self.free: list[_LoadKey] = []
+        """The same for those of them that have a place for an order."""
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
         """A heap of (deadline, sequence number, id); finished ones go when they come up."""
@@ -175,16 +179,26 @@ class Pool:
         self._reindex(replica)
         del self.replicas[replica.id]
 
+    def add_order(self, replica: Replica, order: Order) -> None:
+        """The order is in flight."""
+        replica.orders[order.id] = order
+        replica.last_kind = order.kind
+        self._reindex(replica)
+
+    def end_order(self, replica: Replica, order_id: int) -> Order | None:
+        """Takes an order out of flight; None for one that is unknown."""
+        order = replica.orders.pop(order_id, None)
+        self._reindex(replica)
+        return order
+
     def _reindex(self, replica: Replica) -> None:
         takes = not replica.draining and replica.load < self.config.residents_max
         key = (replica.load, replica.id) if takes else None
-        if key == replica.index_key:
-            return
-        if replica.index_key is not None:
-            del self.open[bisect_left(self.open, replica.index_key)]
-        if key is not None:
-            insort(self.open, key)
-        replica.index_key = key
+        has_place = len(replica.orders) < self.config.orders_in_flight_max
+        _exchange(self.open, replica.open_key, key)
+        _exchange(self.free, replica.free_key, key if has_place else None)
+        replica.open_key = key
+        replica.free_key = key if has_place else None
 
     # ----------------------------------------------------------------- deadlines
 
@@ -209,3 +223,13 @@ class Pool:
             if sequence.deadline_s is not None and sequence.live
         ]
         heapq.heapify(self.deadlines)
+
+
+def _exchange(index: list[_LoadKey], before: _LoadKey | None, after: _LoadKey | None) -> None:
+    """Replaces an entry of a sorted list; None stands for no entry."""
+    if before == after:
+        return
+    if before is not None:
+        del index[bisect_left(index, before)]
+    if after is not None:
+        insort(index, after)

@@ -53,8 +53,10 @@ class Replica:
     """Kind of the order dispatched last."""
     claimed_by: str | None = None
     """A waiting sequence that is placed here before any other."""
-    index_key: tuple[int, str] | None = None
+    open_key: tuple[int, str] | None = None
     """Its entry in the pool's index of open replicas."""
+    free_key: tuple[int, str] | None = None
+    """Its entry in the index of those with a place for an order."""
     figures: ReplicaFigures = field(default_factory=ReplicaFigures)
 
     @property

@@ -132,7 +132,7 @@ class Scheduler:
         if reason is not None:
             self._finish(sequence, reason)
             return
-        replica = best_replica(sequence, pool.open, pool.replicas, self.config)
+        replica = best_replica(sequence, pool.open, pool.free, pool.replicas, self.config)
         if replica is not None:
             self._touched[replica.id] = None
 
@@ -243,7 +243,7 @@ class Scheduler:
         replica = self._pool.replicas.get(replica_id)
         if replica is None:
             return None
-        order = replica.orders.pop(order_id, None)
+        order = self._pool.end_order(replica, order_id)
         if order is None:
             return None
         self._touched[replica_id] = None
@@ -337,8 +337,7 @@ class Scheduler:
             order = self._next_order(replica)
             if order is None:
                 return
-            replica.orders[order.id] = order
-            replica.last_kind = order.kind
+            self._pool.add_order(replica, order)
             self._out.append(Dispatch(order))
 
     def _next_order(self, replica: Replica) -> Order | None:
