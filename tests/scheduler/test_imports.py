@@ -1,0 +1,48 @@
+"""Proves that the core is pure: it brings along no Ray, tensors or network, no clock, no chance."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scheduler
+
+FOLDER = Path(scheduler.__file__).parent
+MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+FORBIDDEN = ("torch", "ray", "grpc", "transformers", "cluster", "replicas", "protos")
+
+
+def test_importing_every_module_brings_along_nothing_heavy() -> None:
+    imports = "\n".join(f"import scheduler.{module}" for module in MODULES)
+    check = f"import sys\nprint([name for name in {FORBIDDEN} if name in sys.modules])"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{imports}\n{check}"],
+        cwd=FOLDER.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_reads_a_clock_the_environment_or_draws_by_itself(module: str) -> None:
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    tops = {name.split(".")[0] for name in names}
+    assert not tops & {"time", "datetime", "os", "secrets", "uuid", "asyncio", "threading"}
+    # A generator may be passed in, so its type may be named where fake replicas draw from it.
+    drawn = {name for name in names if name.split(".")[0] == "random"}
+    assert drawn <= ({"random.Random"} if module in ("simulator", "fake_replica") else set())
+    for node in ast.walk(tree):
+        made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        assert not (made and node.func.id == "Random"), "a generator of its own"

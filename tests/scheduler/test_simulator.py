@@ -1,0 +1,145 @@
+"""Proves that the fake replica objects to what a real one would, and that its world is perfect."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from scheduler.config import SchedulerConfig
+from scheduler.fake_replica import FakeReplica, perfect_world
+from scheduler.messages import (
+    FinishReason,
+    Order,
+    OrderKind,
+    PrefillRow,
+    Release,
+    ReplicaSpec,
+    Request,
+    SamplingParams,
+    StepRow,
+)
+from scheduler.simulator import Trouble, World
+
+SPEC = ReplicaSpec(kv_blocks=10, block_size=4, context_len=64, vocab_size=100)
+
+
+def prefill(order_id: int, *names: str, tokens: int = 3, left: int = 5) -> Order:
+    rows = tuple(PrefillRow(name, (1,) * tokens, left, SamplingParams(), ()) for name in names)
+    return Order(order_id, "r", OrderKind.PREFILL, prefill=rows)
+
+
+def steps(order_id: int, *rows: StepRow, count: int = 1) -> Order:
+    draft_len = max(row.draft_len for row in rows)
+    return Order(order_id, "r", OrderKind.SPECULATE, (), rows, draft_len, count)
+
+
+@pytest.fixture
+def replica() -> FakeReplica:
+    replica = FakeReplica("r", SPEC, 1.0, Random(0))
+    order = prefill(1, "a")
+    replica.receive(order)
+    replica.run(order, 0.1)
+    replica.end(order)
+    return replica
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        steps(2, StepRow("stranger", 3, 2)),
+        steps(1, StepRow("a", 3, 2)),  # an order id twice
+        steps(2, StepRow("a", 3, 2), StepRow("a", 3, 2)),
+        prefill(2, "a"),
+        prefill(2, "b", "b"),
+        Order(2, "elsewhere", OrderKind.SPECULATE, rows=(StepRow("a", 3, 0),)),
+        Order(2, "r", OrderKind.SPECULATE),
+        Order(2, "r", OrderKind.SPECULATE, rows=(StepRow("a", 3, 3),), draft_len=1),
+    ],
+)
+def test_an_order_that_a_real_replica_could_not_obey_is_an_assertion(
+    replica: FakeReplica, order: Order
+) -> None:
+    with pytest.raises(AssertionError):
+        replica.receive(order)
+
+
+@pytest.mark.parametrize(
+    "order", [steps(2, StepRow("a", 4, 2)), prefill(2, "b", left=36), prefill(2, "b", left=62)]
+)
+def test_wrong_lengths_and_missing_blocks_are_found_when_it_runs(
+    replica: FakeReplica, order: Order
+) -> None:
+    replica.receive(order)
+    with pytest.raises(AssertionError):
+        replica.run(order, 0.1)
+
+
+def test_a_row_is_not_released_while_an_order_holds_it(replica: FakeReplica) -> None:
+    order = steps(2, StepRow("a", 3, 2))
+    replica.receive(order)
+    with pytest.raises(AssertionError):
+        replica.release(Release("r", ("a",)))
+    replica.run(order, 0.1)
+    replica.end(order)
+    replica.release(Release("r", ("a",)))
+    assert replica.residents == 0
+
+
+def test_an_order_ends_early_once_a_row_has_finished(replica: FakeReplica) -> None:
+    order = steps(2, StepRow("a", 3, 1), count=10)
+    replica.receive(order)
+    result = replica.run(order, 0.1)
+    (row,) = result.rows
+    assert (result.steps, row.draft_tokens, row.accepted_at) == (3, 2, (2,))
+    assert len(row.tokens) == 5
+    assert result.times.total_s == pytest.approx(0.3)
+
+
+def test_the_perfect_world_depends_on_content_and_seed_alone() -> None:
+    request = Request("a", (1, 2, 3), 20)
+    tokens, reason = perfect_world(request, 100)
+    assert (len(tokens), reason) == (20, FinishReason.LENGTH)
+    assert perfect_world(Request("b", (1, 2, 3), 20, committed=tokens[:7]), 100)[0] == tokens
+    assert perfect_world(Request("a", (1, 2, 4), 20), 100)[0] != tokens
+    assert perfect_world(Request("a", (1, 2, 3), 20, SamplingParams(seed=1)), 100)[0] != tokens
+    stopped = Request("a", (tokens[5], 2, 3), 20, stop_token_ids=(tokens[5],))
+    assert perfect_world(stopped, 100)[0] != ()
+
+
+def world(acceptance: float, trouble: Trouble | None = None) -> World:
+    made = World(Random(1), SchedulerConfig(), acceptance=acceptance, trouble=trouble)
+    made.join(0.0, "r", ReplicaSpec(1000, 4, 500, 100))
+    for index in range(16):
+        made.submit(0.01 * index, Request(str(index), (index + 1,) * (index + 1), 40))
+    return made
+
+
+def test_tokens_do_not_depend_on_the_draft_or_on_trouble() -> None:
+    runs = [
+        world(0.0).run(),
+        world(1.0).run(),
+        world(0.6, Trouble((0.0, 0.05), duplicate=0.5, lose=0.05)).run(),
+    ]
+    assert len({tuple(tuple(one.tokens) for one in run.outcomes.values()) for run in runs}) == 1
+    assert runs[1].ended_s < runs[0].ended_s < runs[2].ended_s
+
+
+def test_the_report_says_how_busy_the_replicas_were() -> None:
+    report = world(0.7).run()
+    assert 0.5 < report.utilisation <= 1.0
+    assert 1 <= report.rows_mean <= 8
+    assert report.spread_mean >= 0
+    for outcome in report.outcomes.values():
+        assert outcome.first_token_s is not None
+        assert outcome.finished_s is not None
+        assert outcome.submitted_s < outcome.first_token_s <= outcome.finished_s
+
+
+def test_the_step_time_is_an_argument() -> None:
+    slow = World(Random(1), step_time=lambda order: 10.0)
+    slow.join(0.0, "r", SPEC)
+    slow.submit(0.0, Request("a", (1,), 1))
+    outcome = slow.run().outcomes["a"]
+    assert outcome.finished_s is not None
+    assert 20.0 < outcome.finished_s < 20.1

@@ -1,0 +1,183 @@
+"""The language of the golden traces, and the way to write them anew.
+
+A trace is a text file. A line that starts with `>` is an event, with the time in seconds first; the
+indented lines below it are the actions that it led to, `nothing` if there are none. A `config` line
+comes before the first event. Everything from `#` on is a comment.
+
+    config rows_max=2 draft_len=3
+    > 0.0 join r blocks=10 block=4 context=64 vocab=100
+    > 0.1 submit a prompt=1,2,3 max=4 stop=9 draft=2 timeout=1 seed=5 committed=7,8
+    > 0.2 done r 1                  # a prefill, or one token (1) per row
+    > 0.3 done r 2 a=5,6 b=7        # tokens per row of the order
+    > 0.4 fail r 3 out of memory
+    > 0.5 cancel a
+    > 0.6 drain r
+    > 0.7 lose r
+    > 0.8 tick
+
+Run `python -m tests.sim.trace` to write the actions of all traces anew, then read the difference
+and commit only what you understand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import (
+    Action,
+    Cancel,
+    Dispatch,
+    Emit,
+    Event,
+    Finish,
+    Order,
+    OrderKind,
+    Reject,
+    Release,
+    ReplicaDraining,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaSpec,
+    Request,
+    RowResult,
+    SamplingParams,
+    StepDone,
+    StepFailed,
+    StepResult,
+    Submit,
+    Tick,
+)
+from scheduler.scheduler import Scheduler
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def replay(text: str) -> str:
+    """The trace with its actions as the scheduler gives them now; all else is kept."""
+    out: list[str] = []
+    scheduler = Scheduler()
+    orders: dict[tuple[str, int], Order] = {}
+    for line in text.splitlines():
+        words = line.split("#")[0].split()
+        if line.startswith(" "):
+            continue
+        out.append(line)
+        if not words:
+            continue
+        if words[0] == "config":
+            values = {key: int(value) for key, value in _pairs(words[1:]).items()}
+            scheduler = Scheduler(SchedulerConfig(**values))
+            continue
+        assert words[0] == ">", f"neither an event nor a comment: {line!r}"
+        actions = scheduler.step(_event(words[2:], orders), float(words[1]))
+        scheduler.check_integrity()
+        for action in actions:
+            if isinstance(action, Dispatch):
+                orders[action.order.replica_id, action.order.id] = action.order
+        out.extend(f"    {_show(action)}" for action in actions)
+        if not actions:
+            out.append("    nothing")
+    return "\n".join(out) + "\n"
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words)
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    return tuple(int(token) for token in text.split(",") if token)
+
+
+def _event(words: list[str], orders: dict[tuple[str, int], Order]) -> Event:
+    name, rest = words[0], words[1:]
+    match name:
+        case "tick":
+            return Tick()
+        case "cancel":
+            return Cancel(rest[0])
+        case "drain":
+            return ReplicaDraining(rest[0])
+        case "lose":
+            return ReplicaLost(rest[0])
+        case "fail":
+            return StepFailed(rest[0], int(rest[1]), " ".join(rest[2:]))
+        case "join":
+            fields = _pairs(rest[1:])
+            spec = ReplicaSpec(
+                kv_blocks=int(fields.get("blocks", 100)),
+                block_size=int(fields.get("block", 4)),
+                context_len=int(fields.get("context", 100)),
+                vocab_size=int(fields.get("vocab", 100)),
+            )
+            return ReplicaJoined(rest[0], spec)
+        case "submit":
+            return Submit(_request(rest[0], _pairs(rest[1:])))
+        case "done":
+            return StepDone(_result(rest[0], int(rest[1]), _pairs(rest[2:]), orders))
+    raise ValueError(f"unknown event {name!r}")
+
+
+def _request(name: str, fields: dict[str, str]) -> Request:
+    return Request(
+        id=name,
+        prompt=_tokens(fields["prompt"]),
+        max_new_tokens=int(fields["max"]),
+        sampling=SamplingParams(seed=int(fields.get("seed", 0))),
+        stop_token_ids=_tokens(fields.get("stop", "")),
+        draft_len=int(fields["draft"]) if "draft" in fields else None,
+        timeout_s=float(fields["timeout"]) if "timeout" in fields else None,
+        committed=_tokens(fields.get("committed", "")),
+    )
+
+
+def _result(
+    replica_id: str, order_id: int, tokens: dict[str, str], orders: dict[tuple[str, int], Order]
+) -> StepResult:
+    """One step; all new tokens of a row but the last were accepted draft tokens."""
+    order = orders.get((replica_id, order_id))
+    if order is None or order.kind is OrderKind.PREFILL:
+        rows = tuple(RowResult(row.sequence_id) for row in order.prefill) if order else ()
+        return StepResult(order_id, replica_id, rows)
+    results = []
+    for row in order.rows:
+        new = _tokens(tokens.get(row.sequence_id, "1"))
+        accepted_at = tuple(int(place < len(new) - 1) for place in range(row.draft_len))
+        results.append(RowResult(row.sequence_id, new, 1, row.draft_len, accepted_at))
+    return StepResult(order_id, replica_id, tuple(results), steps=1)
+
+
+def _show(action: Action) -> str:
+    match action:
+        case Dispatch(order):
+            if order.kind is OrderKind.PREFILL:
+                rows = " ".join(f"{row.sequence_id}[{len(row.tokens)}]" for row in order.prefill)
+                return f"dispatch {order.replica_id} {order.id} prefill {rows}"
+            rows = " ".join(f"{r.sequence_id}[{r.length}]+{r.draft_len}" for r in order.rows)
+            head = f"dispatch {order.replica_id} {order.id} speculate"
+            return f"{head} k={order.draft_len} steps<={order.steps} {rows}"
+        case Emit(request_id, start, tokens):
+            return f"emit {request_id} from {start}: {' '.join(map(str, tokens))}"
+        case Finish(request_id, reason, usage, message):
+            figures = (
+                f"prompt={usage.prompt_tokens} new={usage.completion_tokens} steps={usage.steps} "
+                f"draft={usage.draft_tokens} accepted={usage.accepted_tokens} "
+                f"recovered={usage.recovered} replicas={','.join(usage.replicas)}"
+            )
+            return f"finish {request_id} {reason} {figures} {message}".rstrip()
+        case Reject(request_id, code, field, message):
+            return f"reject {request_id} {code} {field}: {message}"
+        case Release(replica_id, sequence_ids):
+            return f"release {replica_id} {' '.join(sequence_ids)}"
+
+
+def main() -> None:
+    for path in sorted(GOLDEN.glob("*.txt")):
+        before = path.read_text()
+        after = replay(before)
+        path.write_text(after)
+        print(f"{path.name}: {'same' if before == after else 'written anew'}")
+
+
+if __name__ == "__main__":
+    main()
