@@ -5,19 +5,13 @@ O(everything), so production never does.
 
 from __future__ import annotations
 
-from scheduler.messages import Order, OrderKind
+from scheduler.messages import OrderKind
+from scheduler.orders import order_rows
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
 
 _KIND_OF = {State.PREFILLING: OrderKind.PREFILL, State.STEPPING: OrderKind.SPECULATE}
-
-
-def order_rows(order: Order) -> list[str]:
-    """Ids of the sequences that an order holds."""
-    if order.kind is OrderKind.PREFILL:
-        return [prefill_row.sequence_id for prefill_row in order.prefill]
-    return [step_row.sequence_id for step_row in order.rows]
 
 
 def check_pool(pool: Pool) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from scheduler.admission import blocks_needed
 from scheduler.grouping import ReadyRows
-from scheduler.messages import Order, OrderKind, ReplicaSpec, StepTimes
+from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
+from scheduler.orders import order_spread
 from scheduler.sequence import RESIDENT, Sequence, State
 
 
@@ -30,6 +31,23 @@ class ReplicaFigures:
     kv_positions_own: int = 0
     kv_positions_read: int = 0
     last_times: StepTimes = field(default_factory=StepTimes)
+
+    def note(self, order: Order, result: StepResult, committed_tokens: int) -> None:
+        """An order was answered; `committed_tokens` are those that count."""
+        self.orders += 1
+        self.last_times = result.times
+        if order.kind is OrderKind.PREFILL:
+            return
+        self.groups += 1
+        self.spread_sum += order_spread(order)
+        self.steps += result.steps
+        self.committed_tokens += committed_tokens
+        self.kv_positions_own += result.kv_positions_own
+        self.kv_positions_read += result.kv_positions_read
+        for row in result.rows:
+            self.row_steps += row.steps
+            self.draft_tokens += row.draft_tokens
+            self.accepted_tokens += sum(row.accepted_at)
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ from scheduler.admission import check_request
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.grouping import groups_needed, ideal_size, may_step
-from scheduler.integrity import check_pool, order_rows
+from scheduler.integrity import check_pool
 from scheduler.messages import (
     Action,
     Cancel,
@@ -29,7 +29,6 @@ from scheduler.messages import (
     FinishReason,
     Order,
     OrderKind,
-    PrefillRow,
     Reject,
     RejectCode,
     Release,
@@ -41,16 +40,15 @@ from scheduler.messages import (
     RowResult,
     StepDone,
     StepFailed,
-    StepResult,
-    StepRow,
     Submit,
     Tick,
 )
+from scheduler.orders import order_rows, prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import Move, Sequence, State, finished_before_start
-from scheduler.speculation import DraftPolicy, FixedDraft, row_draft_len
+from scheduler.speculation import DraftPolicy, FixedDraft
 from scheduler.status import PoolStatus, pool_status
 
 
@@ -190,7 +188,7 @@ class Scheduler:
             else:
                 row = rows.get(sequence.id, RowResult(sequence.id))
                 committed += self._commit(replica, sequence, row)
-        self._note_figures(replica, order, result, committed)
+        replica.figures.note(order, result, committed)
         if replica.draining:
             self._hand_back(replica)
 
@@ -298,26 +296,6 @@ class Scheduler:
         """A draining replica's ready rows wait again."""
         self._send_back(replica, [replica.residents[row] for row in replica.ready])
 
-    def _note_figures(
-        self, replica: Replica, order: Order, result: StepResult, committed: int
-    ) -> None:
-        figures = replica.figures
-        figures.orders += 1
-        figures.last_times = result.times
-        if order.kind is OrderKind.PREFILL:
-            return
-        figures.groups += 1
-        # Rows of an order stand by rising length.
-        figures.spread_sum += order.rows[-1].length - order.rows[0].length
-        figures.steps += result.steps
-        figures.committed_tokens += committed
-        figures.kv_positions_own += result.kv_positions_own
-        figures.kv_positions_read += result.kv_positions_read
-        for row in result.rows:
-            figures.row_steps += row.steps
-            figures.draft_tokens += row.draft_tokens
-            figures.accepted_tokens += sum(row.accepted_at)
-
     # ----------------------------------------------------------------- orders
 
     def _dispatch(self) -> None:
@@ -362,20 +340,10 @@ class Scheduler:
         order_id = self._new_order_id()
         for sequence, count in choice.overtaken:
             sequence.overtaken += count
-        rows = []
         for sequence in choice.rows:
             self._pool.place(sequence, replica)
             sequence.order_id = order_id
-            rows.append(
-                PrefillRow(
-                    sequence.id,
-                    sequence.content(),
-                    sequence.tokens_left,
-                    sequence.request.sampling,
-                    sequence.request.stop_token_ids,
-                )
-            )
-        return Order(order_id, replica.id, OrderKind.PREFILL, prefill=tuple(rows))
+        return prefill_order(order_id, replica.id, choice.rows)
 
     def _speculate(self, replica: Replica, someone_waits: bool) -> Order:
         config = self.config
@@ -389,21 +357,13 @@ class Scheduler:
             config.passes_max,
         )
         sequences = [replica.residents[sequence_id] for sequence_id in taken]
-        draft_len = self._policy.draft_len(replica.id, sequences)
-        rows = []
         for sequence in sequences:
             self._pool.move(sequence, Move.STEP)
             sequence.order_id = order_id
-            rows.append(StepRow(sequence.id, sequence.length, row_draft_len(sequence, draft_len)))
-        return Order(
-            order_id,
-            replica.id,
-            OrderKind.SPECULATE,
-            rows=tuple(rows),
-            draft_len=max(row.draft_len for row in rows),
-            # Rows that wait would wait longer; where there are none, round trips are saved.
-            steps=config.steps_per_order_max if alone and not replica.ready else 1,
-        )
+        draft_len = self._policy.draft_len(replica.id, sequences)
+        # Rows that wait would wait longer; where there are none, round trips are saved.
+        steps = config.steps_per_order_max if alone and not replica.ready else 1
+        return speculate_order(order_id, replica.id, sequences, draft_len, steps)
 
     def _new_order_id(self) -> int:
         self._order_id += 1

@@ -40,6 +40,7 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
+from scheduler.orders import order_spread
 from scheduler.scheduler import Scheduler
 
 StepTime = Callable[[Order], float]
@@ -272,7 +273,7 @@ class World:
         if order.kind is OrderKind.SPECULATE:
             self.report.group_orders += 1
             self.report.rows_sum += len(order.rows)
-            self.report.spread_sum += order.rows[-1].length - order.rows[0].length
+            self.report.spread_sum += order_spread(order)
 
     # ----------------------------------------------------------------- the replicas' side
 

@@ -15,7 +15,7 @@ from tests.sim.worlds import LONGEST_S, Knobs, build, check
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     seeds,
     st.builds(

@@ -1,0 +1,56 @@
+"""Writes orders: which rows with which lengths. Who is in an order is decided elsewhere."""
+
+from __future__ import annotations
+
+from scheduler.messages import Order, OrderKind, PrefillRow, StepRow
+from scheduler.sequence import Sequence
+from scheduler.speculation import row_draft_len
+
+
+def prefill_order(order_id: int, replica_id: str, sequences: list[Sequence]) -> Order:
+    """All content of these sequences, for a replica that holds nothing of them."""
+    rows = tuple(
+        PrefillRow(
+            sequence_id=sequence.id,
+            tokens=sequence.content(),
+            tokens_left=sequence.tokens_left,
+            sampling=sequence.request.sampling,
+            stop_token_ids=sequence.request.stop_token_ids,
+        )
+        for sequence in sequences
+    )
+    return Order(order_id, replica_id, OrderKind.PREFILL, prefill=rows)
+
+
+def speculate_order(
+    order_id: int, replica_id: str, sequences: list[Sequence], draft_len: int, steps: int
+) -> Order:
+    """Up to `steps` steps of these residents, which stand by rising length.
+
+    `draft_len` is the policy's k; rows that may not draft so much have their own, and the order's
+    is the largest of them.
+    """
+    rows = tuple(
+        StepRow(sequence.id, sequence.length, row_draft_len(sequence, draft_len))
+        for sequence in sequences
+    )
+    return Order(
+        order_id,
+        replica_id,
+        OrderKind.SPECULATE,
+        rows=rows,
+        draft_len=max(row.draft_len for row in rows),
+        steps=steps,
+    )
+
+
+def order_rows(order: Order) -> list[str]:
+    """Ids of the sequences that an order holds."""
+    if order.kind is OrderKind.PREFILL:
+        return [prefill_row.sequence_id for prefill_row in order.prefill]
+    return [step_row.sequence_id for step_row in order.rows]
+
+
+def order_spread(order: Order) -> int:
+    """Tokens between the longest and the shortest row of a speculate order."""
+    return order.rows[-1].length - order.rows[0].length
