@@ -25,7 +25,7 @@ from scheduler.messages import (
     StepTimes,
 )
 
-VOCAB = 400
+VOCAB = 320
 CONTEXT = 512
 EOS = 1
 SAMPLES = ["the quick brown fox jumps over the lazy dog", "héllo wörld", "漢字 and 😀 emoji 🎉"]

@@ -1,0 +1,206 @@
+"""Proves, through real gRPC on a real Ray: answers equal plain decoding, whatever else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from cluster.client import AsyncClient, Client
+from protos import lockstep_pb2 as pb
+from tests.cluster.test_ingress import INVALID
+from tests.integration.conftest import Expected, RunningCluster
+
+pytestmark = pytest.mark.ray
+
+PROMPTS = [f"the quick {'brown ' * (n % 7)}fox number {n}" for n in range(64)]
+
+
+def until(condition: Callable[[], bool], bound_s: float) -> None:
+    deadline_s = time.monotonic() + bound_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "not in time"
+        time.sleep(0.05)
+
+
+def idle(client: Client) -> bool:
+    """Whether every KV block is free and nobody waits."""
+    status = client.status()
+    free = all(replica.kv_blocks_free == replica.kv_blocks for replica in status.replicas)
+    return free and status.waiting == 0 and status.running == 0
+
+
+def test_unary_equals_plain_decoding(client: Client, expected: Expected) -> None:
+    answer = client.generate(pb.GenerateRequest(prompt=PROMPTS[0], max_new_tokens=48))
+    assert list(answer.token_ids) == expected([PROMPTS[0]], 48)[0]
+    assert answer.end.usage.completion_tokens == len(answer.token_ids)
+
+
+def test_stream_equals_unary(client: Client) -> None:
+    request = pb.GenerateRequest(prompt=PROMPTS[1], max_new_tokens=64)
+    answer = client.generate(request)
+    chunks = list(client.stream(request))
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(answer.token_ids)
+    assert chunks[-1].end.finish_reason == answer.end.finish_reason
+
+
+def test_many_at_once_on_two_replicas(
+    cluster: RunningCluster, client: Client, expected: Expected
+) -> None:
+    async def ask() -> list[pb.GenerateResponse]:
+        async with AsyncClient(cluster.address) as many:
+            return await asyncio.gather(
+                *(
+                    many.generate(pb.GenerateRequest(prompt=prompt, max_new_tokens=32))
+                    for prompt in PROMPTS
+                )
+            )
+
+    answers = asyncio.run(ask())
+    assert [list(answer.token_ids) for answer in answers] == expected(PROMPTS, 32)
+    assert len({name for answer in answers for name in answer.end.replicas}) == 2
+    status = client.status()
+    assert 0 < status.acceptance < 1
+    until(lambda: idle(client), 2.0)
+
+
+def test_many_streams_at_once(cluster: RunningCluster, expected: Expected) -> None:
+    async def one(many: AsyncClient, prompt: str) -> list[int]:
+        request = pb.GenerateRequest(prompt=prompt, max_new_tokens=32)
+        return [token async for chunk in many.stream(request) for token in chunk.token_ids]
+
+    async def ask() -> list[list[int]]:
+        async with AsyncClient(cluster.address) as many:
+            return await asyncio.gather(*(one(many, prompt) for prompt in PROMPTS[:24]))
+
+    assert asyncio.run(ask()) == expected(PROMPTS[:24], 32)
+
+
+def test_speculation_and_seeds_change_only_what_they_should(client: Client) -> None:
+    def tokens(**options: object) -> list[int]:
+        request = pb.GenerateRequest(prompt=PROMPTS[2], max_new_tokens=40, **options)
+        return list(client.generate(request).token_ids)
+
+    assert tokens() == tokens(speculation=False) == tokens(draft_len=1)
+    sampled = tokens(temperature=1.0, seed=3)
+    assert sampled == tokens(temperature=1.0, seed=3, speculation=False)
+    assert sampled != tokens(temperature=1.0, seed=4)
+
+
+def test_each_bad_request_gets_its_status_and_the_server_goes_on(client: Client) -> None:
+    for request, field in INVALID:
+        for call in (client.generate, lambda request: list(client.stream(request))):
+            started_s = time.monotonic()
+            with pytest.raises(grpc.RpcError) as caught:
+                call(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith(f"{field}: ")
+            assert time.monotonic() - started_s < 1.0
+    assert client.generate(pb.GenerateRequest(prompt="still here", max_new_tokens=3)).token_ids
+
+
+def test_a_stop_string_across_chunks(client: Client) -> None:
+    request = pb.GenerateRequest(prompt=PROMPTS[3], max_new_tokens=100, ignore_eos=True)
+    text = client.generate(request).text
+    third = len(text) // 3
+    stop = text[third : third + 5]
+    request.stop.append(stop)
+    answer = client.generate(request)
+    chunks = list(client.stream(request))
+    assert answer.text == text[: text.index(stop)]
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert chunks[-1].end.stop == stop
+    until(lambda: idle(client), 2.0)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_cancel_by_the_client_frees_the_blocks(
+    cluster: RunningCluster, client: Client, streaming: bool
+) -> None:
+    request = pb.GenerateRequest(prompt=PROMPTS[4], max_new_tokens=450, ignore_eos=True)
+    with Client(cluster.address) as leaving:
+        if streaming:
+            for _chunk in leaving.stream(request):
+                break
+        else:
+            call = leaving._stub.Generate.future(request)
+            until(lambda: client.status().running == 1, 5.0)
+            call.cancel()
+    until(lambda: idle(client), 3.0)
+    assert client.status().requests_finished > 0
+
+
+def test_a_deadline_is_enforced_with_the_tokens_so_far(client: Client, expected: Expected) -> None:
+    request = pb.GenerateRequest(
+        prompt=PROMPTS[5], max_new_tokens=450, timeout_s=0.2, ignore_eos=True
+    )
+    tokens: list[int] = []
+    with pytest.raises(grpc.RpcError) as caught:
+        for chunk in client.stream(request):
+            tokens.extend(chunk.token_ids)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    plain = expected([PROMPTS[5]], 450)[0]
+    assert tokens[: len(plain)] == plain[: len(tokens)]
+    until(lambda: idle(client), 2.0)
+
+
+def test_health_and_reflection(cluster: RunningCluster) -> None:
+    with grpc.insecure_channel(cluster.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(service="lockstep.v1.Lockstep"))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert {"lockstep.v1.Lockstep", "grpc.health.v1.Health"} <= set(services)
+
+
+def test_http(cluster: RunningCluster, expected: Expected) -> None:
+    assert urllib.request.urlopen(f"{cluster.http}/healthz").status == 200
+    assert urllib.request.urlopen(f"{cluster.http}/readyz").status == 200
+
+    def post(body: bytes) -> dict[str, object]:
+        request = urllib.request.Request(
+            f"{cluster.http}/v1/generate", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            read: dict[str, object] = json.load(answer)
+            return read
+
+    answer = post(json.dumps({"prompt": PROMPTS[0], "max_new_tokens": 32}).encode())
+    assert answer["token_ids"] == expected([PROMPTS[0]], 32)[0]
+    for body in (b'{"prompt": ""}', b'{"prompts": "x"}', b"{", b"[]"):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(body)
+        assert caught.value.code == 400
+
+
+def test_a_second_thread_of_one_client_is_served_too(client: Client) -> None:
+    answers: list[pb.GenerateResponse] = []
+
+    def ask() -> None:
+        answers.append(client.generate(pb.GenerateRequest(prompt="x", max_new_tokens=4)))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(answers) == 4
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
