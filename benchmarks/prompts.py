@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.prompts import read_prompts
+
 LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256)
-
-
-def load_prompts(file: Path, limit: int | None = None) -> list[str]:
-    """One prompt per JSON line: `prompt`, or the first of `turns`."""
-    prompts: list[str] = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        entry = json.loads(line)
-        text = entry.get("prompt") or (entry.get("turns") or [None])[0]
-        if not isinstance(text, str):
-            raise ValueError(f"{file}, line {number}: neither `prompt` nor `turns`")
-        prompts.append(text)
-        if limit is not None and len(prompts) == limit:
-            break
-    return prompts
 
 
 def held_out_tokens(
@@ -53,5 +38,5 @@ def benchmark_tokens(tokenizer: Any, n: int, file: Path | None, tokens_max: int)
     """n tokenized prompts from `file`, or held-out text; cut to tokens_max."""
     if file is None:
         return held_out_tokens(tokenizer, n)
-    texts = load_prompts(file, n)
+    texts = read_prompts(file, n)
     return [tokenizer(text).input_ids[:tokens_max] for text in texts]
