@@ -71,8 +71,8 @@ def may_step(
     if orders_in_flight == 0:
         return True
     if stepping:
-        groups = groups_needed(ready + stepping, rows_max)
-        return groups > 1 and ready >= (ready + stepping) // groups
+        # With G = 1 this asks for all rows, and some are stepping: a fragment waits.
+        return ready >= (ready + stepping) // groups_needed(ready + stepping, rows_max)
     return 2 * ready >= min(ready + prefilling, rows_max)
 
 

@@ -79,6 +79,19 @@ def test_blocks_are_reserved_for_the_whole_sequence() -> None:
     assert set(where(hand)) == {"a", "c"}
 
 
+def test_a_lighter_replica_without_free_blocks_is_not_waited_for() -> None:
+    hand = Hand()
+    hand.join("small", kv_blocks=20, block_size=10)
+    hand.submit("a", 100, 100)  # all 20 blocks
+    hand.join("large")
+    for index in range(3):
+        hand.submit(str(index), 3, 50)
+        hand.settle("large")
+    hand.settle("small")
+    hand.submit("near", 100, 50)
+    assert where(hand)["near"] == "large"
+
+
 def test_residents_never_exceed_their_limit() -> None:
     hand = Hand(residents_max=3)
     hand.join()

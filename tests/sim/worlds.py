@@ -11,12 +11,14 @@ from scheduler.fake_replica import perfect_world
 from scheduler.grouping import passes_bound
 from scheduler.messages import (
     Action,
+    Emit,
     Event,
     FinishReason,
     RejectCode,
     ReplicaSpec,
     Request,
     SamplingParams,
+    Submit,
 )
 from scheduler.simulator import Report, Trouble, World
 
@@ -49,12 +51,20 @@ class Watcher:
     def __init__(self) -> None:
         self.world: World | None = None
         self.rows_peak: Counter[str] = Counter()
+        self.next_index: dict[str, int] = {}
         self.passes_most = 0
 
     def __call__(self, now_s: float, event: Event, actions: list[Action]) -> None:
         assert self.world is not None
         scheduler = self.world.scheduler
         scheduler.check_integrity()
+        if isinstance(event, Submit):
+            self.next_index[event.request.id] = len(event.request.committed)
+        for action in actions:
+            if isinstance(action, Emit):
+                assert action.tokens, "an empty Emit"
+                assert action.start == self.next_index[action.request_id], "tokens misnumbered"
+                self.next_index[action.request_id] += len(action.tokens)
         for replica in scheduler._pool.replicas.values():
             rows = len(replica.ready) + replica.stepping
             self.rows_peak[replica.id] = max(self.rows_peak[replica.id], rows)
