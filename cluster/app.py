@@ -23,9 +23,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import ClusterConfig, from_args
 from cluster.http import http_app
 from cluster.ingress import Ingress
-from cluster.metrics import IngressMeter, PoolMeter, ray_sink
-from cluster.pool_actor import PoolActor
-from cluster.ray_pool import RayPool, process_lives, this_process
+from cluster.metrics import IngressMeter, ray_sink
+from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, this_process
 from cluster.replica_runner import HostedReplica, ReplicaRunner
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
@@ -42,24 +41,16 @@ LoadReplica = Callable[[ReplicaConfig], HostedReplica]
 
 def load_replica(config: ReplicaConfig) -> HostedReplica:
     """The real thing; torch is imported in the replica's process only."""
+    from transformers.utils import logging as transformers_logging
+
     from replicas.replica import Replica
 
+    # Progress bars of several processes in one log help nobody.
+    transformers_logging.disable_progress_bar()
     return Replica.load(config)
 
 
 # --------------------------------------------------------------------------- the pool
-
-
-class _RayPoolActor(PoolActor):
-    """The pool in its own process."""
-
-    def __init__(self, config: ClusterConfig) -> None:
-        _log_to_stderr()
-        super().__init__(config, process_lives, _leave, PoolMeter(ray_sink()))
-
-
-def _leave() -> None:
-    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def pool_opener(config: ClusterConfig) -> Callable[[], ActorHandle]:
@@ -67,7 +58,7 @@ def pool_opener(config: ClusterConfig) -> Callable[[], ActorHandle]:
 
     def open_actor() -> ActorHandle:
         actor: ActorHandle = (
-            ray.remote(_RayPoolActor)
+            ray.remote(PoolProcess)
             .options(
                 name=config.pool.name,
                 namespace=config.pool.namespace,
@@ -91,7 +82,7 @@ class ReplicaDeployment:
     """A replica as Serve starts, checks and drains it. Nobody calls it: it pulls."""
 
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
-        _log_to_stderr()
+        log_to_stderr()
         replica_config = _with_threads(config)
         self._runner = ReplicaRunner(
             config,
@@ -124,7 +115,7 @@ class IngressDeployment(Ingress):
     ) -> None:
         # The handle makes the replicas part of the application; requests do not go through it.
         del replicas
-        _log_to_stderr()
+        log_to_stderr()
         super().__init__(
             config,
             RayPool(pool_opener(config)),
@@ -220,13 +211,3 @@ def _with_threads(config: ClusterConfig) -> ReplicaConfig:
         return config.replica
     threads = max(1, len(os.sched_getaffinity(0)) // config.replicas)
     return config.replica.model_copy(update={"torch_threads": threads})
-
-
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("lockstep")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False

@@ -80,6 +80,8 @@ class PoolLink:
         self._counter = 0
         self._session = ""
         self._incarnation: str | None = None
+        self._registered = False
+        """Whether the pool has answered a submit of this session."""
         self._answered_s = clock()
         self._tasks: list[asyncio.Task[None]] = []
         self._new_session()
@@ -156,6 +158,7 @@ class PoolLink:
                 continue
             if not await self._accepts(session, reply.incarnation):
                 continue
+            self._registered = True
             for reject in reply.rejects:
                 if (live := self._live.pop(reject.request_id, None)) is not None:
                     live.reject = reject
@@ -179,6 +182,8 @@ class PoolLink:
             await self._steady.wait()
             if session != self._session:
                 session, acknowledged = self._session, 0
+            # A poll may overtake the submit that makes this session known.
+            registered = self._registered
             try:
                 reply = await self._pool.news(session, acknowledged, self._poll_s)
             except PoolUnreachable as error:
@@ -187,7 +192,7 @@ class PoolLink:
             self._expire()
             if not await self._accepts(session, reply.incarnation):
                 continue
-            if not reply.known and any(live.sent for live in self._live.values()):
+            if registered and not reply.known:
                 await self._start_over(session, "it does not know this ingress")
                 continue
             acknowledged = self._take(reply, acknowledged)
@@ -243,6 +248,7 @@ class PoolLink:
     def _new_session(self) -> None:
         self._session = f"{self._name}.{uuid.uuid4().hex[:8]}"
         self._incarnation = None
+        self._registered = False
 
     async def _accepts(self, session: str, incarnation: str) -> bool:
         """Whether a reply is of this session and of the pool that it began with."""
@@ -260,7 +266,8 @@ class PoolLink:
         """Begin a new session with all unfinished requests, once the pool answers again."""
         if session != self._session:
             return
-        log.warning("pool: %s; %d requests start over", why, len(self._live))
+        if self._live:
+            log.warning("pool: %s; %d requests start over", why, len(self._live))
         unfinished = list(self._live.values())
         self._live.clear()
         self._queue.clear()

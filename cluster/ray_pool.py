@@ -1,11 +1,13 @@
-"""The pool as seen through a Ray actor handle: every Ray call to it stands here.
+"""The pool in its own process, and as seen through its handle: every Ray call to it stands here.
 
-Ray's many ways to say that an actor did not answer become `PoolUnreachable`.
+Ray's many ways to say that an actor did not answer become `PoolUnreachable`. The pool's process
+imports this module and no other with Ray in it, so that it is back soon after a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 
+from cluster.config import ClusterConfig
+from cluster.metrics import PoolMeter, ray_sink
+from cluster.pool_actor import PoolActor
 from cluster.protocol import (
     JoinReply,
     NewsReply,
@@ -25,6 +30,18 @@ from scheduler.messages import ReplicaSpec, Request, StepFailed, StepResult
 
 _ANSWER_S = 5.0
 """How long any answer may take beyond the wait that was asked for."""
+
+
+class PoolProcess(PoolActor):
+    """The pool as the class of a Ray actor."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        log_to_stderr()
+        super().__init__(config, process_lives, _leave, PoolMeter(ray_sink()))
+
+
+def _leave() -> None:
+    ray.kill(this_process(), no_restart=True)
 
 
 class RayPool:
@@ -103,3 +120,14 @@ def this_process() -> ActorHandle:
     """The handle of the actor that this code runs in."""
     handle: ActorHandle = ray.get_runtime_context().current_actor
     return handle
+
+
+def log_to_stderr() -> None:
+    """Our log into the process's own file, from where Ray forwards it."""
+    logger = logging.getLogger("lockstep")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

@@ -95,7 +95,7 @@ def test_unary_and_stream_give_the_same_answer() -> None:
                 assert end.finish_reason == pb.FINISH_REASON_LENGTH
                 assert end.usage == pb.Usage(prompt_tokens=len(PROMPT_IDS), completion_tokens=50)
                 assert end.speculation.accepted_tokens == sum(end.speculation.accepted_at)
-                assert 50 <= end.speculation.steps + end.speculation.accepted_tokens
+                assert end.speculation.steps + end.speculation.accepted_tokens >= 50
                 assert len(end.replicas) == 1
                 assert 0 < end.first_token_s <= end.total_s
                 assert not end.HasField("seed")
@@ -342,4 +342,4 @@ def test_the_table_of_statuses_is_complete() -> None:
 
     assert all(reason in STATUS for reason in FinishReason)
     assert all(code in STATUS for code in RejectCode)
-    assert EOS == load_fake_text(ReplicaConfig()).eos_token_ids[0]
+    assert load_fake_text(ReplicaConfig()).eos_token_ids[0] == EOS

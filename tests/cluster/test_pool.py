@@ -39,7 +39,7 @@ class Wire:
         self._make: Callable[[], PoolActor] = lambda: PoolActor(config, **options)
         self.loss = loss
         self._draw = random.Random(seed)
-        self.calls = 0
+        self.submits_late = False
         self.actor = self._make()
 
     def restart(self) -> None:
@@ -49,10 +49,11 @@ class Wire:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         async def call(*args: Any) -> Any:
-            self.calls += 1
             actor = self.actor
             if self._draw.random() < self.loss:
                 raise PoolUnreachable("the call was lost")
+            if self.submits_late and method == "submit":
+                await asyncio.sleep(0.02)
             reply = await getattr(actor, method)(*args)
             if actor is not self.actor:
                 raise PoolUnreachable("the pool has died")
@@ -189,6 +190,22 @@ def test_a_restarted_pool_is_told_everything_again() -> None:
             assert_perfect(requests)
             assert all(live.finish.usage.recovered >= 1 for live in requests)  # type: ignore[union-attr]
             await w.until(lambda: not w.fakes[0].residents)
+
+    asyncio.run(test())
+
+
+def test_polls_that_overtake_submits_start_nothing_over() -> None:
+    async def test() -> None:
+        async with world() as w:
+            w.wire.submits_late = True
+            await w.add_replica(step_s=0.01)
+            requests = [w.submit(prompt, 60) for prompt in prompts(6)]
+            await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
+            assert all(live.recovered == 0 for live in requests)
+            w.wire.restart()
+            await finish(requests)
+            assert_perfect(requests)
+            assert {live.recovered for live in requests} == {1}
 
     asyncio.run(test())
 

@@ -147,9 +147,13 @@ def test_a_deadline_is_enforced_with_the_tokens_so_far(client: Client, expected:
         prompt=PROMPTS[5], max_new_tokens=450, timeout_s=0.2, ignore_eos=True
     )
     tokens: list[int] = []
-    with pytest.raises(grpc.RpcError) as caught:
+
+    def read() -> None:
         for chunk in client.stream(request):
             tokens.extend(chunk.token_ids)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        read()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     plain = expected([PROMPTS[5]], 450)[0]
     assert tokens[: len(plain)] == plain[: len(tokens)]
