@@ -86,8 +86,7 @@ def test_a_lighter_replica_without_free_blocks_is_not_waited_for() -> None:
     hand.join("large")
     for index in range(3):
         hand.submit(str(index), 3, 50)
-        hand.settle("large")
-    hand.settle("small")
+        run(hand, ("small", "large"), 3)
     hand.submit("near", 100, 50)
     assert where(hand)["near"] == "large"
 
