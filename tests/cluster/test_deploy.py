@@ -1,0 +1,73 @@
+"""Proves: what stands in deploy/ parses, and names only what the code has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.config import from_args, from_file
+from cluster.metrics import METRICS, Kind
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def serve_configs() -> Iterator[Any]:
+    yield pytest.param(yaml.safe_load((DEPLOY / "serve.yaml").read_text()), id="serve.yaml")
+    ray_service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+    yield pytest.param(yaml.safe_load(ray_service["spec"]["serveConfigV2"]), id="kuberay.yaml")
+
+
+@pytest.mark.parametrize("data", serve_configs())
+def test_serve_accepts_the_config_and_so_do_we(data: dict[str, Any]) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from cluster.app import SERVICER_FUNCTIONS
+
+    ServeDeploySchema.model_validate(data)
+    assert tuple(data["grpc_options"]["grpc_servicer_functions"]) == SERVICER_FUNCTIONS
+    for path in [app["import_path"].replace(":", ".") for app in data["applications"]] + list(
+        SERVICER_FUNCTIONS
+    ):
+        module, name = path.rsplit(".", 1)
+        assert callable(getattr(import_module(module), name))
+    from_args(data["applications"][0]["args"])
+
+
+def test_the_command_line_reads_the_serve_config_too() -> None:
+    config = from_file(DEPLOY / "serve.yaml")
+    assert (config.replicas, config.server.grpc_port) == (2, 9000)
+
+
+def test_the_cluster_of_kuberay_has_room_for_the_replicas() -> None:
+    ray_service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+    config = from_args(
+        yaml.safe_load(ray_service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    )
+    workers = ray_service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert workers["replicas"] * gpus >= config.replicas * config.actors.replica_gpus
+
+
+def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / "lockstep.json").read_text())
+    text = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    exported = {
+        f"ray_{name}" + {Kind.COUNTER: "_total", Kind.HISTOGRAM: "_bucket"}.get(metric.kind, "")
+        for name, metric in METRICS.items()
+    }
+    assert set(re.findall(r"ray_lockstep_\w+", text)) == exported
+
+
+def test_the_image_copies_folders_that_exist() -> None:
+    root = DEPLOY.parent
+    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            for source in line.split()[1:-1]:
+                assert (root / source).exists(), source
