@@ -21,6 +21,7 @@ from replicas.pair import Pair, load_pair
 from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
+from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import (
     Order,
     OrderKind,
@@ -91,6 +92,7 @@ class Replica:
             block_size=config.block_size,
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
+            draft_len_max=DRAFT_LEN_MAX if pair.draft is not None else 0,
             target=pair.target_name,
             draft=pair.draft_name,
             device=str(pair.device),

@@ -142,6 +142,8 @@ class ReplicaSpec:
     """Longest content (prompt + new tokens) of a sequence."""
     vocab_size: int
     """Token ids are in [0, vocab_size)."""
+    draft_len_max: int = 32
+    """Draft tokens per row and step that it can propose; 0 without a draft."""
     target: str = ""
     """Name of the target, for people."""
     draft: str = ""

@@ -360,7 +360,7 @@ class Scheduler:
         for sequence in sequences:
             self._pool.move(sequence, Move.STEP)
             sequence.order_id = order_id
-        draft_len = self._policy.draft_len(replica.id, sequences)
+        draft_len = min(self._policy.draft_len(replica.id, sequences), replica.spec.draft_len_max)
         # Rows that wait would wait longer; where there are none, round trips are saved.
         steps = config.steps_per_order_max if alone and not replica.ready else 1
         return speculate_order(order_id, replica.id, sequences, draft_len, steps)

@@ -14,8 +14,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.pair import PairRefused, check_attention, load_pair, resolve
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request
+from tests.reference import plain_greedy
 from tests.tiny_pairs import _SHAPE
 
 
@@ -99,3 +104,13 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
 def test_demo_names_the_embedded_pair() -> None:
     assert resolve("demo", "target") != resolve("demo", "draft")
     assert resolve("some/name") == "some/name"
+
+
+def test_a_replica_without_a_draft_decodes_plainly_whatever_the_policy(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    replica = Replica.load(config(target, None, context_len=100))
+    engine = LocalEngine(replica, SchedulerConfig(draft_len=4), check=True)
+    (output,) = engine.generate([Request("a", (1, 2, 3), 12)])
+    model = LlamaForCausalLM.from_pretrained(target).eval()
+    assert output.tokens == plain_greedy(model, (1, 2, 3), 12)
+    assert output.usage.draft_tokens == 0
