@@ -18,7 +18,7 @@ from cluster.client import AsyncClient, Client
 from cluster.prompts import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 
-_NOTES = Console(stderr=True, highlight=False)
+_NOTES = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def one(address: str, prompt: str, options: dict[str, Any], as_json: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 
 import grpc
@@ -88,20 +89,15 @@ def _summary(status: pb.StatusResponse) -> Table:
 
 
 def _replicas(status: pb.StatusResponse) -> Table:
-    table = Table(
-        *("replica", "target", "draft", "device", "dtype"),
-        *("residents", "orders", "KV blocks free", "context"),
-    )
+    table = Table("replica", "residents", "orders", "KV blocks free", "context", "model")
     for replica in status.replicas:
+        model = Path(replica.target).name
         table.add_row(
             replica.id + (" (draining)" if replica.draining else ""),
-            replica.target,
-            replica.draft,
-            replica.device,
-            replica.dtype,
             str(replica.residents),
             str(replica.orders_in_flight),
             f"{replica.kv_blocks_free} of {replica.kv_blocks}",
             str(replica.context_len),
+            f"{model}, {replica.dtype} on {replica.device}",
         )
     return table
