@@ -185,6 +185,8 @@ def start(config: ClusterConfig, app: Application | None = None, *, quiet: bool 
             log_to_driver=not quiet,
             logging_level=logging.ERROR if quiet else logging.INFO,
         )
+    if quiet:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(
         proxy_location="EveryNode",
         http_options=HTTPOptions(host=config.server.http_host, port=config.server.http_port),

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from transformers.utils import logging as transformers_logging
 
 from cluster.config import ClusterConfig
 from cluster.prompts import PromptsError, read_prompts
@@ -41,6 +42,7 @@ def compare(
             bars[phase] = progress.add_task(phase, total=total)
         progress.update(bars[phase], completed=done)
 
+    transformers_logging.disable_progress_bar()
     try:
         prompts = read_prompts(path, limit)
         with progress:

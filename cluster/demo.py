@@ -115,9 +115,15 @@ def _show(answers: Sequence[_Answer]) -> Group:
 
 
 def _plain(config: ClusterConfig, max_new_tokens: int) -> list[list[int]]:
+    import torch
+    from transformers.utils import logging as transformers_logging
+
     from cluster.target_text import TargetText
     from cluster.verify import transformers_greedy
 
+    transformers_logging.disable_progress_bar()
+    # One row of a small model: more threads only wait for each other.
+    torch.set_num_threads(1)
     text = TargetText.load(config.replica)
     requests = [
         Request(str(index), text.encode(prompt), max_new_tokens)

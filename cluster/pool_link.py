@@ -123,7 +123,8 @@ class PoolLink:
         """Raises RuntimeError when a loop has died."""
         for task in self._tasks:
             if task.done():
-                raise RuntimeError("a loop between ingress and pool has died")
+                error = None if task.cancelled() else task.exception()
+                raise RuntimeError("a loop between ingress and pool has died") from error
 
     async def close(self) -> None:
         for task in self._tasks:

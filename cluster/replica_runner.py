@@ -125,6 +125,10 @@ class ReplicaRunner:
             except PoolUnreachable as error:
                 log.warning("replica %s: no answer from the pool: %s", self.replica_id, error)
                 await asyncio.sleep(_RETRY_S)
+            except Exception:
+                # The health check will say so, too; a bug must not look like a silent replica.
+                log.exception("replica %s: the pull loop dies", self.replica_id)
+                raise
 
     async def _serve_one_membership(self) -> None:
         """Join under a new id and pull until the pool no longer knows it."""

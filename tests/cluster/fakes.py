@@ -58,7 +58,14 @@ class FakeReplica:
     """Implements HostedReplica; `step_s` is how long a step takes."""
 
     def __init__(self, step_s: float = 0.0, kv_blocks: int = 2000, prefill_s: float = 0.0) -> None:
-        self.spec = ReplicaSpec(kv_blocks, 16, CONTEXT, VOCAB, "fake", "fake draft")
+        self.spec = ReplicaSpec(
+            kv_blocks=kv_blocks,
+            block_size=16,
+            context_len=CONTEXT,
+            vocab_size=VOCAB,
+            target="fake",
+            draft="fake draft",
+        )
         self._step_s = step_s
         self._prefill_s = prefill_s
         self._residents: dict[str, _Resident] = {}

@@ -1,0 +1,90 @@
+"""Proves: the command starts fast, reads its inputs strictly and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import main
+from cluster.cli_generate import figures
+from cluster.prompts import PromptsError, read_prompts
+from protos import lockstep_pb2 as pb
+
+RUN = CliRunner()
+NOWHERE = "localhost:1"
+
+
+def test_importing_the_command_imports_nothing_heavy() -> None:
+    heavy = ("ray", "torch", "grpc", "transformers", "pydantic")
+    code = f"import sys, cluster.cli; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "verify", "status", "demo"])
+def test_every_command_has_help(command: str) -> None:
+    result = RUN.invoke(main, [command, "--help"])
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("args", [["generate"], ["generate", "x", "--prompts", __file__]])
+def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
+    assert RUN.invoke(main, args).exit_code == 2
+
+
+def test_serve_names_a_wrong_setting(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("replica_count: 3\n")
+    result = RUN.invoke(main, ["serve", "--config", str(path)])
+    assert result.exit_code == 2
+    assert "replica_count" in result.output
+
+
+def test_no_server_is_an_error_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    for args in (["status"], ["generate", "x"], ["generate", "--prompts", str(path)]):
+        assert RUN.invoke(main, [*args, "--address", NOWHERE]).exit_code == 1
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a"}, {"turns": ["b", "c"], "category": "x"}, {"prompt": "d"}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    assert read_prompts(path) == ["a", "b", "d"]
+    assert read_prompts(path, 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "no prompts"),
+        ('{"prompt": "a"}\n{', ":2: not JSON"),
+        ("[1]", ":1: expected an object"),
+        ('{"prompt": ""}', ":1: expected a text"),
+        ('{"turns": []}', ":1: expected a text"),
+        ('{"turns": [3]}', ":1: expected a text"),
+    ],
+)
+def test_a_bad_prompt_file_names_the_line(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(PromptsError, match=named):
+        read_prompts(path)
+
+
+def test_the_line_of_figures() -> None:
+    end = pb.End(
+        usage=pb.Usage(completion_tokens=30),
+        speculation=pb.Speculation(steps=10, draft_tokens=40, accepted_tokens=20),
+    )
+    line = figures([end, end], total_s=2.0, first_s=0.05)
+    assert "60 tokens in 2.00 s (30.0 tokens/s)" in line
+    assert "first token after 50 ms" in line
+    assert "2.00 draft tokens accepted per step (50% of 80)" in line
+    assert figures([pb.End()], 1.0, 0.0)
