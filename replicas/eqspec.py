@@ -45,12 +45,17 @@ def step(
     A row commits its accepted tokens plus one token of the target's own: 1 .. draft_len + 1.
     """
     k = max(group.draft_lens)
+    # Embeddings may be padded to different sizes; an id that only one model has is never proposed,
+    # and the draft is fed its own last id in place of one that only the target has.
+    shared = target.vocab if draft is None else min(target.vocab, draft.vocab)
     device = group.table.device
     # The layout begins one position before the last token, for the draft to catch up from.
     starts = [len(content) - 2 for content in group.contents]
     layout = Layout(group.table, starts, k + 2, shape)
     tails = [(content[-2] if len(content) > 1 else 0, content[-1]) for content in group.contents]
     tail = torch.tensor(tails, dtype=torch.int64, device=device)  # [rows, 2]
+    # Logits at position p choose the token of position p + 1.
+    noise = group.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
     proposed = tail[:, 1:]  # [rows, 1 + drafted so far], from the last committed token on
     for j in range(k):
         assert draft is not None, "drafting needs a draft"
@@ -59,13 +64,14 @@ def step(
         window = layout.window(0, 2) if j == 0 else layout.window(j + 1, j + 2)
         fed = tail if j == 0 else proposed[:, -1:]
         with watch.section("draft"):
-            logits = draft.forward(fed, window, logits_to_keep=1)
-        token = choose(logits, group.sampling, layout.positions[:, j + 2 : j + 3])
+            logits = draft.forward(fed.clamp(max=shared - 1), window, logits_to_keep=1)
+        token = choose(
+            logits[..., :shared], group.sampling, None if noise is None else noise[:, j : j + 1]
+        )
         proposed = torch.cat((proposed, token), dim=1)
     with watch.section("verify"):
         logits = target.forward(proposed, layout.window(1, k + 2))
-    # Logits at position p choose the token of position p + 1.
-    chosen = choose(logits, group.sampling, layout.positions[:, 1:] + 1)  # [rows, k + 1]
+    chosen = choose(logits, group.sampling, noise)  # [rows, k + 1]
     right = (proposed[:, 1:] == chosen[:, :k]).cumprod(dim=1).sum(dim=1, keepdim=True)
     # One transfer, the step's only synchronisation.
     table = torch.cat((right, chosen), dim=1).tolist()

@@ -57,6 +57,8 @@ class PagedModel:
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
+        self.vocab = int(model.config.vocab_size)
+        """Rows of the embedding, its padding included: logits have this many."""
 
     def forward(
         self,

@@ -38,6 +38,8 @@ def prefill(
         rows = table if len(live) == len(ends) else table[live]
         layout = Layout(rows, starts, width, shape)
         # Only the KV entries are wanted; one position's logits are the least a model computes.
-        model.forward(tokens.to(table.device), layout.window(0, width), logits_to_keep=1)
+        # A draft may lack ids that only pad the target's embedding.
+        known = tokens.clamp(max=model.vocab - 1).to(table.device)
+        model.forward(known, layout.window(0, width), logits_to_keep=1)
         for i in live:
             begins[i] += width

@@ -29,137 +29,145 @@ _FMIX_2 = 0xC2B2AE35 - (1 << 32)
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of a group's rows as tensors, made once per order."""
+    """The sampling parameters of a group's rows, made once per order.
 
-    sampled: torch.Tensor  # [rows], bool: temperature > 0
-    temperature: torch.Tensor  # [rows], float32; 1 for greedy rows
-    top_k: torch.Tensor  # [rows], int64; 0 keeps all
-    top_p: torch.Tensor  # [rows], float32
-    min_p: torch.Tensor  # [rows], float32
-    seed: torch.Tensor  # [rows], int64
+    Tensors hold the sampled rows only; greedy rows need none.
+    """
+
+    rows: torch.Tensor | None  # [sampled], int64: which rows are sampled; None: all of them
+    temperature: torch.Tensor  # [sampled, 1, 1], float32
+    top_k: torch.Tensor  # [sampled, 1, 1], int64; 0 keeps all
+    top_p: torch.Tensor  # [sampled, 1, 1], float32
+    min_p: torch.Tensor  # [sampled, 1, 1], float32
+    seed: torch.Tensor  # [sampled, 1], int64
     any_sampled: bool
-    all_sampled: bool
     top_k_max: int
     any_top_p: bool
     any_min_p: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
-        """Stack the rows' parameters; top-k/top-p/min-p of greedy rows are ignored."""
-        hot = [p for p in params if p.temperature > 0.0]
+        """Stack the rows' parameters; top-k, top-p and min-p of greedy rows are ignored."""
+        sampled = [i for i, p in enumerate(params) if p.temperature > 0.0]
+        hot = [params[i] for i in sampled]
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
+
         return cls(
-            sampled=torch.tensor([p.temperature > 0.0 for p in params], device=device),
-            temperature=torch.tensor([_divisor(p) for p in params], device=device),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seed=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
+            rows=None
+            if len(hot) == len(params)
+            else torch.tensor(sampled, dtype=torch.int64, device=device),
+            # float32 holds no smaller temperature; dividing by 0 would choose nothing.
+            temperature=column([max(p.temperature, 1e-30) for p in hot], torch.float32),
+            top_k=column([p.top_k for p in hot], torch.int64),
+            top_p=column([p.top_p for p in hot], torch.float32),
+            min_p=column([p.min_p for p in hot], torch.float32),
+            seed=column([p.seed for p in hot], torch.int64)[..., 0],
             any_sampled=bool(hot),
-            all_sampled=len(hot) == len(params),
             top_k_max=max((p.top_k for p in hot), default=0),
             any_top_p=any(p.top_p < 1.0 for p in hot),
             any_min_p=any(p.min_p > 0.0 for p in hot),
         )
 
-
-def _divisor(params: SamplingParams) -> float:
-    """The temperature as float32 can hold it; 1 for greedy rows."""
-    return max(params.temperature, 1e-30) if params.temperature > 0.0 else 1.0
+    def noise(
+        self,
+        positions: torch.Tensor,  # [rows, width], int64: the index each chosen token will have
+        vocab: int,
+    ) -> torch.Tensor | None:  # [sampled, width, vocab], float32; None for a greedy group
+        """The noise of the sampled rows: the same for draft and target, so computed once a step."""
+        if not self.any_sampled:
+            return None
+        if self.rows is not None:
+            positions = positions[self.rows]
+        return gumbel_noise(self.seed, positions, vocab)
 
 
 def choose(
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,
-    positions: torch.Tensor,  # [rows, width], int64: the index each chosen token will have
+    noise: torch.Tensor | None,  # [sampled, width, vocab or more], of the chosen positions
 ) -> torch.Tensor:  # [rows, width], int64
     """The token that each of the logits stands for."""
-    if not sampling.any_sampled:
+    if noise is None:
         return logits.argmax(dim=-1)
-    rows, width, vocab = logits.shape
-    flat = logits.float().view(rows * width, vocab)
-    spread = _per_position(sampling, width)
-    scores = _filtered(flat, spread)
-    scores = scores + gumbel_noise(spread.seed, positions.reshape(-1), vocab)
-    sampled = scores.argmax(dim=-1).view(rows, width)
-    if sampling.all_sampled:
-        return sampled
-    return torch.where(sampling.sampled[:, None], sampled, logits.argmax(dim=-1))
-
-
-def _per_position(sampling: SamplingBatch, width: int) -> SamplingBatch:
-    """Repeat each row's parameters for its `width` positions."""
-    if width == 1:
-        return sampling
-    tensors = {
-        name: getattr(sampling, name).repeat_interleave(width)
-        for name in ("sampled", "temperature", "top_k", "top_p", "min_p", "seed")
-    }
-    return SamplingBatch(
-        **tensors,
-        any_sampled=sampling.any_sampled,
-        all_sampled=sampling.all_sampled,
-        top_k_max=sampling.top_k_max,
-        any_top_p=sampling.any_top_p,
-        any_min_p=sampling.any_min_p,
-    )
-
-
-def _filtered(
-    logits: torch.Tensor,  # [n, vocab], float32
-    sampling: SamplingBatch,  # of n rows
-) -> torch.Tensor:  # [n, vocab], float32: scaled, -inf where a token is out
-    """Temperature, then top-k, top-p and min-p, each on what the one before it kept."""
+    hot = logits if sampling.rows is None else logits[sampling.rows]
     # The best logit becomes 0 before the division, so that no temperature overflows it.
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature[:, None]
+    scores = (hot - hot.amax(dim=-1, keepdim=True)).float().div_(sampling.temperature)
+    sampled = _sample(scores, sampling, noise[..., : logits.shape[-1]])
+    if sampling.rows is None:
+        return sampled
+    return logits.argmax(dim=-1).index_copy_(0, sampling.rows, sampled)
+
+
+def _sample(
+    scores: torch.Tensor,  # [sampled, width, vocab], float32, the best is 0
+    sampling: SamplingBatch,
+    noise: torch.Tensor,  # [sampled, width, vocab]
+) -> torch.Tensor:  # [sampled, width], int64
+    """Argmax of scores and noise among the tokens that top-k, then top-p and min-p keep."""
     if sampling.top_k_max > 0:
         scores = _keep_top_k(scores, sampling)
-    if sampling.any_top_p:
-        scores = _keep_top_p(scores, sampling.top_p)
+    noisy = scores + noise
     if sampling.any_min_p:
         # Ratio to the best token, whose score is 0: p_i / p_best = exp(score_i).
-        scores = scores.masked_fill(scores.exp() < sampling.min_p[:, None], -torch.inf)
-    return scores
+        noisy = noisy.masked_fill(scores.exp() < sampling.min_p, -torch.inf)
+    if not sampling.any_top_p:
+        return noisy.argmax(dim=-1)
+    return _sample_top_p(scores, sampling.top_p, noisy)
 
 
 def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-    vocab = scores.shape[-1]
-    kept = min(sampling.top_k_max, vocab)
-    best = scores.topk(kept, dim=-1).values  # [n, kept], falling
-    nth = (sampling.top_k.clamp(1, kept) - 1)[:, None]
-    threshold = best.gather(-1, nth)
+    kept = min(sampling.top_k_max, scores.shape[-1])
+    best = scores.topk(kept, dim=-1).values  # [sampled, width, kept], falling
+    nth = (sampling.top_k.clamp(1, kept) - 1).expand(-1, scores.shape[1], 1)
     # Rows with top_k 0 keep everything; tokens that tie with the k-th stay.
-    threshold = threshold.masked_fill((sampling.top_k == 0)[:, None], -torch.inf)
+    threshold = best.gather(-1, nth).masked_fill(sampling.top_k == 0, -torch.inf)
     return scores.masked_fill(scores < threshold, -torch.inf)
 
 
-def _keep_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-    probability = ordered.softmax(dim=-1)
-    # A token stays while the mass before it is below top_p: the best one always does.
-    mass_before = probability.cumsum(dim=-1) - probability
-    out = (mass_before >= top_p[:, None]) & (top_p < 1.0)[:, None]
-    out[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(out).scatter_(-1, index, out), -torch.inf)
+def _sample_top_p(
+    scores: torch.Tensor,  # [sampled, width, vocab]
+    top_p: torch.Tensor,  # [sampled, 1, 1]
+    noisy: torch.Tensor,  # [sampled, width, vocab]; overwritten
+) -> torch.Tensor:  # [sampled, width], int64
+    """The best noisy token of the nucleus: those with less than top_p of mass on likelier ones.
+
+    Spares the sort: take the best noisy token, and if it lies outside the nucleus so does all that
+    is no likelier; strike that out and take the next. The likeliest token is always inside, and
+    each round strikes out at least one, so the loop ends, after two or three rounds as a rule.
+    """
+    probability = scores.softmax(dim=-1)
+    while True:
+        token = noisy.argmax(dim=-1, keepdim=True)
+        chosen = probability.gather(-1, token)
+        mass_before = torch.where(probability > chosen, probability, 0.0).sum(dim=-1, keepdim=True)
+        outside = (mass_before >= top_p) & (top_p < 1.0)
+        if not outside.any():
+            return token[..., 0]
+        noisy.masked_fill_(outside & (probability <= chosen), -torch.inf)
 
 
 def gumbel_noise(
-    seed: torch.Tensor,  # [n], int64
-    position: torch.Tensor,  # [n], int64
+    seed: torch.Tensor,  # [rows, 1], int64
+    positions: torch.Tensor,  # [rows, width], int64
     vocab: int,
-) -> torch.Tensor:  # [n, vocab], float32
+) -> torch.Tensor:  # [rows, width, vocab], float32
     """Standard Gumbel noise of every token id at (seed, position): -log of an exponential.
 
-    Counter-based in the sense of Salmon et al. (SC 2011): no state, any element on its own.
+    Counter-based in the sense of Salmon et al. (SC 2011): no state, any element on its own. A
+    64-bit key is made of seed and position; token ids are spread over 32 bits and mixed with it.
     """
-    key = _splitmix64(_splitmix64(seed) + position * _GOLDEN)
-    low = key.to(torch.int32)[:, None]
-    high = (key >> 32).to(torch.int32)[:, None]
-    token = torch.arange(vocab, dtype=torch.int32, device=seed.device)[None, :]
-    bits = _fmix32(_fmix32(token + low) ^ high)
-    # 31 bits as a number in (0, 1). Small numbers keep their relative precision, and with log1p so
-    # does the small exponential that wins the argmax; 1.0 itself is kept out.
-    uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
-    return -torch.log(-torch.log1p(-uniform.clamp_(max=1.0 - 2.0**-24)))
+    key = _splitmix64(_splitmix64(seed) + positions * _GOLDEN)[..., None]
+    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
+    token = torch.arange(vocab, dtype=torch.int32, device=seed.device)
+    bits = _shift_xor_(_fmix32(token) ^ low, 16, 0xFFFF).mul_(_FMIX_1).add_(high)
+    _shift_xor_(bits, 13, 0x7FFFF).mul_(_FMIX_2)
+    _shift_xor_(bits, 16, 0xFFFF).bitwise_and_(0x7FFFFFFF)
+    # 31 bits as a number in (0, 1), negated. Small ones keep their relative precision, and with
+    # log1p so does the small exponential that wins the argmax; -1 itself is kept out.
+    uniform = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1.0)
+    return uniform.log1p_().neg_().log_().neg_()
 
 
 def _splitmix64(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +179,12 @@ def _splitmix64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fmix32(x: torch.Tensor) -> torch.Tensor:
-    """murmur3's 32-bit finaliser on int32; shifts are made logical by a mask."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * _FMIX_1
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * _FMIX_2
-    return x ^ ((x >> 16) & 0xFFFF)
+    """murmur3's 32-bit finaliser on int32."""
+    x = _shift_xor_(x.clone(), 16, 0xFFFF).mul_(_FMIX_1)
+    x = _shift_xor_(x, 13, 0x7FFFF).mul_(_FMIX_2)
+    return _shift_xor_(x, 16, 0xFFFF)
+
+
+def _shift_xor_(x: torch.Tensor, bits: int, mask: int) -> torch.Tensor:
+    """x ^= x >> bits in place; the mask makes the shift a logical one."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_(mask))

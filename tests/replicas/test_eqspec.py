@@ -27,6 +27,7 @@ class ScriptedModel:
     """Says script[row][p] for the token of position p, whatever it was fed."""
 
     script: list[dict[int, int]]
+    vocab: int = VOCAB
     fed: list[list[list[int]]] = field(default_factory=list)
     positions: list[list[list[int]]] = field(default_factory=list)
 

@@ -19,7 +19,7 @@ from replicas.config import ReplicaConfig
 from replicas.pair import PairRefused, check_attention, load_pair, resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request
+from scheduler.messages import Request, SamplingParams
 from tests.reference import plain_greedy
 from tests.tiny_pairs import _SHAPE
 
@@ -114,3 +114,23 @@ def test_a_replica_without_a_draft_decodes_plainly_whatever_the_policy(tmp_path:
     model = LlamaForCausalLM.from_pretrained(target).eval()
     assert output.tokens == plain_greedy(model, (1, 2, 3), 12)
     assert output.usage.draft_tokens == 0
+
+
+@pytest.mark.parametrize(("target_vocab", "draft_vocab"), [(40, 6), (6, 40), (5, 5)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_embeddings_padded_to_different_sizes_change_nothing(
+    tmp_path: Path, target_vocab: int, draft_vocab: int, temperature: float
+) -> None:
+    """Random weights choose padding ids often, which trained ones hardly ever do."""
+    target = save_model(tmp_path / "t", WORDS, vocab_size=target_vocab)
+    draft = save_model(tmp_path / "d", WORDS, vocab_size=draft_vocab, num_hidden_layers=1)
+    replica = Replica.load(config(target, draft))
+    requests = [
+        Request(str(i), (1, 2, 3 + i % 2), 20, SamplingParams(temperature=temperature, seed=i))
+        for i in range(6)
+    ]
+    outputs = LocalEngine(replica, SchedulerConfig(draft_len=3), check=True).generate(requests)
+    plain = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0)).generate(requests)
+    assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+    if target_vocab > draft_vocab:
+        assert max(max(output.tokens) for output in outputs) >= draft_vocab

@@ -20,7 +20,7 @@ from replicas.sampling import SamplingBatch, choose, gumbel_noise
 from scheduler.messages import SamplingParams
 
 CPU = torch.device("cpu")
-DRAWS = 60_000
+DRAWS = 200_000
 PARAMS = [
     SamplingParams(temperature=1.0, seed=1),
     SamplingParams(temperature=0.5, seed=2),
@@ -40,7 +40,8 @@ def chosen(
     params: list[SamplingParams],
     positions: torch.Tensor,  # [rows, width]
 ) -> torch.Tensor:
-    return choose(logits, SamplingBatch.of(params, CPU), positions)
+    sampling = SamplingBatch.of(params, CPU)
+    return choose(logits, sampling, sampling.noise(positions, logits.shape[-1]))
 
 
 def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -137,10 +138,11 @@ def test_seed_and_position_both_change_the_draw() -> None:
 
 def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
     n = 20_000
-    noise = gumbel_noise(torch.full((n,), 3), torch.arange(n), 8)
+    positions = torch.arange(n)[None]
+    noise = gumbel_noise(torch.tensor([[3]]), positions, 8)[0]
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(1.6449, abs=0.05)
-    other_seed = gumbel_noise(torch.full((n,), 4), torch.arange(n), 1)
+    other_seed = gumbel_noise(torch.tensor([[4]]), positions, 1)[0]
     columns = torch.cat((noise[:-1], noise[1:, :1], other_seed[:-1]), dim=1)
     correlation = torch.corrcoef(columns.T) - torch.eye(columns.shape[1])
     assert correlation.abs().max().item() < 0.04
@@ -148,8 +150,8 @@ def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
 
 def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary() -> None:
     """A draft with a smaller (unpadded) vocabulary must meet the same noise."""
-    seed, position = torch.tensor([11]), torch.tensor([7])
-    assert torch.equal(gumbel_noise(seed, position, 50), gumbel_noise(seed, position, 60)[:, :50])
+    seed, position = torch.tensor([[11]]), torch.tensor([[7]])
+    assert torch.equal(gumbel_noise(seed, position, 50), gumbel_noise(seed, position, 60)[..., :50])
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])
