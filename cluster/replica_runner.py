@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from cluster.protocol import PoolPort, PoolUnreachable, PullReply, ReleaseNote
-from scheduler.messages import Order, ReplicaSpec, StepFailed, StepResult
+from scheduler.messages import Order, OrderKind, ReplicaSpec, StepFailed, StepResult
 
 log = logging.getLogger("lockstep.replica")
 
@@ -72,7 +72,8 @@ class ReplicaRunner:
         self._process = process
         self._jobs: queue.SimpleQueue[Order | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
         self._results: list[StepResult | StepFailed] = []
-        self._failures = 0
+        self._failures = dict.fromkeys(OrderKind, 0)
+        """Orders of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
         self._draining = False
         self._something_new = asyncio.Event()
@@ -98,8 +99,9 @@ class ReplicaRunner:
             raise ReplicaUnhealthy("the thread that runs orders has died")
         if self._puller.done():
             raise ReplicaUnhealthy("the pull loop has died")
-        if self._failures >= self._failures_max:
-            raise ReplicaUnhealthy(f"{self._failures} orders in a row have failed")
+        for kind, failures in self._failures.items():
+            if failures >= self._failures_max:
+                raise ReplicaUnhealthy(f"{failures} {kind} orders in a row have failed")
 
     async def close(self) -> None:
         """Hand back the residents, finish the orders in hand, leave the pool, end the thread."""
@@ -202,13 +204,13 @@ class ReplicaRunner:
             self._drained.set()
         return acknowledged
 
-    def _finished(self, result: StepResult | StepFailed) -> None:
+    def _finished(self, order: Order, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id:
             return
         if isinstance(result, StepFailed):
-            self._failures += 1
+            self._failures[order.kind] += 1
         else:
-            self._failures = 0
+            self._failures[order.kind] = 0
             self.tokens_committed += sum(len(row.tokens) for row in result.rows)
         self._results.append(result)
         self._something_new.set()
@@ -225,7 +227,7 @@ class ReplicaRunner:
         while True:
             match self._jobs.get():
                 case Order() as order:
-                    self._post(self._finished, self._run(replica, order))
+                    self._post(self._finished, order, self._run(replica, order))
                 case ReleaseNote(sequence_ids):
                     replica.release(sequence_ids)
                 case _Forget():

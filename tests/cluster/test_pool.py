@@ -19,7 +19,7 @@ from cluster.pool_actor import PoolActor
 from cluster.pool_link import LiveRequest, PoolLink
 from cluster.protocol import PoolUnreachable
 from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
-from scheduler.messages import FinishReason, RejectCode, Request
+from scheduler.messages import FinishReason, OrderKind, RejectCode, Request
 from tests.cluster.fakes import FakeReplica, perfect
 
 CONFIG = from_args(
@@ -367,9 +367,10 @@ class Broken(FakeReplica):
     """Raises on the orders whose numbers are in `bad`."""
 
     bad: range = range(0)
+    bad_kinds: tuple[OrderKind, ...] = tuple(OrderKind)
 
     def step(self, order: Any) -> Any:
-        if order.id in self.bad:
+        if order.id in self.bad and order.kind in self.bad_kinds:
             raise MemoryError("too much")
         return super().step(order)
 
@@ -390,11 +391,14 @@ def test_an_order_that_fails_is_tried_again() -> None:
     asyncio.run(test())
 
 
-def test_a_replica_whose_orders_all_fail_is_unhealthy() -> None:
+@pytest.mark.parametrize("kinds", [(OrderKind.PREFILL,), (OrderKind.SPECULATE,)])
+def test_a_replica_whose_orders_of_a_kind_all_fail_is_unhealthy(
+    kinds: tuple[OrderKind, ...],
+) -> None:
     async def test() -> None:
         async with world() as w:
             fake = Broken()
-            fake.bad = range(1, 1000)
+            fake.bad, fake.bad_kinds = range(1, 1000), kinds
             runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "broken")
             await runner.start()
             w.runners.append(runner)
