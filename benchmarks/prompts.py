@@ -19,19 +19,21 @@ def held_out_tokens(
     from replicas.demo.corpus import build_corpus
 
     rng = random.Random(seed)
-    documents = list(build_corpus().held_out)
-    rng.shuffle(documents)
+    texts = [document.text for document in build_corpus().held_out]
+    documents = [
+        tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts
+    ]
+    longest = max(map(len, documents))
+    if longest < max(lengths):
+        raise ValueError(f"the longest held-out document has only {longest} tokens")
     prompts: list[list[int]] = []
-    for document in documents:
+    while len(prompts) < n:  # several pieces of one document, at different places
         wanted = lengths[len(prompts) % len(lengths)]
-        tokens = tokenizer(document.text, add_special_tokens=False).input_ids
-        if len(tokens) < wanted:
-            continue
-        begin = rng.randrange(len(tokens) - wanted + 1)
-        prompts.append(tokens[begin : begin + wanted])
-        if len(prompts) == n:
-            return prompts
-    raise ValueError(f"the held-out text yields only {len(prompts)} prompts")
+        tokens = rng.choice(documents)
+        if len(tokens) >= wanted:
+            begin = rng.randrange(len(tokens) - wanted + 1)
+            prompts.append(tokens[begin : begin + wanted])
+    return prompts
 
 
 def benchmark_tokens(tokenizer: Any, n: int, file: Path | None, tokens_max: int) -> list[list[int]]:

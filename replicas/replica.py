@@ -92,6 +92,7 @@ class Replica:
             block_size=config.block_size,
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
+            embedding_size=self._target.vocab,
             draft_len_max=DRAFT_LEN_MAX if pair.draft is not None else 0,
             target=pair.target_name,
             draft=pair.draft_name,

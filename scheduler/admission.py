@@ -46,7 +46,7 @@ def check_request(
     if spec is not None:
         check_fit(request, spec)
         _check_vocabulary("prompt", request.prompt, spec.vocab_size)
-        _check_vocabulary("committed", request.committed, spec.vocab_size)
+        _check_vocabulary("committed", request.committed, max(spec.vocab_size, spec.embedding_size))
         _check_vocabulary("stop_token_ids", request.stop_token_ids, spec.vocab_size)
 
 

@@ -142,6 +142,9 @@ class ReplicaSpec:
     """Longest content (prompt + new tokens) of a sequence."""
     vocab_size: int
     """Token ids are in [0, vocab_size)."""
+    embedding_size: int = 0
+    """Rows of the target's embedding, padding included: it may emit ids below it, and a request
+    that starts over brings them back as committed tokens. 0: no padding."""
     draft_len_max: int = 32
     """Draft tokens per row and step that it can propose; 0 without a draft."""
     target: str = ""

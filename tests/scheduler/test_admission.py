@@ -89,3 +89,14 @@ def test_without_a_spec_only_what_depends_on_it_goes_unchecked() -> None:
     check_request(request(prompt=(10**6,), max_new_tokens=10**6), CONFIG)
     with pytest.raises(InvalidRequest):
         check_request(request(prompt=()), CONFIG)
+
+
+def test_ids_that_only_pad_the_embedding_may_come_back_but_not_be_asked_for() -> None:
+    padded = ReplicaSpec(
+        kv_blocks=10, block_size=4, context_len=64, vocab_size=100, embedding_size=128
+    )
+    check_request(request(committed=(100, 127)), CONFIG, padded)
+    for field, value in (("committed", (128,)), ("prompt", (100,)), ("stop_token_ids", (100,))):
+        with pytest.raises(InvalidRequest) as caught:
+            check_request(request(**{field: value}), CONFIG, padded)
+        assert caught.value.field == field
