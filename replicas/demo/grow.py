@@ -47,13 +47,6 @@ def grow(shallow: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     return deep
 
 
-@torch.no_grad()
-def round_to_half(model: LlamaForCausalLM) -> None:
-    """Round the weights to what float16 can hold: what is trained on from here is what is saved."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.half().float())
-
-
 def save_model(model: LlamaForCausalLM, directory: Path) -> None:
     """Store float16 weights in a directory that loads as float32."""
     eos_id = model.config.eos_token_id

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from replicas.demo.corpus import build_corpus
 from replicas.demo.distill import continue_prompts, gumbel_noise
@@ -101,29 +107,41 @@ def acceptance(
 ) -> dict[str, object]:
     """Committed tokens per row and step on continuations of held-out prompts of mixed length."""
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
-    matches, looped, ended = [], 0, 0
+    matches: list[torch.Tensor] = []
+    looping: list[bool] = []
+    ended = 0
     for length in PROMPT_TOKENS:
         prompts = store.prompts(rows, length, rng)
         texts, match = match_draft(target, draft, prompts, temperature, generator)
         matches.append(match)
         for text in texts[:, length:].tolist():
-            grams = {tuple(text[i : i + 8]) for i in range(len(text) - 7)}
-            looped += len(grams) < 0.5 * (len(text) - 7)
+            looping.append(mostly_repeats(text))
             ended += store.eos_id in text
-    committed, by_position = committed_per_step(torch.cat(matches), k)
-    count = rows * len(PROMPT_TOKENS)
+    every = torch.cat(matches)
+    committed, by_position = committed_per_step(every, k)
+    varied = every[~torch.tensor(looping)]
     return {
         "temperature": temperature,
+        "rows": len(every),
         "committed_per_step": committed,
         "committed_by_prompt_length": {
             n: round(committed_per_step(m, k)[0], 2)
             for n, m in zip(PROMPT_TOKENS, matches, strict=True)
         },
         "acceptance_by_position": by_position,
-        "agreement": torch.cat(matches).float().mean().item(),
-        "share_mostly_repeating": looped / count,
-        "share_with_eos": ended / count,
+        "agreement": every.float().mean().item(),
+        "share_mostly_repeating": sum(looping) / len(every),
+        "committed_per_step_of_the_others": committed_per_step(varied, k)[0]
+        if len(varied)
+        else 0.0,
+        "share_with_eos": ended / len(every),
     }
+
+
+def mostly_repeats(text: list[int], gram: int = 8) -> bool:
+    """Whether fewer than half of the text's stretches of `gram` tokens are new ones."""
+    grams = [tuple(text[i : i + gram]) for i in range(len(text) - gram + 1)]
+    return len(set(grams)) < 0.5 * len(grams)
 
 
 @torch.no_grad()
@@ -157,6 +175,22 @@ def forward_times(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> dict[str
     return found
 
 
+def sample_texts(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, new_tokens: int = 60
+) -> dict[str, list[str]]:
+    """For each temperature, what the target makes of some beginnings."""
+    found: dict[str, list[str]] = {}
+    for temperature in (0.0, 0.7):
+        generator = torch.Generator().manual_seed(0)
+        for beginning in SAMPLES:
+            prompts = tokenizer(beginning, return_tensors="pt").input_ids
+            noise = gumbel_noise((1, new_tokens, target.config.vocab_size), generator)
+            with torch.no_grad():
+                text = continue_prompts(target, prompts, new_tokens, temperature, noise)
+            found.setdefault(str(temperature), []).append(tokenizer.decode(text[0]))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", type=Path, default=Path(__file__).parent)
@@ -180,12 +214,7 @@ def main() -> None:
         "greedy": acceptance(target, draft, store),
         "drawn": acceptance(target, draft, store, temperature=1.0),
         "forward": forward_times(target, draft),
-        "samples": {
-            text: tokenizer.decode(
-                continue_prompts(target, tokenizer(text, return_tensors="pt").input_ids, 60)[0]
-            )
-            for text in SAMPLES
-        },
+        "samples": sample_texts(target, tokenizer),
     }
     print(json.dumps(report, indent=2))
 

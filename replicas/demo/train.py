@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from replicas.demo.corpus import build_corpus
 from replicas.demo.distill import distill, write_texts
@@ -22,7 +22,6 @@ from replicas.demo.grow import (
     TARGET_LAYERS,
     grow,
     new_model,
-    round_to_half,
     save_model,
 )
 from replicas.demo.measure import held_out_loss
@@ -30,52 +29,66 @@ from replicas.demo.optimise import Schedule, optimise, prepare_machine
 from replicas.demo.tokens import TokenStore, save_tokenizer, train_tokenizer
 
 SEED = 20
+STAGES = ("shallow", "target", "draft")
 SHAPES = [(16, 256)] * 7 + [(4, 1024)]  # every eighth batch reaches the end of the context
 
 
-def train_pair(out: Path, scale: float, seed: int = SEED) -> dict[str, float]:
-    """Run every stage with its number of steps times `scale`; return the figures it also writes."""
+def train_pair(
+    out: Path, scale: float, seed: int = SEED, first_stage: str = STAGES[0]
+) -> dict[str, float]:
+    """Run the stages from `first_stage` on; return the figures that are also written.
+
+    Every stage's number of steps is multiplied by `scale`. A stage draws from its own seed and
+    starts from what the one before it saved, so resuming gives what running through gives.
+    """
+
+    def count(full: int) -> int:
+        return max(1, round(full * scale))
+
     began = time.monotonic()
-    rng = prepare_machine(seed)
     corpus = build_corpus()
-    tokenizer = train_tokenizer(corpus.train)
+    record = out / "training.json"
+    first = STAGES.index(first_stage)
+    figures: dict[str, float] = json.loads(record.read_text()) if first else {}
+    if first == 0:
+        tokenizer = train_tokenizer(corpus.train)
+        for name in ("target", "draft"):
+            (out / name).mkdir(parents=True, exist_ok=True)
+            save_tokenizer(tokenizer, out / name)
+    tokenizer = AutoTokenizer.from_pretrained(out / "target")
     train, held_out = (TokenStore(side, tokenizer) for side in (corpus.train, corpus.held_out))
-    figures: dict[str, float] = {
-        "train_tokens": sum(map(len, train.ids)),
-        "train_tokens_per_pass": train.pass_tokens(),
-        "held_out_tokens": sum(map(len, held_out.ids)),
-    }
-    print(figures, flush=True)
-    for name in ("target", "draft"):
-        (out / name).mkdir(parents=True, exist_ok=True)
-        save_tokenizer(tokenizer, out / name)
-
-    draft = new_model(DRAFT_LAYERS, train.eos_id)
-    schedule = Schedule(round(600 * scale), 4e-3, 3e-3, decay=0.4)
-    figures["shallow_train_loss"] = _learn("shallow", draft, train, schedule, rng)
-    figures["shallow_held_out_loss"] = held_out_loss(draft, held_out)
-    save_model(draft, out / "draft")
-    print(figures, flush=True)
-
-    target = grow(draft, TARGET_LAYERS)
-    # A higher rate, held longer, only stirred: the loss fell when the rate did.
-    schedule = Schedule(round(700 * scale), 2.5e-3, 1.5e-3, decay=0.8)
-    figures["target_train_loss"] = _learn("target", target, train, schedule, rng)
-    round_to_half(target)
-    save_model(target, out / "target")
-    figures["target_held_out_loss"] = held_out_loss(target, held_out)
-    print(figures, flush=True)
-
-    texts = write_texts(target, train, round(6 * scale), rng)
-    schedule = Schedule(round(200 * scale), 2.5e-3, 1.5e-3, decay=0.8)
-    figures["distill_loss"] = distill(target, draft, train, texts, schedule, rng)
-    round_to_half(draft)
-    save_model(draft, out / "draft")
-    figures["draft_held_out_loss"] = held_out_loss(draft, held_out)
-    figures["minutes"] = (time.monotonic() - began) / 60
-    (out / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
-    print(figures, flush=True)
+    for number, stage in enumerate(STAGES[first:], first):
+        rng = prepare_machine(seed + number)
+        if stage == "shallow":
+            figures["train_tokens"] = sum(map(len, train.ids))
+            figures["train_tokens_per_pass"] = train.pass_tokens()
+            figures["held_out_tokens"] = sum(map(len, held_out.ids))
+            model = new_model(DRAFT_LAYERS, train.eos_id)
+            schedule = Schedule(count(600), 4e-3, 3e-3, decay=0.4)
+            loss = _learn(stage, model, train, schedule, rng)
+        elif stage == "target":
+            model = grow(_load(out / "draft"), TARGET_LAYERS)
+            # A higher rate, held longer, only stirred: the loss fell when the rate did.
+            schedule = Schedule(count(320), 2.5e-3, 1.5e-3, decay=0.95)
+            loss = _learn(stage, model, train, schedule, rng)
+        else:
+            target, model = _load(out / "target"), _load(out / "draft")
+            texts = write_texts(target, train, count(5), rng)
+            schedule = Schedule(count(160), 2.5e-3, 1.5e-3, decay=0.8)
+            loss = distill(target, model, train, texts, schedule, rng)
+        where = out / ("target" if stage == "target" else "draft")
+        save_model(model, where)
+        figures[f"{stage}_train_loss"] = loss
+        figures[f"{stage}_held_out_loss"] = held_out_loss(_load(where), held_out)
+        figures[f"{stage}_minutes"] = (time.monotonic() - began) / 60
+        began = time.monotonic()
+        record.write_text(json.dumps(figures, indent=2) + "\n")
+        print(figures, flush=True)
     return figures
+
+
+def _load(directory: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def _learn(
@@ -105,8 +118,14 @@ def main() -> None:
         default=1.0,
         help="factor on every stage's number of steps, and so about on the minutes",
     )
+    parser.add_argument(
+        "--first-stage",
+        choices=STAGES,
+        default=STAGES[0],
+        help="resume here; until the last stage ends, draft/ holds the shallow model",
+    )
     arguments = parser.parse_args()
-    train_pair(arguments.out, arguments.minutes_scale)
+    train_pair(arguments.out, arguments.minutes_scale, first_stage=arguments.first_stage)
 
 
 if __name__ == "__main__":
