@@ -1,4 +1,4 @@
-"""Fill a model's KV cache for spans of several rows at once, in chunks of bounded width."""
+"""Fill a model's KV cache for spans of several rows at once, in passes of well-chosen width."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch
 
 from replicas.model import PagedModel
 from replicas.paged_cache import CacheShape, Layout
+
+PASS_COST_TOKENS = {"cpu": 48, "cuda": 2048}
+"""What a forward pass costs beside its tokens, in tokens: launches and interpreter time. A rough
+figure is enough; it only decides between a little padding and one pass more."""
 
 
 def prefill(
@@ -20,16 +24,15 @@ def prefill(
 ) -> None:
     """Write KV for the tokens of each row's span [begin, end); commits nothing.
 
-    Rows end at different places: a chunk holds the rows that still have tokens, padded on the
-    right to the longest. `chunk` bounds the width of one forward pass, and so its buffers.
+    Rows end at different places: a pass holds the rows that still have tokens, padded on the right
+    to its width, and what is left of longer rows goes into the next pass. `chunk` bounds the width
+    of one pass, and so its buffers.
     """
+    pass_cost = PASS_COST_TOKENS.get(table.device.type, PASS_COST_TOKENS["cuda"])
     begins = [begin for begin, _ in spans]
     ends = [end for _, end in spans]
-    while True:
+    for width in pass_widths([end - begin for begin, end in spans], chunk, pass_cost):
         live = [i for i, end in enumerate(ends) if begins[i] < end]
-        if not live:
-            return
-        width = min(chunk, max(ends[i] - begins[i] for i in live))
         tokens = torch.zeros((len(live), width), dtype=torch.int64)
         for row, i in enumerate(live):
             piece = contents[i][begins[i] : min(ends[i], begins[i] + width)]
@@ -37,9 +40,38 @@ def prefill(
         starts = [begins[i] for i in live]
         rows = table if len(live) == len(ends) else table[live]
         layout = Layout(rows, starts, width, shape)
-        # Only the KV entries are wanted; one position's logits are the least a model computes.
         # A draft may lack ids that only pad the target's embedding.
         known = tokens.clamp(max=model.vocab - 1).to(table.device)
+        # Only the KV entries are wanted; one position's logits are the least a model computes.
         model.forward(known, layout.window(0, width), logits_to_keep=1)
         for i in live:
             begins[i] += width
+
+
+def pass_widths(lengths: Sequence[int], chunk: int, pass_cost: int) -> list[int]:
+    """Widths of the passes that fill rows of these lengths at the least cost, in tokens.
+
+    A pass costs `pass_cost` and its width times the rows that still have tokens before it. It ends
+    best where some row ends, so the boundaries are chosen among the lengths: the cheapest way to
+    each of them, from the cheapest ways to the ones before. Wider gaps than `chunk` are cut up.
+    """
+    stops = [0, *sorted({length for length in lengths if length > 0})]
+    least = [0.0] * len(stops)
+    come_from = [0] * len(stops)
+    live = [sum(length > stop for length in lengths) for stop in stops]
+    for end in range(1, len(stops)):
+        ways = []
+        for begin in range(end):
+            gap = stops[end] - stops[begin]
+            passes = -(-gap // chunk)
+            ways.append((least[begin] + passes * pass_cost + gap * live[begin], begin))
+        least[end], come_from[end] = min(ways)
+    widths: list[int] = []
+    end = len(stops) - 1
+    while end > 0:
+        begin = come_from[end]
+        gap = stops[end] - stops[begin]
+        # In reverse, like the walk: the short piece of a cut gap is its last pass.
+        widths += ([gap % chunk] if gap % chunk else []) + [chunk] * (gap // chunk)
+        end = begin
+    return widths[::-1]
