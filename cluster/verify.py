@@ -13,7 +13,7 @@ from typing import Any
 from cluster.local_engine import LocalEngine, Output
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
-from scheduler.admission import check_request
+from scheduler.admission import blocks_needed, check_request
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Request, SamplingParams
@@ -63,7 +63,6 @@ def verify(
     from replicas.replica import Replica  # torch is heavy, and --help should not wait for it
 
     text = TargetText.load(replica_config)
-    replica = Replica.load(replica_config)
     requests = [
         Request(
             id=str(i),
@@ -74,6 +73,7 @@ def verify(
         )
         for i, prompt in enumerate(prompts)
     ]
+    replica = Replica.load(_just_enough(replica_config, scheduler_config, text, requests))
     for request in requests:
         try:
             check_request(request, scheduler_config, replica.spec)
@@ -103,6 +103,22 @@ def verify(
         accepted_tokens=sum(output.usage.accepted_tokens for output in outputs),
         draft_tokens=sum(output.usage.draft_tokens for output in outputs),
         differences=tuple(difference for difference in found if difference is not None),
+    )
+
+
+def _just_enough(
+    config: ReplicaConfig, scheduler: SchedulerConfig, text: TargetText, requests: Sequence[Request]
+) -> ReplicaConfig:
+    """Memory for these requests only, where none is given: a second copy of the target must fit."""
+    if config.kv_blocks is not None or config.kv_memory_mb is not None:
+        return config
+    lengths = sorted((len(r.prompt) + r.max_new_tokens for r in requests), reverse=True)
+    at_once = lengths[: 2 * scheduler.rows_max]
+    return config.model_copy(
+        update={
+            "context_len": min(text.context_len, lengths[0]),
+            "kv_blocks": sum(blocks_needed(length, config.block_size) for length in at_once),
+        }
     )
 
 

@@ -18,6 +18,13 @@ from replicas.paged_cache import PagedCache, Window
 
 ATTENTION = "lockstep_paged"
 
+_OTHER_MATHS = frozenset({"softcap", "s_aux", "position_bias", "sinks"})
+"""Arguments by which models ask the interface for another function than softmax(QK)V."""
+
+
+class UnsupportedAttention(ValueError):
+    """Serving the model would silently compute something else than the model does."""
+
 
 def paged_attention(
     module: nn.Module,
@@ -30,8 +37,12 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim]
     """Attention for transformers' interface; query heads that share a KV head become its rows.
 
-    Folding the query group into the width spares a repeated copy of keys and values.
+    Folding the query group into the width spares a repeated copy of keys and values. Raises
+    UnsupportedAttention when a model asks for more than plain softmax attention.
     """
+    for name in _OTHER_MATHS & kwargs.keys():
+        if kwargs[name] is not None:
+            raise UnsupportedAttention(f"the model's attention needs {name!r}, which is not served")
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads

@@ -67,6 +67,8 @@ def load_pair(config: ReplicaConfig) -> Pair:
         vocab_size = _check_vocabularies(target_path, draft_path, config)
         vocab_size = min(vocab_size, target_config.vocab_size, draft_config.vocab_size)
     context_len = _context_len(target_config, config.context_len)
+    # Only the target's output counts: a draft that sees more than it was trained for drafts worse.
+    check_attention(target_config, context_len)
     return Pair(
         target=_load_model(target_path, config, device),
         draft=None if draft_path is None else _load_model(draft_path, config, device),
@@ -162,6 +164,4 @@ def _load_model(path: str, config: ReplicaConfig, device: torch.device) -> PreTr
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,
     )
-    model.to(device).eval().requires_grad_(False)
-    check_attention(model.config, config.context_len or model.config.max_position_embeddings)
-    return model
+    return model.to(device).eval().requires_grad_(False)

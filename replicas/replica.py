@@ -16,8 +16,8 @@ from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, step
 from replicas.memory import KVShape, kv_blocks
 from replicas.model import PagedModel
-from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
-from replicas.pair import Pair, load_pair
+from replicas.paged_cache import BlockAllocator, CacheShape, Layout, PagedCache
+from replicas.pair import Pair, PairRefused, load_pair
 from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -87,6 +87,8 @@ class Replica:
         self._chunk = config.prefill_chunk_tokens
         self._blocks = BlockAllocator(blocks, config.block_size)
         self._residents: dict[str, Resident] = {}
+        for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
+            self._try_out(model, name)
         self.spec = ReplicaSpec(
             kv_blocks=blocks,
             block_size=config.block_size,
@@ -102,8 +104,19 @@ class Replica:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:
-        """Load the pair that `config` names; raises what `load_pair` and `kv_blocks` raise."""
+        """Load the pair that `config` names; raises what `load_pair` and `kv_blocks` raise, and
+        PairRefused for a model whose attention is not the plain one."""
         return cls(load_pair(config), config)
+
+    @torch.inference_mode()
+    def _try_out(self, model: PagedModel, name: str) -> None:
+        """One forward pass on the scrap block: what cannot be served is refused now."""
+        table = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
+        try:
+            model.forward(tokens, Layout(table, [0], 2, self._shape).window(0, 2))
+        except Exception as error:
+            raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
 
     @torch.inference_mode()
     def step(self, order: Order) -> StepResult:

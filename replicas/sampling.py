@@ -142,7 +142,8 @@ def _sample_top_p(
         token = noisy.argmax(dim=-1, keepdim=True)
         chosen = probability.gather(-1, token)
         mass_before = torch.where(probability > chosen, probability, 0.0).sum(dim=-1, keepdim=True)
-        outside = (mass_before >= top_p) & (top_p < 1.0)
+        # The likeliest token has no mass before it: inside, even where float32 holds a top_p of 0.
+        outside = (mass_before >= top_p) & (mass_before > 0.0) & (top_p < 1.0)
         if not outside.any():
             return token[..., 0]
         noisy.masked_fill_(outside & (probability <= chosen), -torch.inf)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -134,3 +136,13 @@ def test_embeddings_padded_to_different_sizes_change_nothing(
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
     if target_vocab > draft_vocab:
         assert max(max(output.tokens) for output in outputs) >= draft_vocab
+
+
+def test_attention_that_is_not_the_plain_one_is_refused_at_load(tmp_path: Path) -> None:
+    """A soft cap on the scores would silently be left out, and the tokens would be others."""
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    shape = {**_SHAPE, "vocab_size": 8, "num_hidden_layers": 2}
+    capped = Gemma2Config(**shape, sliding_window=256, attn_logit_softcapping=50.0)
+    Gemma2ForCausalLM(capped).save_pretrained(target)
+    with pytest.raises(PairRefused, match="'softcap', which is not served"):
+        Replica.load(config(target, None, context_len=100))

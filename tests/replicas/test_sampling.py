@@ -161,6 +161,19 @@ def test_a_vanishing_temperature_is_greedy_and_finite(temperature: float) -> Non
     assert torch.equal(chosen(logits, params, torch.tensor([[3]])), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-9])
+def test_a_vanishing_top_p_is_greedy(top_p: float) -> None:
+    logits = torch.randn(1, 50, 50)
+    params = [SamplingParams(temperature=2.0, top_p=top_p, seed=1)]
+    assert torch.equal(chosen(logits, params, torch.arange(50)[None]), logits.argmax(-1))
+
+
+def test_equal_logits_end_the_search_for_the_nucleus() -> None:
+    logits = torch.zeros(1, 50, 8)
+    params = [SamplingParams(temperature=1.0, top_p=1e-46, seed=1)]
+    assert chosen(logits, params, torch.arange(50)[None]).shape == (1, 50)
+
+
 def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     logits = torch.randn(1, 400, 50)
     params = [SamplingParams(temperature=5.0, top_k=1, seed=1)]
