@@ -41,12 +41,14 @@ class Run:
     tokens_per_s: float
     committed_per_step: float
     """Tokens per row and step."""
-    overhead: float
+    overhead: float | None
     """Share of the steps' time that is neither draft nor target forward."""
-    padding: float
+    padding: float | None
     """Share of KV positions read beyond a row's own."""
-    between_orders: float
-    """Share of the run's wall time outside the replica: the scheduler, above all."""
+    between_orders: float | None
+    """Share of the run's wall time outside the replica: the scheduler, above all.
+
+    The last three are unknown (None) for transformers."""
 
 
 def lockstep_run(
@@ -110,8 +112,8 @@ def transformers_run(
             outputs[i] = out[row, width:].tolist()
     seconds = perf_counter() - start
     tokens = sum(map(len, outputs))
-    nan = float("nan")
-    run = Run("transformers generate", batch, 0, 0.0, seconds, tokens / seconds, 1.0, nan, nan, nan)
+    name = "transformers generate"
+    run = Run(name, batch, 0, 0.0, seconds, tokens / seconds, 1.0, None, None, None)
     return run, outputs
 
 
@@ -122,7 +124,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=64, help="number of prompts")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--draft-lens", type=int, nargs="+", default=[0, 2, 3, 4, 5, 6])
+    parser.add_argument("--draft-lens", type=int, nargs="+", default=[0, 3, 4, 6])
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--device", default="auto")
@@ -197,7 +199,7 @@ def main() -> None:
     )
 
 
-def summary(runs: Sequence[Run]) -> dict[str, float]:
+def summary(runs: Sequence[Run]) -> dict[str, float | None]:
     """The ratios that matter, from the greedy runs of one session."""
     lockstep = [run for run in runs if run.name.startswith("Lockstep") and run.temperature == 0]
     batches = sorted({run.batch for run in lockstep})
@@ -207,7 +209,7 @@ def summary(runs: Sequence[Run]) -> dict[str, float]:
     }
     plain = {run.batch: run for run in lockstep if run.draft_len == 0}
     hf = {run.batch: run for run in runs if run.name.startswith("transformers")}
-    figures: dict[str, float] = {}
+    figures: dict[str, float | None] = {}
     for b in batches:
         figures[f"best k at batch {b}"] = best[b].draft_len
         figures[f"tokens/s at batch {b}"] = best[b].tokens_per_s
@@ -231,13 +233,16 @@ def _equal(outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
 
 def _show(runs: list[Run], run: Run) -> None:
     runs.append(run)
-    print(
+    line = (
         f"{run.name:24} batch {run.batch:2}  T {run.temperature:.1f}  {run.tokens_per_s:7.0f}"
-        f" tokens/s  {run.committed_per_step:5.2f} tokens/row/step  overhead"
-        f" {run.overhead:6.1%}  padding {run.padding:6.1%}  between orders"
-        f" {run.between_orders:6.1%}",
-        flush=True,
+        f" tokens/s  {run.committed_per_step:5.2f} tokens/row/step"
     )
+    if run.overhead is not None:
+        line += (
+            f"  overhead {run.overhead:6.1%}  padding {run.padding:6.1%}"
+            f"  between orders {run.between_orders:6.1%}"
+        )
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
