@@ -54,6 +54,9 @@ from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
 
+_ENDED_MAX = 4096
+"""How many ended sessions of ingresses are remembered."""
+
 Probe = Callable[[Any], Awaitable[bool]]
 """Asks Ray whether the process behind a handle lives; False only when it is certainly dead."""
 
@@ -100,6 +103,9 @@ class PoolActor:
         self._ingresses: dict[str, _Ingress] = {}
         self._owners: dict[str, _Ingress] = {}
         """Which ingress a live request belongs to."""
+        self._ended: dict[str, None] = {}
+        """Sessions that were lost or have left, oldest first: their mailboxes are gone, so one
+        that still speaks must begin a new session."""
         self._touched: set[Mailbox[Any]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._meter = meter or PoolMeter()
@@ -165,6 +171,8 @@ class PoolActor:
     ) -> SubmitReply:
         """New requests, and some to cancel; only the refused are in the reply."""
         self._wake_up()
+        if ingress_id in self._ended:
+            return SubmitReply(self._incarnation, known=False)
         ingress = self._ingress(ingress_id)
         rejects: list[Reject] = []
         for request in requests:
@@ -179,6 +187,8 @@ class PoolActor:
     async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
         """One poll for all requests of an ingress; not polling is how an ingress is lost."""
         self._wake_up()
+        if ingress_id in self._ended:
+            return NewsReply(self._incarnation, known=False)
         known = ingress_id in self._ingresses
         ingress = self._ingress(ingress_id)
         if not known:
@@ -307,6 +317,9 @@ class PoolActor:
         self._step(ReplicaLost(replica_id))
 
     def _lose_ingress(self, ingress_id: str, why: str) -> None:
+        self._ended[ingress_id] = None
+        if len(self._ended) > _ENDED_MAX:
+            del self._ended[next(iter(self._ended))]
         ingress = self._ingresses.pop(ingress_id, None)
         if ingress is None:
             return

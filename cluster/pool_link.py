@@ -81,7 +81,7 @@ class PoolLink:
         self._session = ""
         self._incarnation: str | None = None
         self._registered = False
-        """Whether the pool has answered a submit of this session."""
+        """Whether the pool has answered a call of this session, and so knows it."""
         self._answered_s = clock()
         self._tasks: list[asyncio.Task[None]] = []
         self._new_session()
@@ -159,6 +159,11 @@ class PoolLink:
                 continue
             if not await self._accepts(session, reply.incarnation):
                 continue
+            if not reply.known:
+                for live in queue:
+                    live.sent = False
+                await self._start_over(session, "it has ended this session")
+                continue
             self._registered = True
             for reject in reply.rejects:
                 if (live := self._live.pop(reject.request_id, None)) is not None:
@@ -183,7 +188,7 @@ class PoolLink:
             await self._steady.wait()
             if session != self._session:
                 session, acknowledged = self._session, 0
-            # A poll may overtake the submit that makes this session known.
+            # The first poll may overtake the submit that makes this session known.
             registered = self._registered
             try:
                 reply = await self._pool.news(session, acknowledged, self._poll_s)
@@ -196,6 +201,7 @@ class PoolLink:
             if registered and not reply.known:
                 await self._start_over(session, "it does not know this ingress")
                 continue
+            self._registered = True
             acknowledged = self._take(reply, acknowledged)
 
     def _take(self, reply: NewsReply, acknowledged: int) -> int:

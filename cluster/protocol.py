@@ -64,8 +64,11 @@ News = tuple[str, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SubmitReply:
+    """With `known` false the pool has ended this ingress's session and has accepted nothing."""
+
     incarnation: str
     rejects: tuple[Reject, ...] = ()
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Wire:
         self.loss = loss
         self._draw = random.Random(seed)
         self.submits_late = False
+        self.news_are_late = False
         self.actor = self._make()
 
     def restart(self) -> None:
@@ -54,6 +55,8 @@ class Wire:
                 raise PoolUnreachable("the call was lost")
             if self.submits_late and method == "submit":
                 await asyncio.sleep(0.02)
+            if self.news_are_late and method == "news":
+                await asyncio.sleep(2 * CONFIG.pool.lease_s)
             reply = await getattr(actor, method)(*args)
             if actor is not self.actor:
                 raise PoolUnreachable("the pool has died")
@@ -210,6 +213,57 @@ def test_polls_that_overtake_submits_start_nothing_over() -> None:
     asyncio.run(test())
 
 
+def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.01)
+            first = [w.submit(prompt, 200) for prompt in prompts(3)]
+            await w.until(lambda: all(len(live.tokens) > 5 for live in first))
+            w.wire.news_are_late = True
+            await w.until(lambda: not w.wire.actor._ingresses)
+            w.wire.news_are_late = False
+            second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
+            await finish(first + second)
+            assert_perfect(first + second)
+            assert {live.recovered for live in first} == {1}
+            assert {live.recovered for live in second} == {0}
+
+    asyncio.run(test())
+
+
+def test_an_idle_ingress_that_was_lost_learns_it_from_its_next_poll() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.until(lambda: bool(w.wire.actor._ingresses))
+            w.wire.news_are_late = True
+            await w.until(lambda: not w.wire.actor._ingresses)
+            w.wire.news_are_late = False
+            lost = w.link._session
+            await w.until(lambda: w.link._session != lost)
+            await w.until(lambda: set(w.wire.actor._ingresses) == {w.link._session})
+
+    asyncio.run(test())
+
+
+def test_an_ended_session_is_refused_and_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.pool_actor._ENDED_MAX", 2)
+
+    async def test() -> None:
+        actor = PoolActor(CONFIG)
+        await actor.submit("a", [Request("a-1", (1,), 5)], [])
+        await actor.part("a")
+        assert not (await actor.submit("a", [Request("a-2", (1,), 5)], [])).known
+        assert not (await actor.news("a", 1, 0.0)).known
+        assert not actor._owners
+        for name in "bc":
+            await actor.part(name)
+        assert (await actor.submit("a", [], [])).known
+
+    asyncio.run(test())
+
+
 def test_a_silent_replica_loses_its_residents_to_another() -> None:
     async def test() -> None:
         async with world() as w:
@@ -261,7 +315,8 @@ def test_a_draining_replica_hands_its_residents_over() -> None:
             await w.add_replica()
             await going.close()
             assert going.replica_id not in w.wire.actor._replicas
-            assert not going._thread.is_alive() or not w.fakes[0].residents
+            await asyncio.to_thread(going._thread.join, 5)
+            assert not going._thread.is_alive()
             await finish(requests)
             assert_perfect(requests)
 
