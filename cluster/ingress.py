@@ -245,7 +245,8 @@ class Ingress:
             if self._link.unfinished >= self._config.ingress.requests_max:
                 raise Overloaded(f"{self._link.unfinished} requests are in flight already")
             ask = to_ask(message, await self._prompt(message), self._text, self._config.ingress)
-            check_request(ask.request, self._config.scheduler)
+            # All of it before any token is decoded: decoding stands on the event loop.
+            check_request(ask.request, self._config.scheduler, self._text.spec)
         except InvalidRequest as error:
             raise Refused(refusal_of_error(rename_field(error, message))) from None
         except LockstepError as error:

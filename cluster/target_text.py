@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from replicas.config import ReplicaConfig
+from scheduler.messages import ReplicaSpec
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,19 @@ class TargetText:
     """Longest content in tokens that the target or the configuration allows."""
     encoder: Any
     """The transformers tokenizer, which adds the special tokens that the target expects."""
+    embedding_size: int = 0
+    """Rows of the target's embedding, which may have more than the tokenizer has tokens."""
+
+    @cached_property
+    def spec(self) -> ReplicaSpec:
+        """What any replica of this target can hold at most; how many KV blocks is not known."""
+        return ReplicaSpec(
+            kv_blocks=sys.maxsize,
+            block_size=1,
+            context_len=self.context_len,
+            vocab_size=1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values()),
+            embedding_size=self.embedding_size,
+        )
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> TargetText:
@@ -46,6 +62,7 @@ class TargetText:
             eos_token_ids=eos_ids,
             context_len=min(limit, config.context_len or limit),
             encoder=encoder,
+            embedding_size=getattr(model, "vocab_size", None) or 0,
         )
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from grpc import StatusCode
@@ -20,8 +21,10 @@ from cluster.pool_actor import PoolActor
 from cluster.replica_runner import ReplicaRunner, _Stop
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
-from scheduler.messages import FinishReason, RejectCode
-from tests.cluster.fakes import CONTEXT, EOS, FakeReplica, load_fake_text, perfect, tokenizer
+from scheduler.admission import check_request
+from scheduler.errors import InvalidRequest
+from scheduler.messages import FinishReason, RejectCode, Request
+from tests.cluster.fakes import CONTEXT, EOS, VOCAB, FakeReplica, load_fake_text, perfect, tokenizer
 
 CONFIG = from_args({"pool": {"gather_ms": 2}, "ingress": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
 PROMPT = "the quick"
@@ -173,6 +176,49 @@ def test_a_bad_request_is_refused_with_the_name_of_its_field(
             assert len((await made.Generate(good, Context())).token_ids) == 3
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (
+            pb.GenerateRequest(
+                prompt="x", max_new_tokens=2_000_000, committed_token_ids=[5] * 900_000
+            ),
+            "max_new_tokens",
+        ),
+        (pb.GenerateRequest(prompt="x", committed_token_ids=[VOCAB]), "committed_token_ids"),
+        (pb.GenerateRequest(prompt="x", stop_token_ids=[VOCAB]), "stop_token_ids"),
+        (
+            pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[VOCAB])),
+            "prompt_token_ids",
+        ),
+    ],
+    ids=["length", "committed", "stop", "prompt"],
+)
+def test_the_ingress_itself_refuses_before_it_decodes(
+    request_: pb.GenerateRequest, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise AssertionError("nothing of a refused request is decoded")
+
+    async def test() -> None:
+        monkeypatch.setattr("cluster.ingress.TextStream", refuse)
+        async with ingress(replicas=0) as made:
+            context = Context()
+            await made.Generate(request_, context)
+            assert context.code is StatusCode.INVALID_ARGUMENT
+            assert context.details.startswith(f"{field}: ")
+
+    asyncio.run(test())
+
+
+def test_a_padding_id_of_the_embedding_may_come_back_as_committed() -> None:
+    text = replace(load_fake_text(ReplicaConfig()), embedding_size=VOCAB + 8)
+    request = Request("x", (5,), 9, committed=(VOCAB + 7,))
+    check_request(request, CONFIG.scheduler, text.spec)
+    with pytest.raises(InvalidRequest, match="committed"):
+        check_request(replace(request, committed=(VOCAB + 8,)), CONFIG.scheduler, text.spec)
 
 
 def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always() -> None:
