@@ -14,6 +14,8 @@ from tokenizers.decoders import DecodeStream
 
 _CONTEXT_TOKENS = 16
 """Tokens of the prompt that the decoder sees, so that the first new token gets its space right."""
+_INCOMPLETE = "\ufffd"
+"""What a decoder makes of bytes that are no character, or not yet."""
 
 
 class Detokenizer:
@@ -21,27 +23,41 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._context = list(prompt[-_CONTEXT_TOKENS:])
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
-        self._tokens: list[int] = []
-        self._length = 0
-        """Characters given out."""
+        context = list(prompt[-_CONTEXT_TOKENS:])
+        # The stream takes no context that ends within a character: it would repeat it as output.
+        self._begin([] if self._decode(context).endswith(_INCOMPLETE) else context)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
-        self._tokens.append(token)
-        text = self._stream.step(self._tokenizer, token) or ""
-        self._length += len(text)
-        return text
+        self._held.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except Exception:
+            # Its only error: with this token the tokenizer decodes the tokens before it to other
+            # text (one bad byte spoils a whole run of byte tokens). What was given out stays, and
+            # the tokens held back speak for themselves.
+            text = self._decode(self._held)
+            self._begin(self._held)
+            return text
+        if text is None:
+            return ""
+        self._settled, self._held = self._held, []
+        return str(text)
 
     def flush(self) -> str:
         """What is still held back: bytes that never became a character, as U+FFFD."""
-        if not self._tokens:
-            return ""
-        before = len(self._decode(self._context))
-        rest = self._decode(self._context + self._tokens)[before + self._length :]
-        self._length += len(rest)
+        before = self._decode(self._settled)
+        text = self._decode(self._settled + self._held)
+        rest = text[len(before) :] if text.startswith(before) else self._decode(self._held)
+        self._settled, self._held = self._settled + self._held, []
         return rest
+
+    def _begin(self, context: list[int]) -> None:
+        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+        self._settled = context
+        """Tokens before those held back: the last ones whose text was given out, or the prompt."""
+        self._held: list[int] = []
+        """Tokens whose text was not given out."""
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

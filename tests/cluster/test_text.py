@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from cluster.text import Detokenizer, StopStrings, TextStream
 from tests.cluster.fakes import VOCAB, tokenizer
@@ -53,6 +54,93 @@ def test_any_prompt_can_come_before(prompt: list[int]) -> None:
 def test_special_tokens_have_no_text() -> None:
     detokenizer = Detokenizer(tokenizer(), [])
     assert detokenizer.push(1) + detokenizer.flush() == ""
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Words, and a token for each byte, decoded as Llama's tokenizers do."""
+    words = ["<unk>", "a", "bc", "\u2581", "\u2581d", "\u2581ef", "\u00e9"]
+    names = words + [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {name: index for index, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+FALLBACK = byte_fallback_tokenizer()
+WORDS = range(1, 7)
+
+
+def byte(value: int) -> int:
+    token: int = FALLBACK.token_to_id(f"<0x{value:02X}>")
+    return token
+
+
+A = FALLBACK.token_to_id("a")
+FALLBACK_TOKENS = st.lists(
+    st.one_of(
+        st.sampled_from(WORDS),
+        st.sampled_from([0x0A, 0x20, 0x41, 0xE4, 0xB8, 0xAD, 0xC3, 0xA9, 0x80]).map(byte),
+    ),
+    max_size=24,
+)
+
+
+def pieces(tokens: list[int], prompt: list[int]) -> list[str]:
+    detokenizer = Detokenizer(FALLBACK, prompt)
+    return [*map(detokenizer.push, tokens), detokenizer.flush()]
+
+
+def test_a_bad_byte_changes_nothing_that_was_given_out() -> None:
+    tokens = [byte(0x0A), byte(0xE4), A, A]
+    assert pieces(tokens, [A]) == ["\n", "", "\ufffda", "a", ""]
+    tokens = [byte(0xE4), byte(0xB8), byte(0xAD), byte(0x80)]
+    assert pieces(tokens, [A]) == ["", "", "\u4e2d", "", "\ufffd"]
+
+
+@given(tokens=FALLBACK_TOKENS, prompt=FALLBACK_TOKENS)
+def test_any_tokens_of_a_byte_fallback_tokenizer_have_a_text(
+    tokens: list[int], prompt: list[int]
+) -> None:
+    def decode(count: int) -> str:
+        text: str = FALLBACK.decode(context + tokens[:count])
+        return text[len(FALLBACK.decode(context)) :]
+
+    context = [] if FALLBACK.decode(prompt[-16:]).endswith("\ufffd") else prompt[-16:]
+    given_out = pieces(tokens, prompt)
+    text = "".join(given_out)
+    # The decoder may change earlier text; up to there it and the pieces agree.
+    whole = decode(len(tokens))
+    agreed = len(whole)
+    for count in range(len(tokens)):
+        if not (part := decode(count)).endswith("\ufffd"):
+            while not part[:agreed] == whole[: min(agreed, len(part))]:
+                agreed -= 1
+            if not whole.startswith(part):
+                break
+    else:
+        assert text == whole
+    assert text[:agreed] == whole[:agreed]
+    # Nothing is lost and nothing repeated.
+    for word in ("a", "bc", "d", "ef"):
+        spelled = sum(word in FALLBACK.id_to_token(token) for token in tokens if token in WORDS)
+        assert text.count(word) == spelled
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
+    for encoder, prompt in (
+        (tokenizer(), ids("the quick \U0001f98a")[:-1]),
+        (FALLBACK, [A, A, byte(0xE4)]),
+    ):
+        token = encoder.token_to_id("a")
+        detokenizer = Detokenizer(encoder, prompt)
+        assert detokenizer.push(token) + detokenizer.push(token) + detokenizer.flush() == "aa"
 
 
 @pytest.mark.parametrize(
