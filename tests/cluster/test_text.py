@@ -120,7 +120,7 @@ def test_any_tokens_of_a_byte_fallback_tokenizer_have_a_text(
     agreed = len(whole)
     for count in range(len(tokens)):
         if not (part := decode(count)).endswith("\ufffd"):
-            while not part[:agreed] == whole[: min(agreed, len(part))]:
+            while part[:agreed] != whole[: min(agreed, len(part))]:
                 agreed -= 1
             if not whole.startswith(part):
                 break
