@@ -43,7 +43,6 @@ from scheduler.messages import (
     ReplicaJoined,
     ReplicaLost,
     ReplicaSpec,
-    Request,
     StepDone,
     StepFailed,
     StepResult,
@@ -167,7 +166,7 @@ class PoolActor:
     # ------------------------------------------------------------------ ingresses
 
     async def submit(
-        self, ingress_id: str, requests: Sequence[Request], cancels: Sequence[str]
+        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
     ) -> SubmitReply:
         """New requests, and some to cancel; only the refused are in the reply."""
         self._wake_up()
@@ -175,10 +174,10 @@ class PoolActor:
             return SubmitReply(self._incarnation, known=False)
         ingress = self._ingress(ingress_id)
         rejects: list[Reject] = []
-        for request in requests:
-            ingress.requests.add(request.id)
-            self._owners[request.id] = ingress
-            self._step(Submit(request), rejects)
+        for submit in submits:
+            ingress.requests.add(submit.request.id)
+            self._owners[submit.request.id] = ingress
+            self._step(submit, rejects)
         for request_id in cancels:
             if request_id in ingress.requests:
                 self._step(Cancel(request_id))

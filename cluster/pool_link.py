@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from cluster.protocol import News, NewsReply, PoolPort, PoolUnreachable
-from scheduler.messages import Finish, FinishReason, Reject, Request, Usage
+from scheduler.messages import Finish, FinishReason, Reject, Request, Submit, Usage
 
 log = logging.getLogger("lockstep.ingress")
 
@@ -151,9 +151,9 @@ class PoolLink:
             session = self._session
             queue, self._queue = self._queue, []
             cancels, self._cancels = self._cancels, []
-            requests = [self._as_sent(live) for live in queue if live.finish is None]
+            submits = [self._as_sent(live) for live in queue if live.finish is None]
             try:
-                reply = await self._pool.submit(session, requests, cancels)
+                reply = await self._pool.submit(session, submits, cancels)
             except PoolUnreachable as error:
                 await self._start_over(session, f"no answer: {error}")
                 continue
@@ -170,14 +170,15 @@ class PoolLink:
                     live.reject = reject
                     live.end()
 
-    def _as_sent(self, live: LiveRequest) -> Request:
+    def _as_sent(self, live: LiveRequest) -> Submit:
         live.sent = True
-        return replace(
+        request = replace(
             live.request,
             id=live.pool_id,
             committed=tuple(live.tokens),
             timeout_s=max(live.deadline_s - self._clock(), 0.001),
         )
+        return Submit(request, accepted_before=live.recovered > 0)
 
     # ------------------------------------------------------------------ from the pool
 

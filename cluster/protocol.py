@@ -18,9 +18,9 @@ from scheduler.messages import (
     Order,
     Reject,
     ReplicaSpec,
-    Request,
     StepFailed,
     StepResult,
+    Submit,
 )
 from scheduler.status import PoolStatus
 
@@ -110,7 +110,7 @@ class PoolPort(Protocol):
     async def leave(self, replica_id: str) -> None: ...
 
     async def submit(
-        self, ingress_id: str, requests: Sequence[Request], cancels: Sequence[str]
+        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
     ) -> SubmitReply: ...
 
     async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply: ...

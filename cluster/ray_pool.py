@@ -26,7 +26,7 @@ from cluster.protocol import (
     PullReply,
     SubmitReply,
 )
-from scheduler.messages import ReplicaSpec, Request, StepFailed, StepResult
+from scheduler.messages import ReplicaSpec, StepFailed, StepResult, Submit
 
 _ANSWER_S = 5.0
 """How long any answer may take beyond the wait that was asked for."""
@@ -75,9 +75,9 @@ class RayPool:
         await self._call("leave", replica_id)
 
     async def submit(
-        self, ingress_id: str, requests: Sequence[Request], cancels: Sequence[str]
+        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
     ) -> SubmitReply:
-        reply: SubmitReply = await self._call("submit", ingress_id, requests, cancels)
+        reply: SubmitReply = await self._call("submit", ingress_id, submits, cancels)
         return reply
 
     async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:

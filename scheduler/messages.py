@@ -160,6 +160,8 @@ class ReplicaSpec:
 @dataclass(frozen=True, slots=True)
 class Submit:
     request: Request
+    accepted_before: bool = False
+    """An earlier incarnation of the pool accepted it, so it is not refused for load."""
 
 
 @dataclass(frozen=True, slots=True)

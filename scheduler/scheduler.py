@@ -120,7 +120,8 @@ class Scheduler:
         except InvalidRequest as error:
             self._reject(request, RejectCode.INVALID, error.field, error.reason)
             return
-        if len(pool.waiting) >= self.config.waiting_requests_max:
+        full = len(pool.waiting) >= self.config.waiting_requests_max
+        if full and not event.accepted_before:
             message = f"{len(pool.waiting)} requests wait already"
             self._reject(request, RejectCode.OVERLOADED, "", message)
             return

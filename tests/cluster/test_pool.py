@@ -19,7 +19,7 @@ from cluster.pool_actor import PoolActor
 from cluster.pool_link import LiveRequest, PoolLink
 from cluster.protocol import PoolUnreachable
 from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
-from scheduler.messages import FinishReason, OrderKind, RejectCode, Request
+from scheduler.messages import FinishReason, OrderKind, RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
 
 CONFIG = from_args(
@@ -101,8 +101,10 @@ class World:
 
 
 @asynccontextmanager
-async def world(loss: float = 0.0, seed: int = 0, **options: Any) -> AsyncIterator[World]:
-    made = World(Wire(CONFIG, loss, seed, **options), CONFIG)
+async def world(
+    loss: float = 0.0, seed: int = 0, config: ClusterConfig = CONFIG, **options: Any
+) -> AsyncIterator[World]:
+    made = World(Wire(config, loss, seed, **options), config)
     made.link.start()
     try:
         async with asyncio.timeout(30):
@@ -197,6 +199,25 @@ def test_a_restarted_pool_is_told_everything_again() -> None:
     asyncio.run(test())
 
 
+def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
+    config = CONFIG.model_copy(
+        update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}
+    )
+
+    async def test() -> None:
+        async with world(config=config) as w:
+            await w.add_replica(step_s=0.01)
+            requests: list[LiveRequest] = []
+            for prompt in prompts(6):
+                requests.append(w.submit(prompt, 60))
+                await w.until(lambda: bool(requests[-1].tokens))
+            w.wire.restart()
+            await finish(requests)
+            assert_perfect(requests)
+
+    asyncio.run(test())
+
+
 def test_polls_that_overtake_submits_start_nothing_over() -> None:
     async def test() -> None:
         async with world() as w:
@@ -252,9 +273,9 @@ def test_an_ended_session_is_refused_and_the_oldest_are_forgotten(
 
     async def test() -> None:
         actor = PoolActor(CONFIG)
-        await actor.submit("a", [Request("a-1", (1,), 5)], [])
+        await actor.submit("a", [Submit(Request("a-1", (1,), 5))], [])
         await actor.part("a")
-        assert not (await actor.submit("a", [Request("a-2", (1,), 5)], [])).known
+        assert not (await actor.submit("a", [Submit(Request("a-2", (1,), 5))], [])).known
         assert not (await actor.news("a", 1, 0.0)).known
         assert not actor._owners
         for name in "bc":
