@@ -60,7 +60,7 @@ def pool_opener(config: ClusterConfig) -> Callable[[], ActorHandle]:
         actor: ActorHandle = (
             ray.remote(PoolProcess)
             .options(
-                name=config.pool.name,
+                name=config.pool_name,
                 namespace=config.pool.namespace,
                 get_if_exists=True,
                 lifetime="detached",
@@ -202,7 +202,7 @@ def stop(config: ClusterConfig, *, ray_too: bool = True) -> None:
     """Let requests finish within the grace time, then stop Serve, the pool and Ray."""
     serve.shutdown()
     with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(config.pool.name, namespace=config.pool.namespace))
+        ray.kill(ray.get_actor(config.pool_name, namespace=config.pool.namespace))
     if ray_too:
         ray.shutdown()
 

@@ -5,6 +5,8 @@ Frozen and validated; an unknown key is an error that names it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +26,7 @@ class _Settings(BaseModel):
 class PoolConfig(_Settings):
     """The actor that holds the pool."""
 
-    name: str = Field("pool", min_length=1, description="Name of the actor.")
+    name: str = Field("pool", min_length=1, description="Begins the name of the actor.")
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     lease_s: float = Field(
         3.0, gt=0, description="Silence after which a replica or an ingress counts as lost."
@@ -84,6 +86,9 @@ class ActorsConfig(_Settings):
     failures_max: int = Field(
         3, ge=1, description="Orders in a row that may fail before a replica counts as unhealthy."
     )
+    order_s_max: float = Field(
+        120.0, gt=0, description="An order that runs for longer hangs; the replica is replaced."
+    )
 
 
 class ClusterConfig(_Settings):
@@ -96,6 +101,17 @@ class ClusterConfig(_Settings):
     ingress: IngressConfig = IngressConfig()
     server: ServerConfig = ServerConfig()
     actors: ActorsConfig = ActorsConfig()
+
+    @property
+    def pool_name(self) -> str:
+        """Name of the pool's actor: settings that cannot share a pool get one each."""
+        replica = self.replica
+        parts = [
+            *(replica.target, replica.dtype, replica.context_len),
+            *(self.scheduler.model_dump(), self.pool.model_dump()),
+        ]
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return f"{self.pool.name}-{digest[:8]}"
 
 
 SHORT_NAMES: Mapping[str, tuple[str, str]] = {

@@ -62,6 +62,7 @@ Probe = Callable[[Any], Awaitable[bool]]
 
 @dataclass(slots=True)
 class _Replica:
+    spec: ReplicaSpec
     process: Any
     heard_s: float
     mailbox: Mailbox[Order | ReleaseNote]
@@ -115,8 +116,16 @@ class PoolActor:
         """A new incarnation of a replica; `process` is what `probe` understands."""
         self._wake_up()
         if replica_id not in self._replicas:
+            for other_id, other in self._replicas.items():
+                if (other.spec.target, other.spec.dtype) != (spec.target, spec.dtype):
+                    refused = (
+                        f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
+                        f"serves {other.spec.target} in {other.spec.dtype}"
+                    )
+                    log.error("replica %s is refused: %s", replica_id, refused)
+                    return JoinReply(self._incarnation, self._orders_max, refused)
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
-            self._replicas[replica_id] = _Replica(process, self._clock(), Mailbox())
+            self._replicas[replica_id] = _Replica(spec, process, self._clock(), Mailbox())
             self._step(ReplicaJoined(replica_id, spec))
         return JoinReply(self._incarnation, self._orders_max)
 

@@ -35,6 +35,8 @@ class JoinReply:
 
     incarnation: str
     orders_in_flight_max: int
+    refused: str = ""
+    """Why the replica cannot be in this pool; it is not known then."""
 
 
 @dataclass(frozen=True, slots=True)

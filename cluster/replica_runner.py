@@ -12,6 +12,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -66,6 +67,9 @@ class ReplicaRunner:
         self._beat_s = config.pool.lease_s / 3
         self._failures_max = config.actors.failures_max
         self._drain_s = config.actors.drain_s
+        self._order_s_max = config.actors.order_s_max
+        self._order_began_s: float | None = None
+        """When the order that runs now began; the thread writes it."""
         self._load = load
         self._pool = pool
         self._name = name
@@ -94,11 +98,18 @@ class ReplicaRunner:
         self._puller = self._loop.create_task(self._pull_forever())
 
     def check(self) -> None:
-        """Raises ReplicaUnhealthy when the thread or the pull loop has died, or orders fail."""
+        """Raises ReplicaUnhealthy when the process cannot serve: broken, hanging or refused."""
+        self._check_orders()
+        if self._puller.done():
+            error = None if self._puller.cancelled() else self._puller.exception()
+            raise ReplicaUnhealthy(f"the pull loop has died: {error}") from error
+
+    def _check_orders(self) -> None:
         if not self._thread.is_alive():
             raise ReplicaUnhealthy("the thread that runs orders has died")
-        if self._puller.done():
-            raise ReplicaUnhealthy("the pull loop has died")
+        began_s = self._order_began_s
+        if began_s is not None and time.monotonic() - began_s > self._order_s_max:
+            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s")
         for kind, failures in self._failures.items():
             if failures >= self._failures_max:
                 raise ReplicaUnhealthy(f"{failures} {kind} orders in a row have failed")
@@ -108,9 +119,10 @@ class ReplicaRunner:
         self._draining = True
         try:
             async with asyncio.timeout(self._drain_s):
-                await self._pool.drain(self.replica_id)
-                self._something_new.set()
-                await self._drained.wait()
+                if not self._puller.done():
+                    await self._pool.drain(self.replica_id)
+                    self._something_new.set()
+                    await self._drained.wait()
         except (TimeoutError, PoolUnreachable):
             log.warning("replica %s leaves without being drained", self.replica_id)
         self._puller.cancel()
@@ -127,23 +139,38 @@ class ReplicaRunner:
             except PoolUnreachable as error:
                 log.warning("replica %s: no answer from the pool: %s", self.replica_id, error)
                 await asyncio.sleep(_RETRY_S)
+            except ReplicaUnhealthy as error:
+                # To join again would draw the queue to a broken replica; it waits for its end.
+                log.error("replica %s leaves the pool: %s", self.replica_id, error)
+                raise
             except Exception:
                 # The health check will say so, too; a bug must not look like a silent replica.
                 log.exception("replica %s: the pull loop dies", self.replica_id)
                 raise
 
     async def _serve_one_membership(self) -> None:
-        """Join under a new id and pull until the pool no longer knows it."""
+        """Join under a new id and pull until the pool no longer knows it.
+
+        Raises ReplicaUnhealthy, having left the pool, when this replica should be replaced.
+        """
+        self._check_orders()
         self._jobs.put(_Forget())
         self._results.clear()
         self._holding = 0
         self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
         joined = await self._pool.join(self.replica_id, self._spec, self._process)
+        if joined.refused:
+            raise ReplicaUnhealthy(joined.refused)
         log.info("replica %s joined pool %s", self.replica_id, joined.incarnation)
         acknowledged = 0
         pulls: set[asyncio.Task[PullReply]] = set()
         try:
             while True:
+                try:
+                    self._check_orders()
+                except ReplicaUnhealthy:
+                    await self._depart(acknowledged)
+                    raise
                 idle_for_s = self._poll_s
                 if self._results or (not pulls and self._holding < joined.orders_in_flight_max):
                     results, self._results = self._results, []
@@ -166,6 +193,13 @@ class ReplicaRunner:
         finally:
             for pull in pulls:
                 pull.cancel()
+
+    async def _depart(self, acknowledged: int) -> None:
+        """Leave the pool now, but with the results: failures count against their requests."""
+        results, self._results = self._results, []
+        with contextlib.suppress(PoolUnreachable):
+            await self._pool.pull(self.replica_id, acknowledged, results, 0.0)
+            await self._pool.leave(self.replica_id)
 
     def _start_pull(
         self, acknowledged: int, results: list[StepResult | StepFailed], wait_s: float
@@ -239,11 +273,14 @@ class ReplicaRunner:
         if order.replica_id != self.replica_id:
             # Of a membership that has ended; nobody waits for it.
             return StepFailed(order.replica_id, order.id, "the replica has joined again")
+        self._order_began_s = time.monotonic()
         try:
             return replica.step(order)
         except Exception as error:
             log.exception("order %d failed", order.id)
             return StepFailed(order.replica_id, order.id, f"{type(error).__name__}: {error}")
+        finally:
+            self._order_began_s = None
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:
         try:

@@ -46,6 +46,22 @@ def test_a_wrong_key_or_value_is_named(args: dict[str, object], named: str) -> N
         from_args(args)
 
 
+def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
+    settings: list[dict[str, object]] = [
+        {},
+        {"target": "x"},
+        {"dtype": "bfloat16"},
+        {"context_len": 64},
+        {"draft_len": 2},
+        {"pool": {"lease_s": 9}},
+        {"pool": {"name": "mine"}},
+    ]
+    names = [from_args(args).pool_name for args in settings]
+    assert len(set(names)) == len(names)
+    assert names[-1].startswith("mine-")
+    assert from_args({"draft": None, "grpc_port": 9001}).pool_name == names[0]
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         ClusterConfig().replicas = 3  # type: ignore[misc]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -485,6 +488,89 @@ def test_a_replica_whose_orders_of_a_kind_all_fail_is_unhealthy(
             assert "MemoryError" in live.finish.message
             with pytest.raises(ReplicaUnhealthy, match="in a row"):
                 runner.check()
+
+    asyncio.run(test())
+
+
+class Hanging(FakeReplica):
+    """Steps end when `go` is set."""
+
+    go = threading.Event()
+
+    def step(self, order: Any) -> Any:
+        self.go.wait(20)
+        return super().step(order)
+
+
+def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
+    config = CONFIG.model_copy(
+        update={"actors": CONFIG.actors.model_copy(update={"order_s_max": 0.3})}
+    )
+
+    async def test() -> None:
+        async with world() as w:
+            runner = ReplicaRunner(config, Hanging, w.wire, "hanging")
+            await runner.start()
+            w.runners.append(runner)
+            live = w.submit([7, 8], 10)
+            await w.until(lambda: runner._order_began_s is not None)
+            runner.check()
+            await w.until(lambda: not w.wire.actor._replicas)
+            with pytest.raises(ReplicaUnhealthy, match="runs for over"):
+                runner.check()
+            await w.add_replica()
+            await finish([live])
+            assert_perfect([live])
+            Hanging.go.set()
+            await asyncio.to_thread(_wait_for_idle, runner)
+            assert len(w.wire.actor._replicas) == 1
+            with pytest.raises(ReplicaUnhealthy, match="runs for over"):
+                runner.check()
+            async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+                await runner.close()
+
+    asyncio.run(test())
+
+
+def _wait_for_idle(runner: ReplicaRunner) -> None:
+    while runner._order_began_s is not None:
+        time.sleep(0.01)
+
+
+def test_a_replica_whose_orders_fail_leaves_the_queue_to_others() -> None:
+    async def test() -> None:
+        async with world() as w:
+            fake = Broken()
+            fake.bad = range(1, 1000)
+            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "broken")
+            await runner.start()
+            w.runners.append(runner)
+            w.submit([7, 8], 10)
+            await w.until(lambda: not w.wire.actor._replicas)
+            live = w.submit([7, 9], 10)
+            await asyncio.sleep(2 * CONFIG.pool.poll_s)
+            assert not live.ended.is_set()
+            await w.add_replica()
+            await finish([live])
+            assert_perfect([live])
+
+    asyncio.run(test())
+
+
+def test_a_replica_of_another_target_is_refused() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            await w.until(lambda: bool(w.wire.actor._replicas))
+            fake = FakeReplica()
+            fake.spec = replace(fake.spec, target="another")
+            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "other")
+            await runner.start()
+            w.runners.append(runner)
+            await w.until(runner._puller.done)
+            with pytest.raises(ReplicaUnhealthy, match="serves another in float32, but replica0"):
+                runner.check()
+            assert len(w.wire.actor._replicas) == 1
 
     asyncio.run(test())
 

@@ -87,8 +87,8 @@ def test_a_killed_pool_loses_no_request_and_no_token(cluster: RunningCluster) ->
     reference = undisturbed(cluster)
 
     def kill_pool() -> None:
-        pool = cluster.config.pool
-        actor = ray.get_actor(pool.name, namespace=pool.namespace)
+        config = cluster.config
+        actor = ray.get_actor(config.pool_name, namespace=config.pool.namespace)
         os.kill(ray.get(actor.status.remote()).process_id, signal.SIGKILL)
 
     tokens, ends, silence_s = asyncio.run(ask_all(cluster, kill_pool))
