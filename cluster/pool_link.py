@@ -160,8 +160,8 @@ class PoolLink:
             if not await self._accepts(session, reply.incarnation):
                 continue
             if not reply.known:
-                for live in queue:
-                    live.sent = False
+                for unsent in queue:
+                    unsent.sent = False
                 await self._start_over(session, "it has ended this session")
                 continue
             self._registered = True

@@ -23,6 +23,10 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self._settled: list[int]
+        """Tokens before those held back: the last ones whose text was given out, or the prompt."""
+        self._held: list[int]
+        """Tokens whose text was not given out."""
         context = list(prompt[-_CONTEXT_TOKENS:])
         # The stream takes no context that ends within a character: it would repeat it as output.
         self._begin([] if self._decode(context).endswith(_INCOMPLETE) else context)
@@ -54,10 +58,7 @@ class Detokenizer:
 
     def _begin(self, context: list[int]) -> None:
         self._stream = DecodeStream(ids=context, skip_special_tokens=True)
-        self._settled = context
-        """Tokens before those held back: the last ones whose text was given out, or the prompt."""
-        self._held: list[int] = []
-        """Tokens whose text was not given out."""
+        self._settled, self._held = context, []
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
