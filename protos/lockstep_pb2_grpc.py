@@ -63,8 +63,9 @@ class LockstepServicer:
 
     def GenerateStream(self, request, context):
         """Streams the text while it is written. The last chunk carries `end`. A stream of an accepted
-        request that ends with an error status carries it too, with the tokens so far in the chunks; a
-        refused request gets one empty chunk before its error status.
+        request that ends with an error status carries it too, with the tokens so far in the chunks.
+        Only where the pool could not be reached (UNAVAILABLE) there is no `end`. A refused request
+        gets one chunk without text before its error status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
