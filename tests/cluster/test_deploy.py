@@ -52,7 +52,15 @@ def test_the_cluster_of_kuberay_has_room_for_the_replicas() -> None:
     )
     workers = ray_service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert config.actors.replica_gpus is not None
     assert workers["replicas"] * gpus >= config.replicas * config.actors.replica_gpus
+
+
+def test_nothing_that_reads_the_models_lands_on_the_head_of_kuberay() -> None:
+    spec = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())["spec"]
+    actors = from_args(yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]).actors
+    head = spec["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]
+    assert float(head["num-cpus"]) < min(actors.ingress_cpus, actors.replica_cpus)
 
 
 def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:
