@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -148,7 +149,7 @@ def build_app(
         ReplicaDeployment,
         name="replica",
         num_replicas=config.replicas,
-        ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": actors.replica_gpus},
+        ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": _gpus(config)},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
@@ -176,17 +177,41 @@ def build(args: Mapping[str, Any]) -> Application:
 # --------------------------------------------------------------------------- start and stop
 
 
-def start(config: ClusterConfig, app: Application | None = None, *, quiet: bool = False) -> None:
-    """Start Ray where none runs, then Serve and the application; returns when it is ready."""
+@dataclass
+class _Begun:
+    """What `start` has begun in this process; `stop` ends that, and nothing of others."""
+
+    ray: bool = False
+    serve: bool = False
+
+
+_begun = _Begun()
+
+
+def start(
+    config: ClusterConfig,
+    app: Application | None = None,
+    *,
+    quiet: bool = False,
+    join_ray: bool = False,
+) -> None:
+    """Start Ray, Serve and the application; returns when it is ready.
+
+    A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
+    only if none is found, through RAY_ADDRESS or on this machine.
+    """
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
+            address=None if join_ray else "local",
             include_dashboard=False,
             log_to_driver=not quiet,
             logging_level=logging.ERROR if quiet else logging.INFO,
         )
+        _begun.ray = True
     if quiet:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    _begun.serve |= not _serve_runs()
     serve.start(
         proxy_location="EveryNode",
         http_options=HTTPOptions(host=config.server.http_host, port=config.server.http_port),
@@ -198,13 +223,42 @@ def start(config: ClusterConfig, app: Application | None = None, *, quiet: bool 
     serve.run(app or build_app(config), name=APP_NAME, route_prefix="/")
 
 
-def stop(config: ClusterConfig, *, ray_too: bool = True) -> None:
-    """Let requests finish within the grace time, then stop Serve, the pool and Ray."""
-    serve.shutdown()
+def stop(config: ClusterConfig) -> None:
+    """Let requests finish within the grace time, then stop the application and the pool.
+
+    Serve and Ray are stopped if `start` has started them; a Ray that was joined is let go.
+    """
+    if not ray.is_initialized():
+        return
+    if _begun.serve:
+        serve.shutdown()
+    else:
+        serve.delete(APP_NAME)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(config.pool_name, namespace=config.pool.namespace))
-    if ray_too:
+    if _begun.ray:
         ray.shutdown()
+    _begun.ray = _begun.serve = False
+
+
+def _serve_runs() -> bool:
+    status = serve.status()
+    return bool(status.proxies or status.applications)
+
+
+def _gpus(config: ClusterConfig) -> float:
+    """What one replica asks of Ray, so that no two of them load onto one GPU by accident."""
+    if config.actors.replica_gpus is not None:
+        return config.actors.replica_gpus
+    if config.replica.device != "auto":
+        # Who names a GPU by its number places the replicas himself.
+        return 1.0 if config.replica.device == "cuda" else 0.0
+    gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
+    if not gpus:
+        return 0.0
+    # A share must fit on one GPU; Ray counts in steps of 1/10000.
+    replicas_per_gpu = -(-config.replicas // gpus)
+    return (10_000 // replicas_per_gpu) / 10_000
 
 
 def _with_threads(config: ClusterConfig) -> ReplicaConfig:

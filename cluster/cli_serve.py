@@ -28,7 +28,7 @@ def serve_until_signal(config: ClusterConfig) -> int:
         told.set()
 
     try:
-        app.start(config)
+        app.start(config, join_ray=True)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)

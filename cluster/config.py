@@ -79,7 +79,13 @@ class ActorsConfig(_Settings):
     """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
 
     replica_cpus: float = Field(0.1, ge=0, description="Per replica.")
-    replica_gpus: float = Field(0.0, ge=0, description="Per replica; 1 with device cuda.")
+    replica_gpus: float | None = Field(
+        None,
+        ge=0,
+        description="Per replica. Null: 1 for device cuda, 0 for cpu and cuda:N; for auto the "
+        "GPUs that Ray knows at deploy time shared among the replicas, at most 1 each (0 while Ray "
+        "does not run yet, as under `serve run`).",
+    )
     ingress_cpus: float = Field(0.0, ge=0, description="Per ingress.")
     start_s: float = Field(600.0, gt=0, description="How long `serve` waits for the first replica.")
     drain_s: float = Field(20.0, gt=0, description="Grace of a process that is told to go.")

@@ -86,6 +86,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         }
     )
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100 << 20,
@@ -102,6 +103,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         yield running
     finally:
         app.stop(config)
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

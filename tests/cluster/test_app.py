@@ -1,0 +1,109 @@
+"""Proves: starting and stopping leaves alone what others run; replicas ask for the right GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from cluster import app
+from cluster.config import from_args
+
+CONFIG = from_args({})
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was called of Ray and Serve, which do nothing; neither runs at first."""
+    made: list[Any] = []
+
+    def note(name: str) -> Any:
+        return lambda *args, **_options: made.append((name, *args) if args else name)
+
+    def init(address: str | None, **_options: Any) -> None:
+        made.append(("init", address))
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
+    monkeypatch.setattr(app, "_begun", app._Begun())
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: name)
+    for module, name in [(ray, "kill"), (ray, "shutdown"), (serve, "delete")]:
+        monkeypatch.setattr(module, name, note(name))
+    monkeypatch.setattr(serve, "start", note("serve.start"))
+    monkeypatch.setattr(serve, "run", lambda *_args, **_options: None)
+    monkeypatch.setattr(serve, "shutdown", note("serve.shutdown"))
+    serve_runs(monkeypatch, False)
+    return made
+
+
+def serve_runs(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
+    status = SimpleNamespace(proxies={"node": "HEALTHY"} if runs else {}, applications={})
+    monkeypatch.setattr(serve, "status", lambda: status)
+
+
+APPLICATION: Any = object()
+KILL_POOL = ("kill", CONFIG.pool_name)
+
+
+def test_a_cluster_of_its_own_is_stopped_whole(calls: list[Any]) -> None:
+    app.start(CONFIG, APPLICATION)
+    app.stop(CONFIG)
+    assert calls == [("init", "local"), "serve.start", "serve.shutdown", KILL_POOL, "shutdown"]
+
+
+def test_a_serve_that_ran_before_keeps_running(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_runs(monkeypatch, True)
+    app.start(CONFIG, APPLICATION, join_ray=True)
+    app.stop(CONFIG)
+    expected = [("init", None), "serve.start", ("delete", "lockstep"), KILL_POOL, "shutdown"]
+    assert calls == expected
+
+
+def test_a_ray_of_the_caller_stays_connected(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    app.start(CONFIG, APPLICATION)
+    app.stop(CONFIG)
+    assert calls == ["serve.start", "serve.shutdown", KILL_POOL]
+
+
+def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:
+    app.stop(CONFIG)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "each"),
+    [
+        ({"device": "cuda", "replicas": 2}, 1, 1.0),
+        ({"device": "cuda:1"}, 2, 0.0),
+        ({"device": "cpu"}, 8, 0.0),
+        ({"device": "auto"}, 0, 0.0),
+        ({"device": "auto", "replicas": 2}, 8, 1.0),
+        ({"device": "auto", "replicas": 2}, 1, 0.5),
+        ({"device": "auto", "replicas": 4}, 3, 0.5),
+        ({"device": "auto", "replicas": 3}, 1, 0.3333),
+        ({"device": "cuda", "actors": {"replica_gpus": 0.25}}, 1, 0.25),
+    ],
+)
+def test_gpus_of_a_replica(
+    settings: dict[str, Any], machine: int, each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": machine} if machine else {})
+    built = app.build_app(from_args(settings))
+    (replicas,) = [
+        part for part in built._bound_deployment.init_args if hasattr(part, "_bound_deployment")
+    ]
+    assert replicas._bound_deployment.ray_actor_options["num_gpus"] == each
+
+
+def test_without_a_ray_auto_asks_for_no_gpu() -> None:
+    assert app._gpus(from_args({"device": "auto"})) == 0.0
