@@ -209,12 +209,15 @@ def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
 
     async def test() -> None:
         async with world(config=config) as w:
-            await w.add_replica(step_s=0.01)
+            first = await w.add_replica(step_s=0.01)
             requests: list[LiveRequest] = []
             for prompt in prompts(6):
-                requests.append(w.submit(prompt, 60))
+                requests.append(w.submit(prompt, 300))
                 await w.until(lambda: bool(requests[-1].tokens))
+            first._puller.cancel()
             w.wire.restart()
+            await w.until(lambda: w.wire.actor._scheduler.snapshot().waiting == 6)
+            await w.add_replica()
             await finish(requests)
             assert_perfect(requests)
 
