@@ -23,7 +23,7 @@ demo: $(SETUP)  ## start a cluster with the demo pair, stream answers, print fig
 	$(BIN)/lockstep demo
 
 serve: $(SETUP)  ## the same cluster, up until Ctrl-C
-	$(BIN)/lockstep serve
+	$(BIN)/lockstep serve --replicas 2
 
 test: $(SETUP)  ## everything that CI runs
 	$(BIN)/python -m pytest

@@ -10,6 +10,7 @@ import math
 
 import pytest
 
+from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Dispatch,
     Emit,
@@ -18,11 +19,14 @@ from scheduler.messages import (
     Reject,
     RejectCode,
     Release,
+    Request,
     RowResult,
     SamplingParams,
     StepDone,
     StepResult,
+    Submit,
 )
+from scheduler.scheduler import Scheduler
 from tests.scheduler.hand import Hand, only, released, rows_of
 
 
@@ -221,3 +225,14 @@ def test_refusals_name_code_and_field() -> None:
     hand.cancel("c")
     assert hand.submit("d") == []
     assert hand.scheduler.snapshot().rejected == 3
+
+
+def test_what_an_earlier_incarnation_accepted_is_not_refused_for_load() -> None:
+    scheduler = Scheduler(SchedulerConfig(waiting_requests_max=1))
+    scheduler.step(Submit(Request("a", (1, 2), 4)), 0.0)
+    (refused,) = scheduler.step(Submit(Request("b", (1, 2), 4)), 0.0)
+    assert isinstance(refused, Reject)
+    assert refused.code is RejectCode.OVERLOADED
+    assert scheduler.step(Submit(Request("c", (1, 2), 4), accepted_before=True), 0.0) == []
+    scheduler.check_integrity()
+    assert scheduler.snapshot().waiting == 2
