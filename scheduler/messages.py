@@ -110,6 +110,7 @@ class StepTimes:
     """Where an order's time went."""
 
     prefill_s: float = 0.0
+    """Filling KV caches: both models' in a prefill, in steps the draft's where it lags behind."""
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
