@@ -131,11 +131,12 @@ def main() -> None:
         text.encoder, args.limit, args.prompts, replica.spec.context_len - args.new_tokens
     )
     print(machine() | {"threads": args.threads})
-    app.start(config, quiet=True)
+    cluster = app.ClusterRun(config)
     try:
+        cluster.start(quiet=True)
         figures = asyncio.run(measure(replica, config, prompts, args))
     finally:
-        app.stop(config)
+        cluster.stop()
     ratios = {
         way: median(a / b for a, b in zip(figures[way], figures["in process"], strict=True))
         for way in ("unary", "stream")

@@ -1,7 +1,7 @@
 """The composition root: every `ray.remote` and every Serve deployment stands here, nothing else.
 
-`build` is what `serve run cluster.app:build target=...` and Serve config files name; `start` and
-`stop` are the same for the command line.
+`build` is what `serve run cluster.app:build target=...` and Serve config files name;
+`ClusterRun` is the same for the command line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -177,68 +176,62 @@ def build(args: Mapping[str, Any]) -> Application:
 # --------------------------------------------------------------------------- start and stop
 
 
-@dataclass
-class _Begun:
-    """What `start` has begun in this process; `stop` ends that, and nothing of others."""
+class ClusterRun:
+    """A cluster begun here; `stop` ends what `start` has begun, and nothing of others."""
 
-    ray: bool = False
-    serve: bool = False
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._began_ray = False
+        self._began_serve = False
 
+    def start(
+        self, app: Application | None = None, *, quiet: bool = False, join_ray: bool = False
+    ) -> None:
+        """Start Ray, Serve and the application; returns when it is ready.
 
-_begun = _Begun()
-
-
-def start(
-    config: ClusterConfig,
-    app: Application | None = None,
-    *,
-    quiet: bool = False,
-    join_ray: bool = False,
-) -> None:
-    """Start Ray, Serve and the application; returns when it is ready.
-
-    A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
-    only if none is found, through RAY_ADDRESS or on this machine.
-    """
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address=None if join_ray else "local",
-            include_dashboard=False,
-            log_to_driver=not quiet,
-            logging_level=logging.ERROR if quiet else logging.INFO,
+        A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
+        only if none is found, through RAY_ADDRESS or on this machine.
+        """
+        if not ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(
+                address=None if join_ray else "local",
+                include_dashboard=False,
+                log_to_driver=not quiet,
+                logging_level=logging.ERROR if quiet else logging.INFO,
+            )
+            self._began_ray = True
+        if quiet:
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        self._began_serve |= not _serve_runs()
+        server = self._config.server
+        serve.start(
+            proxy_location="EveryNode",
+            http_options=HTTPOptions(host=server.http_host, port=server.http_port),
+            grpc_options=gRPCOptions(
+                port=server.grpc_port, grpc_servicer_functions=list(SERVICER_FUNCTIONS)
+            ),
+            logging_config={"enable_access_log": False},
         )
-        _begun.ray = True
-    if quiet:
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    _begun.serve |= not _serve_runs()
-    serve.start(
-        proxy_location="EveryNode",
-        http_options=HTTPOptions(host=config.server.http_host, port=config.server.http_port),
-        grpc_options=gRPCOptions(
-            port=config.server.grpc_port, grpc_servicer_functions=list(SERVICER_FUNCTIONS)
-        ),
-        logging_config={"enable_access_log": False},
-    )
-    serve.run(app or build_app(config), name=APP_NAME, route_prefix="/")
+        serve.run(app or build_app(self._config), name=APP_NAME, route_prefix="/")
 
+    def stop(self) -> None:
+        """Let requests finish within the grace time, then stop the application and the pool.
 
-def stop(config: ClusterConfig) -> None:
-    """Let requests finish within the grace time, then stop the application and the pool.
-
-    Serve and Ray are stopped if `start` has started them; a Ray that was joined is let go.
-    """
-    if not ray.is_initialized():
-        return
-    if _begun.serve:
-        serve.shutdown()
-    else:
-        serve.delete(APP_NAME)
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(config.pool_name, namespace=config.pool.namespace))
-    if _begun.ray:
-        ray.shutdown()
-    _begun.ray = _begun.serve = False
+        Serve and Ray are stopped if `start` has started them; a Ray that was joined is let go.
+        """
+        if not ray.is_initialized():
+            return
+        if self._began_serve:
+            serve.shutdown()
+        else:
+            serve.delete(APP_NAME)
+        with contextlib.suppress(ValueError):
+            pool = self._config.pool
+            ray.kill(ray.get_actor(self._config.pool_name, namespace=pool.namespace))
+        if self._began_ray:
+            ray.shutdown()
+        self._began_ray = self._began_serve = False
 
 
 def _serve_runs() -> bool:

@@ -27,8 +27,9 @@ def serve_until_signal(config: ClusterConfig) -> int:
     def tell(_signal: int, _frame: FrameType | None) -> None:
         told.set()
 
+    cluster = app.ClusterRun(config)
     try:
-        app.start(config, join_ray=True)
+        cluster.start(join_ray=True)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
@@ -44,7 +45,7 @@ def serve_until_signal(config: ClusterConfig) -> int:
     except KeyboardInterrupt:
         console.print("Stopping.")
     finally:
-        app.stop(config)
+        cluster.stop()
     return 0
 
 

@@ -52,13 +52,14 @@ def run_demo(config: ClusterConfig, max_new_tokens: int) -> int:
         style="dim",
     )
     started_s = time.perf_counter()
+    cluster = app.ClusterRun(config)
     try:
-        app.start(config, quiet=True)
+        cluster.start(quiet=True)
         console.print(f"Ready after {time.perf_counter() - started_s:.1f} s.\n", style="dim")
         address = f"localhost:{config.server.grpc_port}"
         answers, total_s, status = asyncio.run(_ask(address, max_new_tokens, console))
     finally:
-        app.stop(config)
+        cluster.stop()
     console.print("Stopped. Decoding the same prompts plainly ...", style="dim")
     equal = sum(
         expected == answer.tokens

@@ -27,7 +27,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(("init", address))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
-    monkeypatch.setattr(app, "_begun", app._Begun())
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: name)
@@ -50,8 +49,9 @@ KILL_POOL = ("kill", CONFIG.pool_name)
 
 
 def test_a_cluster_of_its_own_is_stopped_whole(calls: list[Any]) -> None:
-    app.start(CONFIG, APPLICATION)
-    app.stop(CONFIG)
+    cluster = app.ClusterRun(CONFIG)
+    cluster.start(APPLICATION)
+    cluster.stop()
     assert calls == [("init", "local"), "serve.start", "serve.shutdown", KILL_POOL, "shutdown"]
 
 
@@ -59,8 +59,9 @@ def test_a_serve_that_ran_before_keeps_running(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_runs(monkeypatch, True)
-    app.start(CONFIG, APPLICATION, join_ray=True)
-    app.stop(CONFIG)
+    cluster = app.ClusterRun(CONFIG)
+    cluster.start(APPLICATION, join_ray=True)
+    cluster.stop()
     expected = [("init", None), "serve.start", ("delete", "lockstep"), KILL_POOL, "shutdown"]
     assert calls == expected
 
@@ -69,13 +70,14 @@ def test_a_ray_of_the_caller_stays_connected(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    app.start(CONFIG, APPLICATION)
-    app.stop(CONFIG)
+    cluster = app.ClusterRun(CONFIG)
+    cluster.start(APPLICATION)
+    cluster.stop()
     assert calls == ["serve.start", "serve.shutdown", KILL_POOL]
 
 
 def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:
-    app.stop(CONFIG)
+    app.ClusterRun(CONFIG).stop()
     assert calls == []
 
 

@@ -93,8 +93,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         log_to_driver=False,
         configure_logging=False,
     )
+    started = app.ClusterRun(config)
     try:
-        app.start(config)
+        started.start()
         address = f"localhost:{config.server.grpc_port}"
         with Client(address) as client:
             client.wait_until_ready(READY_S)
@@ -102,7 +103,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         running.wait_for_replicas(2)
         yield running
     finally:
-        app.stop(config)
+        started.stop()
         ray.shutdown()
 
 
