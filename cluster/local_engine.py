@@ -137,8 +137,8 @@ class LocalEngine:
                 assert output.reason is None, "a request finishes once"
                 output.reason, output.usage, output.message = reason, usage, message
                 output.finished_s = now_s
-            case Reject(request_id, code, field_name, message):
+            case Reject(request_id, code, field_name, message, retry_after_s):
                 del self.outputs[request_id]
                 if code is RejectCode.OVERLOADED:
-                    raise Overloaded(message)
+                    raise Overloaded(message, retry_after_s)
                 raise InvalidRequest(field_name, message)

@@ -36,6 +36,7 @@ from scheduler.messages import (
     Emit,
     Event,
     Finish,
+    Interrupt,
     Order,
     Reject,
     Release,
@@ -65,7 +66,7 @@ class _Replica:
     spec: ReplicaSpec
     process: Any
     heard_s: float
-    mailbox: Mailbox[Order | ReleaseNote]
+    mailbox: Mailbox[Order | ReleaseNote | Interrupt]
     orders: set[int] = field(default_factory=set)
     draining: bool = False
     probe: asyncio.Task[bool] | None = None
@@ -235,6 +236,9 @@ class PoolActor:
                 if (replica := self._replicas.get(order.replica_id)) is not None:
                     replica.orders.add(order.id)
                     self._post(replica.mailbox, order)
+            case Interrupt(replica_id):
+                if (replica := self._replicas.get(replica_id)) is not None:
+                    self._post(replica.mailbox, action)
             case Release(replica_id, sequence_ids):
                 if (replica := self._replicas.get(replica_id)) is not None:
                     self._post(replica.mailbox, ReleaseNote(sequence_ids))

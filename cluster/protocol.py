@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Finish,
+    Interrupt,
     Order,
     Reject,
     ReplicaSpec,
@@ -53,7 +54,7 @@ class PullReply:
     known: bool
     number: int = 0
     """Of the last item; the next pull acknowledges it."""
-    items: tuple[Order | ReleaseNote, ...] = ()
+    items: tuple[Order | ReleaseNote | Interrupt, ...] = ()
     first: int = 0
     """Number of the first item; items up to the last one acknowledged were seen before."""
     draining: bool = False

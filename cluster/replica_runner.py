@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from cluster.protocol import PoolPort, PoolUnreachable, PullReply, ReleaseNote
-from scheduler.messages import Order, OrderKind, ReplicaSpec, StepFailed, StepResult
+from scheduler.messages import Interrupt, Order, OrderKind, ReplicaSpec, StepFailed, StepResult
 
 log = logging.getLogger("lockstep.replica")
 
@@ -31,7 +31,9 @@ class HostedReplica(Protocol):
 
     spec: ReplicaSpec
 
-    def step(self, order: Order) -> StepResult: ...
+    def step(self, order: Order, interrupted: Callable[[], bool]) -> StepResult:
+        """`interrupted` is asked after each step; the order ends early once it says so."""
+        ...
 
     def release(self, sequence_ids: Iterable[str]) -> None: ...
 
@@ -76,6 +78,8 @@ class ReplicaRunner:
         self._process = process
         self._jobs: queue.SimpleQueue[Order | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
         self._results: list[StepResult | StepFailed] = []
+        self._interrupted = 0
+        """Orders up to this id end after the step in hand; the thread reads it."""
         self._failures = dict.fromkeys(OrderKind, 0)
         """Orders of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
@@ -157,6 +161,7 @@ class ReplicaRunner:
         self._jobs.put(_Forget())
         self._results.clear()
         self._holding = 0
+        self._interrupted = 0
         self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
         joined = await self._pool.join(self.replica_id, self._spec, self._process)
         if joined.refused:
@@ -231,6 +236,9 @@ class ReplicaRunner:
             if number <= acknowledged:
                 continue
             acknowledged = number
+            if isinstance(item, Interrupt):
+                self._interrupted = max(self._interrupted, item.order_id)
+                continue
             if isinstance(item, Order):
                 self._holding += 1
             self._jobs.put(item)
@@ -275,7 +283,7 @@ class ReplicaRunner:
             return StepFailed(order.replica_id, order.id, "the replica has joined again")
         self._order_began_s = time.monotonic()
         try:
-            return replica.step(order)
+            return replica.step(order, lambda: order.id <= self._interrupted)
         except Exception as error:
             log.exception("order %d failed", order.id)
             return StepFailed(order.replica_id, order.id, f"{type(error).__name__}: {error}")

@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_HIGH: _ClassVar[Priority]
+    PRIORITY_NORMAL: _ClassVar[Priority]
+    PRIORITY_LOW: _ClassVar[Priority]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -15,6 +22,10 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
     FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
     FINISH_REASON_FAILED: _ClassVar[FinishReason]
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_HIGH: Priority
+PRIORITY_NORMAL: Priority
+PRIORITY_LOW: Priority
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -29,7 +40,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "prompt_token_ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "speculation", "draft_len", "timeout_s", "request_id", "committed_token_ids")
+    __slots__ = ("prompt", "prompt_token_ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "speculation", "draft_len", "timeout_s", "request_id", "committed_token_ids", "priority")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +57,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     prompt_token_ids: TokenIds
     max_new_tokens: int
@@ -62,7 +74,8 @@ class GenerateRequest(_message.Message):
     timeout_s: float
     request_id: str
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[bool] = ..., draft_len: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., committed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[bool] = ..., draft_len: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens")
@@ -167,7 +180,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean")
+    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping")
     READY_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POOL_UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +195,13 @@ class StatusResponse(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     GROUP_SPREAD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     pool_incarnation: str
     pool_uptime_s: float
@@ -196,4 +216,11 @@ class StatusResponse(_message.Message):
     accepted_tokens: int
     acceptance: float
     group_spread_mean: float
-    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ...) -> None: ...
+    waiting_tokens: int
+    outstanding_tokens: int
+    tokens_per_s: float
+    preempted: int
+    moved: int
+    recovered: int
+    stopping: bool
+    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ...) -> None: ...

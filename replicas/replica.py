@@ -6,7 +6,7 @@ nothing: which rows run, when and how far ahead is the pool's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -119,11 +119,14 @@ class Replica:
             raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
 
     @torch.inference_mode()
-    def step(self, order: Order) -> StepResult:
-        """Run one order. If it raises, the residents are as they were before it."""
+    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+        """Run one order. If it raises, the residents are as they were before it.
+
+        `interrupted` is asked after each step; an order ends early once it says so.
+        """
         if order.kind is OrderKind.PREFILL:
             return self._prefill(order)
-        return self._speculate(order)
+        return self._speculate(order, interrupted)
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Forget the residents and free their blocks; unknown ids are ignored."""
@@ -177,14 +180,19 @@ class Replica:
 
     def _admit(self, row: PrefillRow) -> None:
         assert row.sequence_id not in self._residents, f"{row.sequence_id} is resident already"
-        # Enough for every token it may commit, so that no later step can run out.
-        self._blocks.grow(row.sequence_id, len(row.tokens) + row.tokens_left)
+        self._own(row.sequence_id, row.blocks, len(row.tokens))
         self._residents[row.sequence_id] = Resident(
             content=list(row.tokens),
             tokens_left=row.tokens_left,
             sampling=row.sampling,
             stop_token_ids=frozenset(row.stop_token_ids),
         )
+
+    def _own(self, sequence_id: str, blocks: int, positions: int) -> None:
+        """Give the sequence its blocks; the pool has set them aside and says how many."""
+        room = blocks * self._shape.block_size
+        assert room >= positions, f"{sequence_id}: {positions} positions, room for {room}"
+        self._blocks.grow(sequence_id, room)
 
     def _fill(self, model: PagedModel, ids: list[str], spans: list[tuple[int, int]]) -> None:
         prefill(
@@ -198,11 +206,15 @@ class Replica:
 
     # ------------------------------------------------------------------ speculate
 
-    def _speculate(self, order: Order) -> StepResult:
+    def _speculate(self, order: Order, interrupted: Callable[[], bool]) -> StepResult:
         start = perf_counter()
         watch = Stopwatch(self._device)
         ids = [row.sequence_id for row in order.rows]
         rows = [self._checked(row) for row in order.rows]
+        for row, resident in zip(order.rows, rows, strict=True):
+            # The last token committed has no KV entry yet.
+            most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
+            self._own(row.sequence_id, row.blocks, row.length + most - 1)
         before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
         tallies = [_Tally(0, 0, [0] * order.draft_len) for _ in rows]
         table = self._blocks.table(ids, self._device)
@@ -227,6 +239,8 @@ class Replica:
                 ):
                     _commit(resident, tally, tokens, right, cap, k)
                 if any(_finished(*pair) for pair in zip(rows, committed, strict=True)):
+                    break
+                if interrupted():
                     break
         except BaseException:
             for row, resident, (tokens_left, draft_kv) in zip(

@@ -46,6 +46,24 @@ class SchedulerConfig(BaseModel):
         ge=1,
         description="Requests that wait for a replica; beyond it they are refused.",
     )
+    waiting_tokens_max: int = Field(
+        default=4_194_304,
+        ge=1,
+        description="Tokens (prompt and limit) of the requests that wait; beyond it they are "
+        "refused.",
+    )
+    priority_age_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="Waiting by which a request overtakes the next higher priority class.",
+    )
+    kv_reserve: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of a sequence's tokens to come for which KV blocks are set aside when "
+        "it is placed. 1: none is ever sent back for want of blocks.",
+    )
     waiting_scan_max: int = Field(
         default=32,
         ge=1,
@@ -54,7 +72,8 @@ class SchedulerConfig(BaseModel):
     failures_max: int = Field(
         default=3,
         ge=1,
-        description="Failed orders in a row, without a new token, that fail a request.",
+        description="Failed orders, or replicas killed, in a row and without a new token, that "
+        "fail a request.",
     )
     prompt_tokens_max: int = Field(default=131072, ge=1, description="Longest prompt accepted.")
     stop_token_ids_max: int = Field(default=64, ge=0, description="Stop token ids per request.")

@@ -17,4 +17,8 @@ class InvalidRequest(LockstepError):
 
 
 class Overloaded(LockstepError):
-    """The waiting queue is full; the same request may succeed later."""
+    """The waiting queue is full; the same request may succeed after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

@@ -7,7 +7,7 @@ speak one language. Token ids are plain ints, lengths are in tokens, times in se
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 # --------------------------------------------------------------------------- requests
 
@@ -27,6 +27,14 @@ class SamplingParams:
     """Keys the noise together with the position; 0 <= seed < 2**63."""
 
 
+class Priority(IntEnum):
+    """A request's class: the lower value is served first, but waiting ages, so none starves."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a client asks for, tokenized; `id` is unique within the pool."""
@@ -42,6 +50,9 @@ class Request:
     """Time from `Submit` to the deadline; None for no deadline."""
     committed: tuple[int, ...] = ()
     """Tokens that an earlier incarnation of the pool delivered; they count as new tokens."""
+    priority: Priority = Priority.NORMAL
+    tenant: str = ""
+    """Whom the request counts for where tenants share a contended pool."""
 
 
 # --------------------------------------------------------------------------- orders
@@ -63,6 +74,8 @@ class PrefillRow:
     """How many more tokens the sequence may commit, at least 1."""
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
+    blocks: int
+    """KV blocks that the sequence owns from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,8 @@ class StepRow:
     draft_len: int
     """Draft tokens of this row per step, at most the order's; the replica lowers it to
     tokens_left - 1 so that no row ever drafts beyond its limit."""
+    blocks: int
+    """KV blocks that the sequence owns from now on: enough for all steps of the order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,8 @@ class Order:
     draft_len: int = 0
     """k of the group: the largest draft_len of its rows."""
     steps: int = 1
-    """At most so many steps; the replica ends the order early once a row has finished."""
+    """At most so many steps; the replica ends the order early once a row has finished, or when it
+    is interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +208,8 @@ class ReplicaLost:
     """All its residents wait again, with the tokens that they have committed."""
 
     replica_id: str
+    blamed: bool = True
+    """Whether the order that it ran may have killed it; not so when it has left by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +219,10 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The replica lives but could not run the order; its rows were rolled back to `length`."""
+    """The replica lives but could not run the order.
+
+    The rows of a speculate order are as they were before it, those of a prefill are not there.
+    """
 
     replica_id: str
     order_id: int
@@ -244,8 +265,8 @@ class Usage:
     replicas: tuple[str, ...] = ()
     """Replicas that served it, in order of first use."""
     recovered: int = 0
-    """How often it lost its place and was prefilled again: its replica was lost or drained, or
-    an order with it failed."""
+    """How often it lost its place and was prefilled again: its replica was lost or drained, an
+    order with it failed, it was moved to a lighter replica, or KV blocks ran out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +307,19 @@ class Reject:
     code: RejectCode
     field: str
     message: str
+    retry_after_s: float = 0.0
+    """When the same request may be accepted, as estimated; for OVERLOADED."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """End this order after the step in hand: somebody waits for it, or a row of it has ended.
+
+    Only a wish: an order that goes on is right all the same.
+    """
+
+    replica_id: str
+    order_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,4 +333,4 @@ class Release:
     sequence_ids: tuple[str, ...]
 
 
-Action = Dispatch | Emit | Finish | Reject | Release
+Action = Dispatch | Interrupt | Emit | Finish | Reject | Release

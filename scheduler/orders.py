@@ -16,6 +16,7 @@ def prefill_order(order_id: int, replica_id: str, sequences: list[Sequence]) -> 
             tokens_left=sequence.tokens_left,
             sampling=sequence.request.sampling,
             stop_token_ids=sequence.request.stop_token_ids,
+            blocks=sequence.blocks,
         )
         for sequence in sequences
     )
@@ -31,7 +32,7 @@ def speculate_order(
     is the largest of them.
     """
     rows = tuple(
-        StepRow(sequence.id, sequence.length, row_draft_len(sequence, draft_len))
+        StepRow(sequence.id, sequence.length, row_draft_len(sequence, draft_len), sequence.blocks)
         for sequence in sequences
     )
     return Order(

@@ -48,6 +48,16 @@ class PoolStatus:
     """By order of joining."""
     finished: Mapping[FinishReason, int]
     rejected: int
+    waiting_tokens: int = 0
+    """Tokens (prompt and limit) of the requests that wait."""
+    outstanding_tokens: int = 0
+    """Tokens that accepted requests may still commit."""
+    tokens_per_s: float = 0.0
+    """Committed tokens per second over the last seconds."""
+    preempted: int = 0
+    """How often a sequence was sent back because KV blocks ran out; a sum, as the next two."""
+    moved: int = 0
+    recovered: int = 0
 
 
 def pool_status(pool: Pool, rejected: int) -> PoolStatus:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -78,7 +78,7 @@ class FakeReplica:
         for sequence_id in sequence_ids:
             self._residents.pop(sequence_id, None)
 
-    def step(self, order: Order) -> StepResult:
+    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
         start = time.perf_counter()
         if order.kind is OrderKind.PREFILL:
             time.sleep(self._prefill_s)
@@ -94,7 +94,7 @@ class FakeReplica:
             assert len(self._residents[row.sequence_id].content) == row.length, "length"
         steps = 0
         finished = False
-        while steps < order.steps and not finished:
+        while steps < order.steps and not finished and not (steps and interrupted()):
             time.sleep(self._step_s)
             steps += 1
             for sequence_id, row in taken.items():

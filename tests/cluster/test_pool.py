@@ -451,10 +451,10 @@ class Broken(FakeReplica):
     bad: range = range(0)
     bad_kinds: tuple[OrderKind, ...] = tuple(OrderKind)
 
-    def step(self, order: Any) -> Any:
+    def step(self, order: Any, *rest: Any) -> Any:
         if order.id in self.bad and order.kind in self.bad_kinds:
             raise MemoryError("too much")
-        return super().step(order)
+        return super().step(order, *rest)
 
 
 def test_an_order_that_fails_is_tried_again() -> None:
@@ -500,9 +500,9 @@ class Hanging(FakeReplica):
 
     go = threading.Event()
 
-    def step(self, order: Any) -> Any:
+    def step(self, order: Any, *rest: Any) -> Any:
         self.go.wait(20)
-        return super().step(order)
+        return super().step(order, *rest)
 
 
 def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:

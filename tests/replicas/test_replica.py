@@ -32,12 +32,20 @@ class Client:
         self.replica = replica
         self.contents: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
+        self.blocks: dict[str, int] = {}
         self._stop = stop
         self._orders = 0
 
     def prefill(self, new: int = NEW, **prompts: list[int]) -> StepResult:
         rows = tuple(
-            PrefillRow(name, tuple(tokens), new, SamplingParams(), self._stop)
+            PrefillRow(
+                name,
+                tuple(tokens),
+                new,
+                SamplingParams(),
+                self._stop,
+                self._blocks(name, tokens, new),
+            )
             for name, tokens in prompts.items()
         )
         self.contents.update({name: list(tokens) for name, tokens in prompts.items()})
@@ -47,7 +55,8 @@ class Client:
 
     def steps(self, k: int, n: int = 1, names: list[str] | None = None) -> StepResult:
         rows = tuple(
-            StepRow(name, len(self.contents[name]), k) for name in names or list(self.contents)
+            StepRow(name, len(self.contents[name]), k, self.blocks[name])
+            for name in names or list(self.contents)
         )
         self._orders += 1
         order = Order(self._orders, "r", OrderKind.SPECULATE, rows=rows, draft_len=k, steps=n)
@@ -56,6 +65,10 @@ class Client:
             self.contents[row.sequence_id].extend(row.tokens)
         self.replica.check_integrity()
         return result
+
+    def _blocks(self, name: str, tokens: list[int], new: int) -> int:
+        self.blocks[name] = -(-(len(tokens) + new) // self.replica.spec.block_size)
+        return self.blocks[name]
 
     def new_tokens(self, name: str) -> list[int]:
         return self.contents[name][self.prompts[name] :]

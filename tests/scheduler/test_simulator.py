@@ -25,7 +25,10 @@ SPEC = ReplicaSpec(kv_blocks=10, block_size=4, context_len=64, vocab_size=100)
 
 
 def prefill(order_id: int, *names: str, tokens: int = 3, left: int = 5) -> Order:
-    rows = tuple(PrefillRow(name, (1,) * tokens, left, SamplingParams(), ()) for name in names)
+    rows = tuple(
+        PrefillRow(name, (1,) * tokens, left, SamplingParams(), (), -(-(tokens + left) // 4))
+        for name in names
+    )
     return Order(order_id, "r", OrderKind.PREFILL, prefill=rows)
 
 
@@ -47,14 +50,14 @@ def replica() -> FakeReplica:
 @pytest.mark.parametrize(
     "order",
     [
-        steps(2, StepRow("stranger", 3, 2)),
-        steps(1, StepRow("a", 3, 2)),  # an order id twice
-        steps(2, StepRow("a", 3, 2), StepRow("a", 3, 2)),
+        steps(2, StepRow("stranger", 3, 2, 10)),
+        steps(1, StepRow("a", 3, 2, 10)),  # an order id twice
+        steps(2, StepRow("a", 3, 2, 10), StepRow("a", 3, 2, 10)),
         prefill(2, "a"),
         prefill(2, "b", "b"),
-        Order(2, "elsewhere", OrderKind.SPECULATE, rows=(StepRow("a", 3, 0),)),
+        Order(2, "elsewhere", OrderKind.SPECULATE, rows=(StepRow("a", 3, 0, 10),)),
         Order(2, "r", OrderKind.SPECULATE),
-        Order(2, "r", OrderKind.SPECULATE, rows=(StepRow("a", 3, 3),), draft_len=1),
+        Order(2, "r", OrderKind.SPECULATE, rows=(StepRow("a", 3, 3, 10),), draft_len=1),
     ],
 )
 def test_an_order_that_a_real_replica_could_not_obey_is_an_assertion(
@@ -65,7 +68,7 @@ def test_an_order_that_a_real_replica_could_not_obey_is_an_assertion(
 
 
 @pytest.mark.parametrize(
-    "order", [steps(2, StepRow("a", 4, 2)), prefill(2, "b", left=36), prefill(2, "b", left=62)]
+    "order", [steps(2, StepRow("a", 4, 2, 10)), prefill(2, "b", left=36), prefill(2, "b", left=62)]
 )
 def test_wrong_lengths_and_missing_blocks_are_found_when_it_runs(
     replica: FakeReplica, order: Order
@@ -76,7 +79,7 @@ def test_wrong_lengths_and_missing_blocks_are_found_when_it_runs(
 
 
 def test_a_row_is_not_released_while_an_order_holds_it(replica: FakeReplica) -> None:
-    order = steps(2, StepRow("a", 3, 2))
+    order = steps(2, StepRow("a", 3, 2, 10))
     replica.receive(order)
     with pytest.raises(AssertionError):
         replica.release(Release("r", ("a",)))
@@ -87,7 +90,7 @@ def test_a_row_is_not_released_while_an_order_holds_it(replica: FakeReplica) -> 
 
 
 def test_an_order_ends_early_once_a_row_has_finished(replica: FakeReplica) -> None:
-    order = steps(2, StepRow("a", 3, 1), count=10)
+    order = steps(2, StepRow("a", 3, 1, 10), count=10)
     replica.receive(order)
     result = replica.run(order, 0.1)
     (row,) = result.rows
