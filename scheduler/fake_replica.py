@@ -70,7 +70,7 @@ class _Row:
     seed: int
     stop_token_ids: tuple[int, ...]
     blocks: int
-    """Blocks that it may come to need."""
+    """Blocks that it owns."""
 
 
 class FakeReplica:
@@ -136,73 +136,105 @@ class FakeReplica:
 
         Reports as its time `step_s` for each of its steps, or once for a prefill.
         """
+        run = self.begin(order)
+        while run.advance():
+            pass
+        return run.result(step_s)
+
+    def begin(self, order: Order) -> Run:
+        """The same step by step, for whoever may interrupt it."""
         if order.kind is OrderKind.PREFILL:
-            rows = tuple(self._fill(row) for row in order.prefill)
-            return StepResult(order.id, self.id, rows, times=StepTimes(step_s, total_s=step_s))
-        return self._steps(order, step_s)
-
-    def _fill(self, row: PrefillRow) -> RowResult:
-        assert row.tokens_left >= 1, "a complete sequence was prefilled"
-        length_max = len(row.tokens) + row.tokens_left
-        assert length_max <= self.spec.context_len, "longer than the context"
-        blocks = blocks_needed(length_max, self.spec.block_size)
-        used = sum(resident.blocks for resident in self._residents.values())
-        assert used + blocks <= self.spec.kv_blocks, "out of KV blocks"
-        self._residents[row.sequence_id] = _Row(
-            len(row.tokens),
-            fold(0, row.tokens),
-            row.tokens_left,
-            row.sampling.seed,
-            row.stop_token_ids,
-            blocks,
-        )
-        return RowResult(row.sequence_id)
-
-    def _steps(self, order: Order, step_s: float) -> StepResult:
-        rows = [(row, self._residents[row.sequence_id]) for row in order.rows]
-        tokens: list[list[int]] = [[] for _ in rows]
-        drafted = [0] * len(rows)
-        accepted_at = [[0] * order.draft_len for _ in rows]
-        steps = own = read = 0
-        finished = False
-        for row, resident in rows:
+            for prefill_row in order.prefill:
+                self._fill(prefill_row)
+        for row in order.rows:
+            resident = self._residents[row.sequence_id]
             assert row.length == resident.length, "the pool's length differs from the replica's"
-        while steps < order.steps and not finished:
-            steps += 1
-            widths = []
-            for index, (row, resident) in enumerate(rows):
-                draft_len = min(row.draft_len, resident.tokens_left - 1)
-                widths.append(resident.length + draft_len)
-                drafted[index] += draft_len
-                accepted = 0
-                while accepted < draft_len and self._rng.random() < self.acceptance:
-                    accepted_at[index][accepted] += 1
-                    accepted += 1
-                new = self._commit(resident, accepted + 1)
-                tokens[index].extend(new)
-                _, reason = truncate(
-                    tuple(new), resident.tokens_left + len(new), resident.stop_token_ids
-                )
-                finished = finished or reason is not None
-            own += sum(widths)
-            read += max(widths) * len(widths)
-        results = tuple(
+            most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
+            self._own(resident, row.blocks, row.length + most - 1)
+        rows = [self._residents[row.sequence_id] for row in order.rows]
+        return Run(order, rows, self.acceptance, self._rng, self.spec.vocab_size)
+
+    def _fill(self, row: PrefillRow) -> None:
+        assert row.tokens_left >= 1, "a complete sequence was prefilled"
+        assert len(row.tokens) + row.tokens_left <= self.spec.context_len, "beyond the context"
+        state = fold(0, row.tokens)
+        seed, stops = row.sampling.seed, row.stop_token_ids
+        resident = _Row(len(row.tokens), state, row.tokens_left, seed, stops, 0)
+        self._residents[row.sequence_id] = resident
+        self._own(resident, row.blocks, len(row.tokens))
+
+    def _own(self, resident: _Row, blocks: int, positions: int) -> None:
+        assert blocks_needed(positions, self.spec.block_size) <= blocks, "too few blocks"
+        resident.blocks = max(resident.blocks, blocks)
+        used = sum(one.blocks for one in self._residents.values())
+        assert used <= self.spec.kv_blocks, "out of KV blocks"
+
+
+class Run:
+    """One order under way: `advance` does a step and says whether there is another."""
+
+    def __init__(
+        self, order: Order, rows: list[_Row], acceptance: float, rng: Random, vocab_size: int
+    ) -> None:
+        self._order = order
+        self._rows = rows
+        self._acceptance = acceptance
+        self._rng = rng
+        self._vocab_size = vocab_size
+        self._tokens: list[list[int]] = [[] for _ in rows]
+        self._drafted = [0] * len(rows)
+        self._accepted_at = [[0] * order.draft_len for _ in rows]
+        self._steps = self._own = self._read = 0
+
+    def advance(self) -> bool:
+        """A prefill is one step. Call it once more only if it says so."""
+        self._steps += 1
+        if not self._rows:
+            return False
+        finished = False
+        widths = []
+        for index, (row, resident) in enumerate(zip(self._order.rows, self._rows, strict=True)):
+            draft_len = min(row.draft_len, resident.tokens_left - 1)
+            widths.append(resident.length + draft_len)
+            self._drafted[index] += draft_len
+            accepted = 0
+            while accepted < draft_len and self._rng.random() < self._acceptance:
+                self._accepted_at[index][accepted] += 1
+                accepted += 1
+            new = self._commit(resident, accepted + 1)
+            self._tokens[index].extend(new)
+            left = resident.tokens_left + len(new)
+            _, reason = truncate(tuple(new), left, resident.stop_token_ids)
+            finished = finished or reason is not None
+        self._own += sum(widths)
+        self._read += max(widths) * len(widths)
+        return self._steps < self._order.steps and not finished
+
+    def result(self, step_s: float) -> StepResult:
+        """What was committed so far."""
+        order = self._order
+        times = StepTimes(total_s=step_s * self._steps)
+        if not self._rows:
+            filled = tuple(RowResult(row.sequence_id) for row in order.prefill)
+            return StepResult(order.id, order.replica_id, filled, times=times)
+        rows = tuple(
             RowResult(
                 row.sequence_id,
-                tuple(tokens[index]),
-                steps,
-                drafted[index],
-                tuple(accepted_at[index]),
+                tuple(self._tokens[index]),
+                self._steps,
+                self._drafted[index],
+                tuple(self._accepted_at[index]),
             )
-            for index, (row, _) in enumerate(rows)
+            for index, row in enumerate(order.rows)
         )
-        times = StepTimes(total_s=step_s * steps)
-        return StepResult(order.id, self.id, results, steps, times, own, read)
+        return StepResult(
+            order.id, order.replica_id, rows, self._steps, times, self._own, self._read
+        )
 
     def _commit(self, resident: _Row, count: int) -> list[int]:
         new = []
         for _ in range(count):
-            token = next_token(resident.state, resident.seed, self.spec.vocab_size)
+            token = next_token(resident.state, resident.seed, self._vocab_size)
             resident.state = fold(resident.state, (token,))
             new.append(token)
         resident.length += count

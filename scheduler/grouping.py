@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 TIES_MAX = 16
@@ -115,8 +115,8 @@ class ReadyRows:
         """How often the row was passed over since it became ready."""
         return self.orders - self._by_age[sequence_id][1]
 
-    def take(self, size: int, rows_max: int, groups: int, passes_max: int) -> list[str]:
-        """Removes and returns the next group, shortest row first; counts as one order.
+    def choose(self, size: int, rows_max: int, groups: int, passes_max: int) -> list[str]:
+        """The next group, shortest row first; nothing is changed.
 
         `size` is the ideal size, `groups` is G; the group has min(size, ready) rows, or
         min(rows_max, ready) when the oldest rows are taken. Needs at least one ready row.
@@ -129,11 +129,13 @@ class ReadyRows:
             anchor = self._by_age[oldest][0] if passes >= passes_max else None
             start = self._window(min(size, len(self)), anchor)
             keys = self._by_length[start : start + size]
+        return [key[2] for key in keys]
+
+    def take(self, sequence_ids: Iterable[str]) -> None:
+        """Removes the rows of an order that is dispatched: it passes the others over."""
         self.orders += 1
-        taken = [key[2] for key in keys]
-        for sequence_id in taken:
+        for sequence_id in sequence_ids:
             self.remove(sequence_id)
-        return taken
 
     def _window(self, size: int, anchor: _Key | None) -> int:
         """Start of the window of least spread, of those with the anchor if there is one."""

@@ -5,6 +5,7 @@ O(everything), so production never does.
 
 from __future__ import annotations
 
+from scheduler.admission import blocks_needed
 from scheduler.messages import OrderKind
 from scheduler.orders import order_rows
 from scheduler.pool import Pool
@@ -21,6 +22,9 @@ def check_pool(pool: Pool) -> None:
         _check_sequence(pool, sequence)
     waiting = {one.id for one in pool.sequences.values() if one.state is State.WAITING}
     assert set(pool.waiting) == waiting, "the queue differs from the waiting sequences"
+    pool.waiting.check_integrity()
+    outstanding = sum(one.tokens_left for one in pool.sequences.values() if one.live)
+    assert pool.outstanding_tokens == outstanding, "outstanding tokens"
     for replica in pool.replicas.values():
         _check_replica(pool, replica)
     takes = [
@@ -50,7 +54,8 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
         replica = pool.replicas.get(sequence.replica_id)
         assert replica is not None, f"{name}: on an unknown replica"
         assert replica.residents.get(sequence.id) is sequence, f"{name}: not among residents"
-        assert sequence.blocks == replica.blocks_for(sequence), f"{name}: blocks"
+        needed = blocks_needed(sequence.length, replica.spec.block_size)
+        assert needed <= sequence.blocks <= replica.blocks_limit(sequence), f"{name}: blocks"
         if sequence.order_id is not None:
             order = replica.orders.get(sequence.order_id)
             assert order is not None, f"{name}: its order is unknown"
@@ -83,8 +88,17 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
     for state, count in replica.rows_in.items():
         assert count == sum(one.state is state for one in residents), f"{name}: count of {state}"
     ready = {one.id: one.length for one in residents if one.state is State.READY}
-    assert set(replica.ready) == set(ready), f"{name}: ready rows"
-    assert replica.ready.lengths() == sorted(ready.values()), f"{name}: lengths of ready rows"
+    suspects = {one.id for one in residents if one.state is State.READY and one.rows_limit}
+    assert set(replica.suspects) == suspects, f"{name}: suspects"
+    assert set(replica.ready) == set(ready) - suspects, f"{name}: ready rows"
+    lengths = sorted(length for row, length in ready.items() if row not in suspects)
+    assert replica.ready.lengths() == lengths, f"{name}: lengths of ready rows"
+    most = sum(replica.blocks_limit(one) for one in residents)
+    assert replica.blocks_most == most, f"{name}: blocks at the limit"
+    if replica.alone is not None:
+        assert list(replica.orders) == [replica.alone], f"{name}: an order beside suspects"
+    if replica.long is not None:
+        assert replica.orders[replica.long].steps > 1, f"{name}: the long order"
     replica.ready.check_integrity()
     assert len(replica.orders) <= pool.config.orders_in_flight_max, f"{name}: too many orders"
     held = [row for order in replica.orders.values() for row in order_rows(order)]

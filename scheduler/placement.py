@@ -4,18 +4,23 @@ A sequence is placed at the moment a prefill order takes it, not before, so that
 place first serves it. The rule, in this order:
 
 1. Room: the replica is not draining, holds fewer than residents_max sequences, has a place for an
-   order, and has free blocks for the whole sequence at its limit. Blocks stay reserved until the
-   release, so no replica ever runs out of them because of admission.
+   order, and has free blocks for the sequence and for `kv_reserve` of its tokens to come. Blocks
+   stay reserved until the release. Where sequences grow beyond that and blocks run out, the
+   youngest of the lowest priority is sent back; it then waits until all that it may need is free.
 2. Balance: a replica with over `rows_max` residents more than the lightest one with room leaves
    the sequence to that one. Load goes before length only when the imbalance is that large.
 3. Near length: among the others the one whose residents have the nearest length, because close
    lengths make tight groups.
 4. Load: the fewest residents, then the lowest id.
 
-The queue is first come, first served, but a sequence that does not fit lets smaller ones pass: at
-most passes_max of them. Then it claims the first replica that could hold it and that has no claim
-yet; a claimed replica takes nobody else until the sequence fits, here or elsewhere. So one long
-request holds up one replica, not the cluster, and it waits at most until that replica is empty.
+A sequence that is suspected of breaking orders (see `blame`) goes with other suspects only, to a
+replica with nothing in flight, and not to one on which it failed while another could hold it.
+
+The queue (see `waiting`) is served from its front, but a sequence that does not fit lets smaller
+ones pass: at most passes_max of them. Then it claims the first replica that could hold it and that
+has no claim yet; a claimed replica takes nobody else until the sequence fits, here or elsewhere.
+So one long request holds up one replica, not the cluster, and it waits at most until that replica
+is empty.
 """
 
 from __future__ import annotations
@@ -50,7 +55,20 @@ def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> b
         and replica.load < config.residents_max
         and (replica.claimed_by is None or replica.claimed_by == sequence.id)
         and sequence.length_max <= replica.spec.context_len
-        and replica.blocks_for(sequence) <= replica.blocks_free
+        and replica.has_blocks(sequence)
+    )
+
+
+def shunned(
+    replica: Replica,
+    sequence: Sequence,
+    open_replicas: Iterable[tuple[int, str]],
+    replicas: Mapping[str, Replica],
+) -> bool:
+    """Whether the sequence failed on this replica and another could hold it."""
+    return replica.id in sequence.shuns and any(
+        other_id not in sequence.shuns and replicas[other_id].could_hold(sequence)
+        for _, other_id in open_replicas
     )
 
 
@@ -110,8 +128,7 @@ def next_rows(
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
     if replica.draining or rows_most <= 0:
         return choice
-    blocks_free = replica.blocks_free
-    tokens = 0
+    tokens = taken = 0
     passed_over: list[tuple[Sequence, int]] = []
     # Asked once: a lighter replica's load does not change while this one chooses.
     lighter = _lighter(replica, open_replicas, replicas, config)
@@ -120,13 +137,28 @@ def next_rows(
     if replica.claimed_by is not None:
         queue = (waiting[replica.claimed_by],)
     for sequence in queue:
-        if len(choice.rows) == rows_most or looked_at == config.waiting_scan_max:
+        if len(choice.rows) >= rows_most or looked_at == config.waiting_scan_max:
             break
         if not replica.could_hold(sequence):
             continue
         looked_at += 1
-        blocks = replica.blocks_for(sequence)
-        if blocks > blocks_free:
+        if sequence.rows_limit is not None:
+            if shunned(replica, sequence, open_replicas, replicas):
+                continue
+            if not choice.rows and replica.orders:
+                # Suspects go alone: this replica finishes what it has and then takes this one.
+                if sequence.claim is None:
+                    choice.claim = sequence
+                    break
+                continue
+            if choice.rows and choice.rows[0].rows_limit is None:
+                continue
+            rows_most = min(rows_most, sequence.rows_limit)
+            if len(choice.rows) >= rows_most:
+                break
+        elif choice.rows and choice.rows[0].rows_limit is not None:
+            continue
+        if not replica.has_blocks(sequence, taken):
             passed_over.append((sequence, len(choice.rows)))
             if sequence.claim is None:
                 if sequence.overtaken >= config.passes_max:
@@ -145,7 +177,7 @@ def next_rows(
         ):
             break
         choice.rows.append(sequence)
-        blocks_free -= blocks
+        taken += replica.blocks_for(sequence)
         tokens += sequence.length
     choice.overtaken = [
         (sequence, len(choice.rows) - before)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, Order, ReplicaSpec, Request
+from scheduler.messages import FinishReason, Order, ReplicaSpec, Request, RowResult
+from scheduler.rates import RateMeter
 from scheduler.residents import Replica
 from scheduler.sequence import RESIDENT, Move, Sequence, State
+from scheduler.waiting import WaitingQueue
 
 _HEAP_SLACK = 64
 
@@ -26,8 +29,7 @@ class Pool:
         self.config = config
         self.sequences: dict[str, Sequence] = {}
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
-        """The queue, front first."""
+        self.waiting = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, Replica] = {}
         self.open: list[_LoadKey] = []
         """(load, id) of the replicas that take sequences, the lightest first."""
@@ -36,6 +38,13 @@ class Pool:
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
         """A heap of (deadline, sequence number, id); finished ones go when they come up."""
+        self.outstanding_tokens = 0
+        """Tokens that live sequences may still commit."""
+        self.rate = RateMeter()
+        """Committed tokens."""
+        self.recovered = self.preempted = self.moved = 0
+        """How often a sequence lost its place: for any reason, for want of KV blocks, and to be
+        moved to a lighter replica."""
         self._number = 0
 
     # ----------------------------------------------------------------- sequences
@@ -43,8 +52,9 @@ class Pool:
     def accept(self, request: Request, now_s: float) -> Sequence:
         """A new record, not yet in the queue."""
         self._number += 1
-        sequence = Sequence(request, self._number, committed=list(request.committed))
+        sequence = Sequence(request, self._number, now_s, committed=list(request.committed))
         self.sequences[request.id] = sequence
+        self.outstanding_tokens += sequence.tokens_left
         if request.timeout_s is not None:
             sequence.deadline_s = now_s + request.timeout_s
             heapq.heappush(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
@@ -56,12 +66,12 @@ class Pool:
         leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
         return len(self.sequences) - leaving
 
-    def enqueue(self, sequence: Sequence) -> None:
-        self.waiting[sequence.id] = sequence
-
     def place(self, sequence: Sequence, replica: Replica) -> None:
-        """From the queue to a replica: reserves blocks until `leave` or `send_back`."""
-        del self.waiting[sequence.id]
+        """From the queue to a replica: reserves blocks until it leaves or is sent back."""
+        self.waiting.remove(sequence)
+        if not sequence.charged:
+            sequence.charged = True
+            self.waiting.charge(sequence)
         self.drop_claim(sequence)
         sequence.overtaken = 0
         sequence.replica_id = replica.id
@@ -70,9 +80,30 @@ class Pool:
             sequence.replicas.append(replica.id)
         replica.residents[sequence.id] = sequence
         replica.blocks_used += sequence.blocks
+        replica.blocks_most += replica.blocks_limit(sequence)
         replica.lengths_add(sequence.length)
         self.move(sequence, Move.PREFILL)
         self._reindex(replica)
+
+    def grow(self, sequence: Sequence, blocks: int) -> None:
+        """Reserves more blocks on its replica; fewer than it has change nothing."""
+        assert sequence.replica_id is not None
+        more = max(blocks - sequence.blocks, 0)
+        sequence.blocks += more
+        self.replicas[sequence.replica_id].blocks_used += more
+
+    def commit(
+        self, sequence: Sequence, row: RowResult, now_s: float
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Books what a step committed; returns what `Sequence.commit` does."""
+        assert sequence.replica_id is not None
+        replica = self.replicas[sequence.replica_id]
+        replica.lengths_remove(sequence.length)
+        tokens, reason = sequence.commit(row)
+        replica.lengths_add(sequence.length)
+        self.outstanding_tokens -= len(tokens)
+        self.rate.add(len(tokens), now_s)
+        return tokens, reason
 
     def move(self, sequence: Sequence, move: Move) -> None:
         """Changes the state and keeps the replica's counts and ready rows in step with it."""
@@ -86,19 +117,24 @@ class Pool:
         if sequence.state in RESIDENT:
             replica.rows_in[sequence.state] += 1
         # `ReadyRows.take` has removed a row that steps by itself.
-        if before is State.READY and sequence.id in replica.ready:
-            replica.ready.remove(sequence.id)
+        if before is State.READY:
+            replica.suspects.pop(sequence.id, None)
+            if sequence.id in replica.ready:
+                replica.ready.remove(sequence.id)
         if sequence.state is State.READY:
-            replica.ready.add(sequence.id, sequence.length)
+            if sequence.rows_limit is None:
+                replica.ready.add(sequence.id, sequence.length)
+            else:
+                replica.suspects[sequence.id] = sequence
 
-    def send_back(self, sequences: list[Sequence]) -> None:
-        """Residents that lost their place wait again, at the front, in order of arrival."""
-        for sequence in sorted(sequences, key=lambda one: one.number, reverse=True):
+    def send_back(self, sequences: Iterable[Sequence], first: bool = True) -> None:
+        """Residents that lost their place wait again; with `first` before all classes."""
+        for sequence in sequences:
             self.move(sequence, Move.RETURN)
             self._vacate(sequence)
             sequence.recovered += 1
-            self.waiting[sequence.id] = sequence
-            self.waiting.move_to_end(sequence.id, last=False)
+            self.recovered += 1
+            self.waiting.add(sequence, first)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """The sequence ends; returns whether its blocks are free at once.
@@ -106,8 +142,9 @@ class Pool:
         They are not while an order in flight holds its row: then it is leaving until `let_go`.
         """
         if sequence.state is State.WAITING:
-            del self.waiting[sequence.id]
+            self.waiting.remove(sequence)
             self.drop_claim(sequence)
+        self.outstanding_tokens -= sequence.tokens_left
         self.move(sequence, Move.FINISH)
         self.finished[reason] += 1
         if sequence.state is State.LEAVING:
@@ -130,6 +167,7 @@ class Pool:
         replica = self.replicas[sequence.replica_id]
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
+        replica.blocks_most -= replica.blocks_limit(sequence)
         replica.lengths_remove(sequence.length)
         sequence.blocks = 0
         sequence.replica_id = None
@@ -155,7 +193,7 @@ class Pool:
     # ----------------------------------------------------------------- replicas
 
     def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
-        replica = Replica(replica_id, spec)
+        replica = Replica(replica_id, spec, self.config.kv_reserve)
         self.replicas[replica_id] = replica
         self._reindex(replica)
         return replica
@@ -182,12 +220,18 @@ class Pool:
     def add_order(self, replica: Replica, order: Order) -> None:
         """The order is in flight."""
         replica.orders[order.id] = order
+        if order.steps > 1:
+            replica.long = order.id
         replica.last_kind = order.kind
         self._reindex(replica)
 
     def end_order(self, replica: Replica, order_id: int) -> Order | None:
         """Takes an order out of flight; None for one that is unknown."""
         order = replica.orders.pop(order_id, None)
+        if replica.alone == order_id:
+            replica.alone = None
+        if replica.long == order_id:
+            replica.long = None
         self._reindex(replica)
         return order
 

@@ -5,6 +5,7 @@ A record, not a policy: grouping and placement read it, the pool writes it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ class ReplicaFigures:
     """Sums over the orders that a replica has answered."""
 
     orders: int = 0
+    busy_s: float = 0.0
     steps: int = 0
     row_steps: int = 0
     draft_tokens: int = 0
@@ -35,6 +37,7 @@ class ReplicaFigures:
     def note(self, order: Order, result: StepResult, committed_tokens: int) -> None:
         """An order was answered; `committed_tokens` are those that count."""
         self.orders += 1
+        self.busy_s += result.times.total_s
         self.last_times = result.times
         if order.kind is OrderKind.PREFILL:
             return
@@ -56,17 +59,28 @@ class Replica:
 
     id: str
     spec: ReplicaSpec
+    kv_reserve: float = 1.0
+    """Share of a sequence's tokens to come for which blocks are reserved when it is placed."""
     draining: bool = False
     blocks_used: int = 0
+    blocks_most: int = 0
+    """Blocks that the residents would have if each went to its limit."""
     residents: dict[str, Sequence] = field(default_factory=dict)
     """All sequences with reserved blocks, leaving ones included."""
     lengths: list[int] = field(default_factory=list)
     """Content lengths of the residents, rising; what 'near length' is measured against."""
     ready: ReadyRows = field(default_factory=ReadyRows)
+    """Ready rows, but for suspects."""
+    suspects: dict[str, Sequence] = field(default_factory=dict)
+    """Ready rows that may not run with others; see `blame`. The one that waits longest first."""
     orders: dict[int, Order] = field(default_factory=dict)
     """Orders in flight by id."""
     rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
     """How many residents are in each state."""
+    alone: int | None = None
+    """The order in flight, if it is one of suspects: nothing goes beside it."""
+    long: int | None = None
+    """An order in flight of several steps that was not interrupted."""
     last_kind: OrderKind | None = None
     """Kind of the order dispatched last."""
     claimed_by: str | None = None
@@ -94,14 +108,31 @@ class Replica:
         return self.rows_in[State.PREFILLING]
 
     def blocks_for(self, sequence: Sequence) -> int:
-        """Blocks to reserve: enough for the whole sequence at its limit."""
+        """Blocks to reserve when it is placed. It may need more later, but never if it was
+        preempted once: no sequence is sent back for want of blocks twice."""
+        share = 1.0 if sequence.preempted else self.kv_reserve
+        length = sequence.length + math.ceil(share * sequence.tokens_left)
+        return blocks_needed(length, self.spec.block_size)
+
+    def has_blocks(self, sequence: Sequence, taken: int = 0) -> bool:
+        """Whether its reservation is free, with `taken` blocks gone to others.
+
+        One that was preempted comes back only where none will have to go for it: without that a
+        full replica would prefill and preempt it for every step of the others.
+        """
+        if sequence.preempted:
+            return self.blocks_most + taken + self.blocks_for(sequence) <= self.spec.kv_blocks
+        return self.blocks_for(sequence) <= self.blocks_free - taken
+
+    def blocks_limit(self, sequence: Sequence) -> int:
+        """Blocks that it has at its limit."""
         return blocks_needed(sequence.length_max, self.spec.block_size)
 
     def could_hold(self, sequence: Sequence) -> bool:
         """Whether an empty replica of this spec has room for it."""
         return (
             sequence.length_max <= self.spec.context_len
-            and self.blocks_for(sequence) <= self.spec.kv_blocks
+            and self.blocks_limit(sequence) <= self.spec.kv_blocks
         )
 
     def distance(self, length: int) -> int:
@@ -115,6 +146,10 @@ class Replica:
         if below is None or above is None:
             return below if above is None else above  # type: ignore[return-value]
         return min(below, above)
+
+    def rows_in_flight(self) -> list[Sequence]:
+        """Rows that orders hold, leaving ones included."""
+        return [one for one in self.residents.values() if one.order_id is not None]
 
     def lengths_add(self, length: int) -> None:
         insort(self.lengths, length)

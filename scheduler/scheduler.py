@@ -5,8 +5,7 @@ and never raises on a valid event, so the same events give the same actions ever
 actor, in the engine of one process and in the simulator. Events that come late, twice or for
 something unknown are recognised and dropped.
 
-Within one step the actions come in this order: Emit and Finish of each request, Release, Dispatch.
-A replica that obeys them in order never needs more blocks than it has.
+A replica that obeys the actions of its own in their order never needs more blocks than it has.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from scheduler import balance, blame
 from scheduler.admission import check_request
 from scheduler.config import SchedulerConfig
+from scheduler.dispatching import Dispatcher
 from scheduler.errors import InvalidRequest
-from scheduler.grouping import groups_needed, ideal_size, may_step
 from scheduler.integrity import check_pool
 from scheduler.messages import (
     Action,
     Cancel,
-    Dispatch,
     Emit,
     Event,
     Finish,
@@ -43,13 +42,18 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.orders import order_rows, prefill_order, speculate_order
-from scheduler.placement import Choice, best_replica, next_rows
+from scheduler.orders import order_rows
+from scheduler.placement import best_replica
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import Move, Sequence, State, finished_before_start
 from scheduler.speculation import DraftPolicy, FixedDraft
 from scheduler.status import PoolStatus, pool_status
+
+_RETRY_AFTER_S = (1.0, 60.0)
+"""Least and most that a refused client is told to wait."""
+_RETRY_UNKNOWN_S = 5.0
+"""The same while nothing was committed lately."""
 
 
 class Scheduler:
@@ -64,8 +68,9 @@ class Scheduler:
         self._policy: DraftPolicy = draft_policy or FixedDraft(self.config.draft_len)
         self._specs: list[ReplicaSpec] = []
         """Distinct specs of the known replicas."""
-        self._order_id = 0
+        self._dispatcher = Dispatcher(self.config, self._pool, self._policy)
         self._rejected = 0
+        self._now_s = 0.0
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
@@ -79,24 +84,21 @@ class Scheduler:
         # What the event in hand has led to; empty between steps.
         self._out: list[Action] = []
         self._released: dict[str, list[str]] = {}
-        self._touched: dict[str, None] = {}
-        self._offer_to_all = False
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Takes one event at the time `now_s` [seconds, never falling] and says what to do.
 
         Deadlines are enforced at every event, after the event itself.
         """
+        self._now_s = now_s
         self._handlers[type(event)](event, now_s)
         for sequence in self._pool.overdue(now_s):
             self._finish(sequence, FinishReason.DEADLINE)
         for replica_id, sequence_ids in self._released.items():
             self._out.append(Release(replica_id, tuple(sequence_ids)))
-        self._dispatch()
-        out, self._out = self._out, []
         self._released.clear()
-        self._touched.clear()
-        self._offer_to_all = False
+        self._dispatcher.run(self._out)
+        out, self._out = self._out, []
         return out
 
     def check_integrity(self) -> None:
@@ -105,7 +107,7 @@ class Scheduler:
 
     def snapshot(self) -> PoolStatus:
         """The pool as it stands, O(replicas)."""
-        return pool_status(self._pool, self._rejected)
+        return pool_status(self._pool, self._rejected, self._now_s)
 
     # ----------------------------------------------------------------- events
 
@@ -120,20 +122,18 @@ class Scheduler:
         except InvalidRequest as error:
             self._reject(request, RejectCode.INVALID, error.field, error.reason)
             return
-        full = len(pool.waiting) >= self.config.waiting_requests_max
-        if full and not event.accepted_before:
-            message = f"{len(pool.waiting)} requests wait already"
+        if not event.accepted_before and (message := self._overload(request)):
             self._reject(request, RejectCode.OVERLOADED, "", message)
             return
         sequence = pool.accept(request, now_s)
-        pool.enqueue(sequence)
+        pool.waiting.add(sequence)
         reason = finished_before_start(request)
         if reason is not None:
             self._finish(sequence, reason)
             return
         replica = best_replica(sequence, pool.open, pool.free, pool.replicas, self.config)
         if replica is not None:
-            self._touched[replica.id] = None
+            self._dispatcher.touch(replica.id)
 
     def _cancel(self, event: Cancel, now_s: float) -> None:
         sequence = self._pool.sequences.get(event.request_id)
@@ -154,7 +154,7 @@ class Scheduler:
                     self._check(sequence.request)
                 except InvalidRequest as error:
                     self._finish(sequence, FinishReason.FAILED, str(error))
-        self._touched[event.replica_id] = None
+        self._dispatcher.touch(event.replica_id)
 
     def _replica_draining(self, event: ReplicaDraining, now_s: float) -> None:
         replica = self._pool.replicas.get(event.replica_id)
@@ -163,16 +163,21 @@ class Scheduler:
         self._pool.drain(replica)
         self._hand_back(replica)
         # A sequence that had claimed this replica may fit elsewhere.
-        self._offer_to_all = True
+        self._dispatcher.offer_to_all()
 
     def _replica_lost(self, event: ReplicaLost, now_s: float) -> None:
         replica = self._pool.replicas.get(event.replica_id)
         if replica is None:
             return
+        in_flight = replica.rows_in_flight()
+        live = [one for one in in_flight if one.live]
         self._pool.lose(replica)
+        if event.blamed:
+            blame.killed(live)
+            self._fail_the_guilty(live, len(in_flight), "the replicas that ran it died")
         self._policy.lost(replica.id)
         self._note_specs()
-        self._offer_to_all = True
+        self._dispatcher.offer_to_all()
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
         result = event.result
@@ -188,24 +193,33 @@ class Scheduler:
                 self._pool.move(sequence, Move.FILLED)
             else:
                 row = rows.get(sequence.id, RowResult(sequence.id))
-                committed += self._commit(replica, sequence, row)
+                committed += self._commit(sequence, row)
         replica.figures.note(order, result, committed)
         if replica.draining:
             self._hand_back(replica)
+        else:
+            self._balance(replica)
 
     def _step_failed(self, event: StepFailed, now_s: float) -> None:
         found = self._end_order(event.replica_id, event.order_id)
         if found is None:
             return
         replica, order = found
-        back = []
-        for sequence in self._rows_back(replica, order):
-            sequence.failures += 1
-            if sequence.failures < self.config.failures_max:
-                back.append(sequence)
-                continue
-            done = Move.FILLED if order.kind is OrderKind.PREFILL else Move.STEPPED
-            self._pool.move(sequence, done)
+        size = len(order_rows(order))
+        rows = self._rows_back(replica, order)
+        # Before they move: a suspect is ready apart from the others.
+        blame.failed(rows, size, replica.id)
+        guilty = [one for one in rows if blame.is_guilty(one, size, self.config.failures_max)]
+        back = [one for one in rows if one not in guilty]
+        if order.kind is OrderKind.SPECULATE:
+            for sequence in rows:
+                self._pool.move(sequence, Move.STEPPED)
+            # They are residents still; only one that failed alone goes elsewhere.
+            back = back if size == 1 else []
+        else:
+            for sequence in guilty:
+                self._pool.move(sequence, Move.FILLED)
+        for sequence in guilty:
             self._finish(sequence, FinishReason.FAILED, event.message)
         self._send_back(replica, back)
         if replica.draining:
@@ -231,7 +245,33 @@ class Scheduler:
 
     def _reject(self, request: Request, code: RejectCode, field: str, message: str) -> None:
         self._rejected += 1
-        self._out.append(Reject(request.id, code, field, message))
+        retry_after_s = self._retry_after_s() if code is RejectCode.OVERLOADED else 0.0
+        self._out.append(Reject(request.id, code, field, message, retry_after_s))
+
+    def _overload(self, request: Request) -> str:
+        """Why the queue has no room for the request; empty if it has."""
+        waiting = self._pool.waiting
+        if len(waiting) >= self.config.waiting_requests_max:
+            return f"{len(waiting)} requests wait already"
+        tokens = len(request.prompt) + request.max_new_tokens
+        # One that is longer than the whole bound comes in when nobody waits.
+        if waiting and waiting.tokens + tokens > self.config.waiting_tokens_max:
+            return f"requests of {waiting.tokens} tokens wait already"
+        return ""
+
+    def _retry_after_s(self) -> float:
+        """When a tenth of the queue will be gone, at the present rate."""
+        rate = self._pool.rate.per_s(self._now_s)
+        if rate <= 0:
+            return _RETRY_UNKNOWN_S
+        wait_s = 0.1 * self._pool.waiting.tokens / rate
+        return min(max(wait_s, _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
+
+    def _fail_the_guilty(self, rows: list[Sequence], in_flight: int, why: str) -> None:
+        for sequence in rows:
+            if blame.is_guilty(sequence, in_flight, self.config.failures_max):
+                message = f"{sequence.id}: {why}, {sequence.kills} in all"
+                self._finish(sequence, FinishReason.FAILED, message)
 
     def _note_specs(self) -> None:
         specs = (replica.spec for replica in self._pool.replicas.values())
@@ -245,7 +285,7 @@ class Scheduler:
         order = self._pool.end_order(replica, order_id)
         if order is None:
             return None
-        self._touched[replica_id] = None
+        self._dispatcher.touch(replica_id)
         return replica, order
 
     def _rows_back(self, replica: Replica, order: Order) -> list[Sequence]:
@@ -261,12 +301,10 @@ class Scheduler:
                 live.append(sequence)
         return live
 
-    def _commit(self, replica: Replica, sequence: Sequence, row: RowResult) -> int:
+    def _commit(self, sequence: Sequence, row: RowResult) -> int:
         """Books one row's tokens; returns how many count."""
         start = len(sequence.committed)
-        replica.lengths_remove(sequence.length)
-        tokens, reason = sequence.commit(row)
-        replica.lengths_add(sequence.length)
+        tokens, reason = self._pool.commit(sequence, row, self._now_s)
         if tokens:
             self._out.append(Emit(sequence.id, start, tokens))
         self._pool.move(sequence, Move.STEPPED)
@@ -278,94 +316,38 @@ class Scheduler:
         self._out.append(Finish(sequence.id, reason, sequence.usage(), message))
         replica_id = sequence.replica_id
         if sequence.claim is not None:
-            self._touched[sequence.claim] = None
+            self._dispatcher.touch(sequence.claim)
+        if replica_id is not None:
+            replica = self._pool.replicas[replica_id]
+            if sequence.order_id is not None and sequence.order_id == replica.long:
+                self._dispatcher.interrupt(replica, self._out)
         if self._pool.finish(sequence, reason) and replica_id is not None:
             self._release(replica_id, sequence.id)
 
     def _release(self, replica_id: str, sequence_id: str) -> None:
         self._released.setdefault(replica_id, []).append(sequence_id)
-        self._touched[replica_id] = None
+        self._dispatcher.touch(replica_id)
 
     def _send_back(self, replica: Replica, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._release(replica.id, sequence.id)
         if sequences:
             self._pool.send_back(sequences)
-            self._offer_to_all = True
+            self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: Replica) -> None:
         """A draining replica's ready rows wait again."""
-        self._send_back(replica, [replica.residents[row] for row in replica.ready])
+        ready = (*replica.ready, *replica.suspects)
+        self._send_back(replica, [replica.residents[row] for row in ready])
 
-    # ----------------------------------------------------------------- orders
-
-    def _dispatch(self) -> None:
-        """Gives orders to every replica that the event concerns."""
-        replicas = self._pool.replicas
-        for replica_id in self._touched:
-            if replica_id in replicas:
-                self._fill_pipeline(replicas[replica_id])
-        if self._offer_to_all:
-            for _, replica_id in list(self._pool.open):
-                if not self._pool.waiting:
-                    return
-                self._fill_pipeline(replicas[replica_id])
-
-    def _fill_pipeline(self, replica: Replica) -> None:
-        while len(replica.orders) < self.config.orders_in_flight_max:
-            order = self._next_order(replica)
-            if order is None:
-                return
-            self._pool.add_order(replica, order)
-            self._out.append(Dispatch(order))
-
-    def _next_order(self, replica: Replica) -> Order | None:
-        """Free places are filled first, but never by two prefill orders in a row while rows are
-        ready, so that neither waiting nor ready rows starve."""
-        pool = self._pool
-        ready = len(replica.ready)
-        choice = Choice()
-        if pool.waiting:
-            choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self.config)
-            if choice.claim is not None:
-                pool.claim(choice.claim, replica)
-        if choice.rows and not (ready and replica.last_kind is OrderKind.PREFILL):
-            return self._prefill(replica, choice)
-        if may_step(
-            ready, replica.stepping, replica.prefilling, len(replica.orders), self.config.rows_max
-        ):
-            return self._speculate(replica, someone_waits=bool(choice.rows))
-        return None
-
-    def _prefill(self, replica: Replica, choice: Choice) -> Order:
-        order_id = self._new_order_id()
-        for sequence, count in choice.overtaken:
-            sequence.overtaken += count
-        for sequence in choice.rows:
-            self._pool.place(sequence, replica)
-            sequence.order_id = order_id
-        return prefill_order(order_id, replica.id, choice.rows)
-
-    def _speculate(self, replica: Replica, someone_waits: bool) -> Order:
-        config = self.config
-        order_id = self._new_order_id()
-        count = len(replica.ready) + replica.stepping
-        alone = not (someone_waits or replica.stepping or replica.prefilling)
-        taken = replica.ready.take(
-            ideal_size(count, config.rows_max),
-            config.rows_max,
-            groups_needed(count, config.rows_max),
-            config.passes_max,
-        )
-        sequences = [replica.residents[sequence_id] for sequence_id in taken]
-        for sequence in sequences:
-            self._pool.move(sequence, Move.STEP)
-            sequence.order_id = order_id
-        draft_len = min(self._policy.draft_len(replica.id, sequences), replica.spec.draft_len_max)
-        # Rows that wait would wait longer; where there are none, round trips are saved.
-        steps = config.steps_per_order_max if alone and not replica.ready else 1
-        return speculate_order(order_id, replica.id, sequences, draft_len, steps)
-
-    def _new_order_id(self) -> int:
-        self._order_id += 1
-        return self._order_id
+    def _balance(self, replica: Replica) -> None:
+        """Moves ready rows to a replica with far fewer, where that is worth their prefill."""
+        target = balance.lightest(replica, self._pool, self.config)
+        if target is None:
+            return
+        rows = balance.rows_to_move(replica, target, self.config)
+        if rows:
+            self._pool.moved += len(rows)
+            # The lighter one takes them before this one could take them back.
+            self._dispatcher.touch_first(target.id)
+            self._send_back(replica, rows)

@@ -44,7 +44,8 @@ class Move(StrEnum):
     STEPPED = "stepped"
     """That order is done."""
     RETURN = "return"
-    """It lost its place: replica lost or draining, or its order failed."""
+    """It lost its place: its replica was lost or drains, its order failed, it is moved to a lighter
+    replica, or KV blocks ran out."""
     FINISH = "finish"
     """Its Finish goes out."""
     LET_GO = "let go"
@@ -83,6 +84,7 @@ class Sequence:
     request: Request
     number: int
     """Rises with every accepted request: the order of arrival."""
+    arrived_s: float = 0.0
     deadline_s: float | None = None
     state: State = State.WAITING
     committed: list[int] = field(default_factory=list)
@@ -95,8 +97,20 @@ class Sequence:
     """How many later requests were placed while this one waited and did not fit."""
     claim: str | None = None
     """The replica that takes nobody else until this sequence fits."""
+    charged: bool = False
+    """Whether its tenant was charged for it."""
+    preempted: bool = False
+    """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
     failures: int = 0
-    """Orders with this row that failed since it last committed a token."""
+    """Since it last committed a token: orders with this row alone that failed, and replicas that
+    died with it in flight."""
+    kills: int = 0
+    """Replicas that died with it in flight, ever."""
+    rows_limit: int | None = None
+    """It is a suspect: it runs in orders of at most so many rows, of suspects only, with nothing
+    else in flight on the replica. None: it is not. See `blame`."""
+    shuns: list[str] = field(default_factory=list)
+    """Replicas on which it failed alone; it goes to others while there are any."""
     steps: int = 0
     draft_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
@@ -155,6 +169,8 @@ class Sequence:
             self.accepted_at[position] += count
         if kept:
             self.failures = 0
+            self.rows_limit = None
+            self.shuns.clear()
         return kept, reason
 
     def usage(self) -> Usage:

@@ -26,6 +26,7 @@ from scheduler.messages import (
     Emit,
     Event,
     Finish,
+    Interrupt,
     Order,
     OrderKind,
     Reject,
@@ -67,8 +68,15 @@ class Trouble:
     """Probability that a result arrives twice."""
     lose: float = 0.0
     """Probability that a result never arrives."""
+    late: float = 0.0
+    """Probability that a result arrives only when its replica has long been declared lost and has
+    joined again."""
     fail: float = 0.0
     """Probability that an order ends in StepFailed."""
+    rows_max: int | None = None
+    """Speculate orders with more rows always end in StepFailed, as when memory runs out."""
+    deadly: frozenset[str] = frozenset()
+    """Requests that kill the replica in every step with them."""
     lease_s: float = 0.5
     """Silence after which a replica is declared lost."""
     rejoin_s: float = 0.5
@@ -103,6 +111,8 @@ class Report:
     spread_sum: int = 0
     rows_sum: int = 0
     """Rows of all speculate orders."""
+    killed: int = 0
+    """Replicas killed by deadly requests."""
     busy_s: float = 0.0
     alive_s: float = 0.0
     """Busy and alive time, summed over all incarnations."""
@@ -130,6 +140,10 @@ class _Host:
         self.born_s = born_s
         self.queue: deque[Order] = deque()
         self.busy = False
+        self.interrupted = 0
+        """Orders up to this id end after the step in hand."""
+        self.begun_s = 0.0
+        """When the order that it runs began."""
         self.alive = True
         self.channel_s = born_s
         """When the last message to it arrives; the next one is not earlier."""
@@ -155,7 +169,7 @@ class World:
         self.now_s = 0.0
         self._rng = rng
         self._step_time = step_time
-        self._trouble = trouble or Trouble()
+        self.trouble = trouble or Trouble()
         self._acceptance = acceptance
         self._tick_s = tick_s
         self._watch = watch
@@ -199,7 +213,7 @@ class World:
         def kill() -> None:
             host = self._host(name)
             if host is not None:
-                self._die(host, self._trouble.lease_s, rejoin)
+                self._die(host, self.trouble.lease_s, rejoin)
 
         self._at(at_s, kill)
 
@@ -231,7 +245,7 @@ class World:
             self._after(self._tick_s, self._tick)
 
     def _delay_s(self) -> float:
-        return self._rng.uniform(*self._trouble.delay_s)
+        return self._rng.uniform(*self.trouble.delay_s)
 
     # ----------------------------------------------------------------- the pool's side
 
@@ -244,7 +258,7 @@ class World:
                     self._emit(action)
                 case Finish() | Reject():
                     self._end(action)
-                case Release():
+                case Release() | Interrupt():
                     self._send(action.replica_id, action)
                 case Dispatch():
                     self._note_order(action.order)
@@ -301,24 +315,25 @@ class World:
             del self._hosts[host.replica.id]
             self._tell(ReplicaLost(host.replica.id))
             if rejoin:
-                self._after(
-                    self._trouble.rejoin_s, lambda: self._join(host.name, host.replica.spec)
-                )
+                self._after(self.trouble.rejoin_s, lambda: self._join(host.name, host.replica.spec))
 
         self._after(lease_s, declare_lost)
 
-    def _send(self, replica_id: str, action: Dispatch | Release) -> None:
+    def _send(self, replica_id: str, action: Dispatch | Release | Interrupt) -> None:
         host = self._hosts.get(replica_id)
         if host is None:
             return
         host.channel_s = max(host.channel_s, self.now_s + self._delay_s())
         self._at(host.channel_s, lambda: self._receive(host, action))
 
-    def _receive(self, host: _Host, action: Dispatch | Release) -> None:
+    def _receive(self, host: _Host, action: Dispatch | Release | Interrupt) -> None:
         if not host.alive:
             return
         if isinstance(action, Release):
             host.replica.release(action)
+            return
+        if isinstance(action, Interrupt):
+            host.interrupted = action.order_id
             return
         host.replica.receive(action.order)
         host.queue.append(action.order)
@@ -327,30 +342,51 @@ class World:
 
     def _start(self, host: _Host) -> None:
         host.busy = True
+        host.begun_s = self.now_s
         order = host.queue.popleft()
         step_s = self._step_time(order)
-        if self._rng.random() < self._trouble.fail:
-            failed = StepFailed(host.replica.id, order.id, "the step failed")
-            self._after(step_s, lambda: self._done(host, order, failed, step_s))
+        trouble = self.trouble
+        if any(row.sequence_id in trouble.deadly for row in order.rows):
+            self.report.killed += 1
+            self._die(host, trouble.lease_s, rejoin=True)
             return
-        # The work is done now, because it says how many steps it takes; the result comes later.
-        result = host.replica.run(order, step_s)
-        total_s = result.times.total_s
-        self._after(total_s, lambda: self._done(host, order, StepDone(result), total_s))
+        too_many = trouble.rows_max is not None and len(order.rows) > trouble.rows_max
+        if too_many or self._rng.random() < trouble.fail:
+            failed = StepFailed(host.replica.id, order.id, "the step failed")
+            self._after(step_s, lambda: self._done(host, order, failed))
+            return
+        run = host.replica.begin(order)
 
-    def _done(self, host: _Host, order: Order, answer: Event, total_s: float) -> None:
+        def advance() -> None:
+            # The work of a step is done at its end; who dies in it has done nothing.
+            if not host.alive:
+                return
+            if run.advance() and order.id > host.interrupted:
+                self._after(step_s, advance)
+            else:
+                self._done(host, order, StepDone(run.result(step_s)))
+
+        self._after(step_s, advance)
+
+    def _done(self, host: _Host, order: Order, answer: StepDone | StepFailed) -> None:
         if not host.alive:
             return
-        self.report.busy_s += total_s
+        self.report.busy_s += self.now_s - host.begun_s
         host.busy = False
         host.replica.end(order)
         if isinstance(answer, StepFailed):
             host.replica.fail(order)
         if host.queue:
             self._start(host)
-        if self._rng.random() < self._trouble.lose:
-            self._die(host, self._trouble.lease_s, rejoin=True)
+        trouble = self.trouble
+        if self._rng.random() < trouble.lose:
+            self._die(host, trouble.lease_s, rejoin=True)
+            return
+        if self._rng.random() < trouble.late:
+            self._die(host, trouble.lease_s, rejoin=True)
+            late_s = trouble.lease_s + trouble.rejoin_s + self._delay_s()
+            self._after(late_s, lambda: self._tell(answer))
             return
         self._after(self._delay_s(), lambda: self._tell(answer))
-        if self._rng.random() < self._trouble.duplicate:
+        if self._rng.random() < self.trouble.duplicate:
             self._after(2 * self._delay_s(), lambda: self._tell(answer))

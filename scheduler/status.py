@@ -21,9 +21,11 @@ class ReplicaStatus:
     """Sequences with reserved blocks: prefilling, ready, stepping and leaving."""
     orders_in_flight: int
     kv_blocks_used: int
-    """Reserved blocks, for the whole of each sequence at its limit."""
+    """Reserved blocks: what sequences own, and what is set aside for their next tokens."""
     kv_blocks_total: int
     orders: int
+    busy_s: float
+    """Time in which it ran orders; committed_tokens over this is what it commits under load."""
     steps: int
     row_steps: int
     """Steps times rows; committed_tokens over this is the tokens per row and step."""
@@ -60,7 +62,7 @@ class PoolStatus:
     recovered: int = 0
 
 
-def pool_status(pool: Pool, rejected: int) -> PoolStatus:
+def pool_status(pool: Pool, rejected: int, now_s: float) -> PoolStatus:
     """Takes O(replicas)."""
     replicas = tuple(_replica_status(replica) for replica in pool.replicas.values())
     return PoolStatus(
@@ -69,6 +71,12 @@ def pool_status(pool: Pool, rejected: int) -> PoolStatus:
         replicas=replicas,
         finished={reason: pool.finished[reason] for reason in FinishReason},
         rejected=rejected,
+        waiting_tokens=pool.waiting.tokens,
+        outstanding_tokens=pool.outstanding_tokens,
+        tokens_per_s=pool.rate.per_s(now_s),
+        preempted=pool.preempted,
+        moved=pool.moved,
+        recovered=pool.recovered,
     )
 
 
@@ -83,6 +91,7 @@ def _replica_status(replica: Replica) -> ReplicaStatus:
         kv_blocks_used=replica.blocks_used,
         kv_blocks_total=replica.spec.kv_blocks,
         orders=figures.orders,
+        busy_s=figures.busy_s,
         steps=figures.steps,
         row_steps=figures.row_steps,
         draft_tokens=figures.draft_tokens,

@@ -36,7 +36,9 @@ class Hand:
     """Drives one scheduler; every method returns the actions of its event."""
 
     def __init__(self, **config: object) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(**config))
+        # Most tests are about other things than blocks that run out.
+        settings = {"kv_reserve": 1.0, **config}
+        self.scheduler = Scheduler(SchedulerConfig(**settings))
         self.now_s = 0.0
         self.orders: dict[int, Order] = {}
         self.tokens: dict[str, list[int]] = {}

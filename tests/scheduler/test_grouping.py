@@ -26,6 +26,13 @@ def ready_rows(lengths: list[int]) -> ReadyRows:
     return rows
 
 
+def take(rows: ReadyRows, *args: int, **kwargs: int) -> list[str]:
+    """The next group, dispatched."""
+    chosen = rows.choose(*args, **kwargs)
+    rows.take(chosen)
+    return chosen
+
+
 def spread(lengths: list[int]) -> int:
     return max(lengths) - min(lengths)
 
@@ -37,7 +44,7 @@ lengths_of_rows = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 @given(lengths_of_rows, st.integers(1, 12))
 def test_no_other_group_of_that_size_has_less_spread(lengths: list[int], size: int) -> None:
     rows = ready_rows(lengths)
-    taken = rows.take(size, size, 1, passes_max=100)
+    taken = take(rows, size, size, 1, passes_max=100)
     rows.check_integrity()
     assert len(taken) == min(size, len(lengths))
     rising = sorted(lengths)
@@ -49,22 +56,22 @@ def test_no_other_group_of_that_size_has_less_spread(lengths: list[int], size: i
 
 def test_a_uniform_group_is_found_among_mixed_lengths() -> None:
     rows = ready_rows([10, 31, 20, 32, 20, 33, 20, 11])
-    assert sorted(rows.take(3, 3, 3, passes_max=4)) == ["2", "4", "6"]
+    assert sorted(take(rows, 3, 3, 3, passes_max=4)) == ["2", "4", "6"]
 
 
 def test_of_equally_tight_windows_the_one_with_the_oldest_row_goes_first() -> None:
-    assert ready_rows([50, 50, 10, 10, 30, 30]).take(2, 2, 3, 4) == ["0", "1"]
-    assert ready_rows([50, 10, 10, 50, 30, 30]).take(2, 2, 3, 4) == ["0", "3"]
-    assert ready_rows([7] * 6).take(3, 3, 2, 4) == ["0", "1", "2"]
+    assert take(ready_rows([50, 50, 10, 10, 30, 30]), 2, 2, 3, 4) == ["0", "1"]
+    assert take(ready_rows([50, 10, 10, 50, 30, 30]), 2, 2, 3, 4) == ["0", "3"]
+    assert take(ready_rows([7] * 6), 3, 3, 2, 4) == ["0", "1", "2"]
 
 
 def test_a_row_passed_over_too_often_anchors_the_next_window() -> None:
     rows = ready_rows([100, 10, 10, 90])
     for _ in range(4):
-        assert sorted(rows.take(2, 2, 2, passes_max=4), key=int) == ["1", "2"]
+        assert sorted(take(rows, 2, 2, 2, passes_max=4), key=int) == ["1", "2"]
         rows.add("1", 10)
         rows.add("2", 10)
-    assert rows.take(2, 2, 2, passes_max=4) == ["3", "0"], "its nearest neighbour comes along"
+    assert take(rows, 2, 2, 2, passes_max=4) == ["3", "0"], "its nearest neighbour comes along"
 
 
 @settings(max_examples=100, deadline=None)
@@ -73,7 +80,7 @@ def test_an_anchored_window_is_the_tightest_with_the_anchor(
     lengths: list[int], size: int, data: st.DataObject
 ) -> None:
     rows = ready_rows(lengths)
-    taken = rows.take(size, size, 1, passes_max=0)
+    taken = take(rows, size, size, 1, passes_max=0)
     others = sorted(lengths)
     others.remove(lengths[0])
     windows = [
@@ -107,7 +114,7 @@ def test_no_row_waits_beyond_the_bound(rows_count, rows_max, passes_max, in_flig
                 # Growing by nothing keeps the most attractive rows attractive for ever.
                 lengths[row] += rng.choice([0, 0, 1])
                 rows.add(row, lengths[row])
-        orders.append(rows.take(size, rows_max, groups, passes_max))
+        orders.append(take(rows, size, rows_max, groups, passes_max))
         assert all(rows.passes(row) <= bound for row in rows)
 
 
@@ -123,8 +130,8 @@ def test_the_bound_holds_when_all_rows_are_overdue_at_once() -> None:
     worst = 0
     for _ in range(3 * bound):
         oldest = next(iter(rows))
-        taken = rows.take(
-            rows_max, rows_max, groups_needed(count + len(companions), rows_max), passes_max
+        taken = take(
+            rows, rows_max, rows_max, groups_needed(count + len(companions), rows_max), passes_max
         )
         for row in taken:
             # The companions follow the oldest row around, so that nobody else goes with it.

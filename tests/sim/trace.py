@@ -7,12 +7,13 @@ comes before the first event. Everything from `#` on is a comment.
     config rows_max=2 draft_len=3
     > 0.0 join r blocks=10 block=4 context=64 vocab=100
     > 0.1 submit a prompt=1,2,3 max=4 stop=9 draft=2 timeout=1 seed=5 committed=7,8
+    > 0.1 submit b prompt=1 max=4 priority=2 tenant=x
     > 0.2 done r 1                  # a prefill, or one token (1) per row
     > 0.3 done r 2 a=5,6 b=7        # tokens per row of the order
     > 0.4 fail r 3 out of memory
     > 0.5 cancel a
     > 0.6 drain r
-    > 0.7 lose r
+    > 0.7 lose r                    # it died; with `leave r` it went by itself
     > 0.8 tick
 
 Run `python -m tests.sim.trace` to write the actions of all traces anew, then read the difference
@@ -31,8 +32,10 @@ from scheduler.messages import (
     Emit,
     Event,
     Finish,
+    Interrupt,
     Order,
     OrderKind,
+    Priority,
     Reject,
     Release,
     ReplicaDraining,
@@ -66,8 +69,9 @@ def replay(text: str) -> str:
         if not words:
             continue
         if words[0] == "config":
-            values = {key: int(value) for key, value in _pairs(words[1:]).items()}
-            scheduler = Scheduler(SchedulerConfig(**values))
+            values = {key: float(value) for key, value in _pairs(words[1:]).items()}
+            # Most traces are about other things than blocks that run out.
+            scheduler = Scheduler(SchedulerConfig(**{"kv_reserve": 1.0, **values}))
             continue
         assert words[0] == ">", f"neither an event nor a comment: {line!r}"
         actions = scheduler.step(_event(words[2:], orders), float(words[1]))
@@ -100,6 +104,8 @@ def _event(words: list[str], orders: dict[tuple[str, int], Order]) -> Event:
             return ReplicaDraining(rest[0])
         case "lose":
             return ReplicaLost(rest[0])
+        case "leave":
+            return ReplicaLost(rest[0], blamed=False)
         case "fail":
             return StepFailed(rest[0], int(rest[1]), " ".join(rest[2:]))
         case "join":
@@ -128,6 +134,8 @@ def _request(name: str, fields: dict[str, str]) -> Request:
         draft_len=int(fields["draft"]) if "draft" in fields else None,
         timeout_s=float(fields["timeout"]) if "timeout" in fields else None,
         committed=_tokens(fields.get("committed", "")),
+        priority=Priority(int(fields.get("priority", 1))),
+        tenant=fields.get("tenant", ""),
     )
 
 
@@ -165,8 +173,11 @@ def _show(action: Action) -> str:
                 f"recovered={usage.recovered} replicas={','.join(usage.replicas)}"
             )
             return f"finish {request_id} {reason} {figures} {message}".rstrip()
-        case Reject(request_id, code, field, message):
-            return f"reject {request_id} {code} {field}: {message}"
+        case Reject(request_id, code, field, message, retry_after_s):
+            later = f", retry after {retry_after_s:g} s" if retry_after_s else ""
+            return f"reject {request_id} {code} {field}: {message}{later}"
+        case Interrupt(replica_id, order_id):
+            return f"interrupt {replica_id} {order_id}"
         case Release(replica_id, sequence_ids):
             return f"release {replica_id} {' '.join(sequence_ids)}"
 

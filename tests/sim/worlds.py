@@ -14,6 +14,7 @@ from scheduler.messages import (
     Emit,
     Event,
     FinishReason,
+    Priority,
     RejectCode,
     ReplicaSpec,
     Request,
@@ -43,6 +44,9 @@ class Knobs:
     deaths: int = 2
     drains: int = 1
     cancels: int = 4
+    deadly: int = 0
+    """Requests that kill every replica that steps them."""
+    kv_reserve: float = 0.5
 
 
 class Watcher:
@@ -90,6 +94,8 @@ def random_request(rng: Random, name: str) -> Request:
         stop_token_ids=rng.choice([(), (prompt[0],), (prompt[-1], 3)]),
         draft_len=rng.choice([None, None, 0, 1, 6]),
         timeout_s=rng.choice([None, None, None, 0.05, 2.0]),
+        priority=rng.choice(list(Priority)),
+        tenant=rng.choice(["", "x", "y"]),
     )
     if rng.random() < 0.15:
         tokens, _ = perfect_world(request, VOCAB_SIZE)
@@ -101,19 +107,25 @@ def random_request(rng: Random, name: str) -> Request:
             request.sampling,
             request.stop_token_ids,
             committed=carried,
+            priority=request.priority,
+            tenant=request.tenant,
         )
     return request
 
 
 def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     rng = Random(seed)
-    trouble = Trouble()
+    deadly = frozenset(f"q{index}" for index in range(knobs.deadly))
+    trouble = Trouble(deadly=deadly, lease_s=0.2)
     if knobs.trouble:
         trouble = Trouble(
             delay_s=(0.0001, rng.choice([0.001, 0.03])),
             duplicate=rng.choice([0.0, 0.3]),
             lose=rng.choice([0.0, 0.02]),
+            late=rng.choice([0.0, 0.02]),
             fail=rng.choice([0.0, 0.05]),
+            rows_max=rng.choice([None, None, 2]),
+            deadly=deadly,
             lease_s=0.2,
             rejoin_s=rng.choice([0.0, 0.3]),
         )
@@ -127,6 +139,9 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         prefill_tokens_max=rng.choice([16, 2048]),
         residents_max=knobs.residents_max,
         waiting_requests_max=knobs.waiting_requests_max,
+        waiting_tokens_max=rng.choice([300, 4_194_304, 4_194_304]),
+        priority_age_s=rng.choice([0.0, 0.1, 30.0]),
+        kv_reserve=knobs.kv_reserve,
     )
     watcher = Watcher()
     world = World(
@@ -155,7 +170,13 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     return world, requests
 
 
-def check(world: World, requests: list[Request], report: Report) -> None:
+def _gentle(trouble: Trouble, knobs: Knobs) -> bool:
+    """Whether no request can be hit by chance so often that it counts as guilty."""
+    by_chance = trouble.lose or trouble.late or trouble.fail
+    return not by_chance and knobs.deaths + knobs.deadly <= 2
+
+
+def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -> None:
     """Every request ended exactly once, with the tokens of the perfect world, and left nothing."""
     assert report.ended_s < LONGEST_S, "the world is stuck"
     for request in requests:
@@ -176,6 +197,10 @@ def check(world: World, requests: list[Request], report: Report) -> None:
             assert len(received) < len(tokens), f"{request.id} was complete"
         assert finish.usage.completion_tokens == len(received), request.id
         assert finish.usage.prompt_tokens == len(request.prompt), request.id
+        if finish.reason is FinishReason.FAILED and _gentle(world.trouble, knobs):
+            assert request.id in world.trouble.deadly, f"{request.id} failed and is innocent"
+    deadly = len(world.trouble.deadly)
+    assert report.killed <= 3 * deadly, f"{deadly} deadly requests killed {report.killed}"
     status = world.scheduler.snapshot()
     assert (status.waiting, status.live) == (0, 0)
     assert all(replica.kv_blocks_used == 0 for replica in status.replicas)

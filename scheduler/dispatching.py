@@ -1,0 +1,207 @@
+"""What each replica does next: fills the pipelines with prefill and speculate orders.
+
+It is told which replicas an event concerns and appends the actions. Knows placement, grouping and
+blocks; nothing of the events that led here.
+
+A Release that comes from here (KV blocks ran out) stands before the order that needs its blocks. An
+order of several steps is interrupted as soon as another goes behind it: somebody waits now.
+"""
+
+from __future__ import annotations
+
+from scheduler.admission import blocks_needed
+from scheduler.config import SchedulerConfig
+from scheduler.grouping import groups_needed, ideal_size, may_step
+from scheduler.messages import Action, Dispatch, Interrupt, Order, OrderKind, Release
+from scheduler.orders import prefill_order, speculate_order
+from scheduler.placement import Choice, next_rows
+from scheduler.pool import Pool
+from scheduler.residents import Replica
+from scheduler.sequence import Move, Sequence
+from scheduler.speculation import DraftPolicy
+
+
+class Dispatcher:
+    """Gives orders to the replicas that were touched; keeps no state between two events."""
+
+    def __init__(self, config: SchedulerConfig, pool: Pool, policy: DraftPolicy) -> None:
+        self._config = config
+        self._pool = pool
+        self._policy = policy
+        self._order_id = 0
+        self._touched: dict[str, None] = {}
+        self._offer_to_all = False
+        self._out: list[Action] = []
+
+    def touch(self, replica_id: str) -> None:
+        """The replica may have something new to do."""
+        self._touched[replica_id] = None
+
+    def touch_first(self, replica_id: str) -> None:
+        """The same, and before the others: it is to take what waits."""
+        self._touched = {replica_id: None, **self._touched}
+
+    def offer_to_all(self) -> None:
+        """Somebody waits who could go anywhere."""
+        self._offer_to_all = True
+
+    def run(self, out: list[Action]) -> None:
+        """Appends the orders of every replica that the event concerns."""
+        self._out = out
+        replicas = self._pool.replicas
+        for replica_id in self._touched:
+            if replica_id in replicas:
+                self._fill_pipeline(replicas[replica_id])
+        self._touched.clear()
+        # Blocks may run out while orders are made; then somebody waits again.
+        while self._offer_to_all:
+            self._offer_to_all = False
+            for _, replica_id in list(self._pool.open):
+                if not self._pool.waiting:
+                    break
+                self._fill_pipeline(replicas[replica_id])
+
+    def interrupt(self, replica: Replica, out: list[Action]) -> None:
+        """Ends the order of several steps, if one is in flight."""
+        if replica.long is not None:
+            out.append(Interrupt(replica.id, replica.long))
+            replica.long = None
+
+    # ----------------------------------------------------------------- orders
+
+    def _fill_pipeline(self, replica: Replica) -> None:
+        while len(replica.orders) < self._config.orders_in_flight_max:
+            preempted = self._pool.preempted
+            order = self._next_order(replica)
+            if order is None:
+                if self._pool.preempted > preempted:
+                    continue
+                return
+            self.interrupt(replica, self._out)
+            self._pool.add_order(replica, order)
+            self._out.append(Dispatch(order))
+
+    def _next_order(self, replica: Replica) -> Order | None:
+        """Suspects first, by themselves. Then free places are filled, but never by two prefill
+        orders in a row while rows are ready, so that neither waiting nor ready rows starve."""
+        if replica.alone is not None or (replica.orders and self._clears(replica)):
+            return None
+        if replica.suspects:
+            return self._step_suspects(replica)
+        pool = self._pool
+        ready = len(replica.ready)
+        choice = Choice()
+        if pool.waiting:
+            choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self._config)
+            if choice.claim is not None:
+                pool.claim(choice.claim, replica)
+                if replica.orders and self._clears(replica):
+                    return None
+        if choice.rows and not (ready and replica.last_kind is OrderKind.PREFILL):
+            return self._prefill(replica, choice)
+        if may_step(
+            ready,
+            replica.stepping,
+            replica.prefilling,
+            len(replica.orders),
+            self._config.rows_max,
+        ):
+            return self._step_ready(replica, someone_waits=bool(choice.rows))
+        return None
+
+    def _clears(self, replica: Replica) -> bool:
+        """Whether the replica finishes what is in flight because suspects go next."""
+        if replica.suspects:
+            return True
+        claimant = replica.claimed_by
+        return claimant is not None and self._pool.waiting[claimant].rows_limit is not None
+
+    def _prefill(self, replica: Replica, choice: Choice) -> Order:
+        order_id = self._new_order_id()
+        for sequence, count in choice.overtaken:
+            sequence.overtaken += count
+        for sequence in choice.rows:
+            self._pool.place(sequence, replica)
+            sequence.order_id = order_id
+        if choice.rows[0].rows_limit is not None:
+            replica.alone = order_id
+        return prefill_order(order_id, replica.id, choice.rows)
+
+    def _step_ready(self, replica: Replica, someone_waits: bool) -> Order | None:
+        config = self._config
+        count = len(replica.ready) + replica.stepping
+        alone = not (someone_waits or replica.stepping or replica.prefilling)
+        chosen = replica.ready.choose(
+            ideal_size(count, config.rows_max),
+            config.rows_max,
+            groups_needed(count, config.rows_max),
+            config.passes_max,
+        )
+        # Rows that wait would wait longer; where there are none, round trips are saved.
+        long = alone and len(chosen) == len(replica.ready)
+        steps = config.steps_per_order_max if long else 1
+        return self._step(replica, [replica.residents[one] for one in chosen], steps)
+
+    def _step_suspects(self, replica: Replica) -> Order | None:
+        rows: list[Sequence] = []
+        limit = self._config.rows_max
+        for sequence in replica.suspects.values():
+            assert sequence.rows_limit is not None
+            limit = min(limit, sequence.rows_limit)
+            if len(rows) >= limit:
+                break
+            rows.append(sequence)
+        rows.sort(key=lambda one: one.length)
+        order = self._step(replica, rows, steps=1)
+        if order is not None:
+            replica.alone = order.id
+        return order
+
+    def _step(self, replica: Replica, rows: list[Sequence], steps: int) -> Order | None:
+        """Up to `steps` steps of these ready rows, by rising length; None if blocks ran out."""
+        draft_len = min(self._policy.draft_len(replica.id, rows), replica.spec.draft_len_max)
+        if steps > 1 and _growth(replica, rows, steps, draft_len) > replica.blocks_free:
+            steps = 1
+        if _growth(replica, rows, steps, draft_len) > replica.blocks_free:
+            # What is in flight may end and free blocks; and its rows may be the ones to go.
+            if not replica.orders:
+                self._preempt(replica)
+            return None
+        order_id = self._new_order_id()
+        if rows[0].rows_limit is None:
+            replica.ready.take([sequence.id for sequence in rows])
+        for sequence in rows:
+            self._pool.grow(sequence, _blocks_after(replica, sequence, steps, draft_len))
+            self._pool.move(sequence, Move.STEP)
+            sequence.order_id = order_id
+        return speculate_order(order_id, replica.id, rows, draft_len, steps)
+
+    def _preempt(self, replica: Replica) -> None:
+        """KV blocks ran out: the youngest sequence of the lowest priority waits again with its
+        tokens, in the order of its class. One that is alone fits, so it never comes to that."""
+        residents = replica.residents.values()
+        assert len(residents) > 1, f"replica {replica.id}: one sequence has not enough blocks"
+        victim = max(residents, key=lambda one: (one.request.priority, one.number))
+        self._pool.send_back([victim], first=False)
+        self._pool.preempted += 1
+        victim.preempted = True
+        self._out.append(Release(replica.id, (victim.id,)))
+        self._offer_to_all = True
+
+    def _new_order_id(self) -> int:
+        self._order_id += 1
+        return self._order_id
+
+
+def _blocks_after(replica: Replica, sequence: Sequence, steps: int, draft_len: int) -> int:
+    """Blocks for all that the row can hold after so many steps."""
+    length = min(sequence.length + steps * (draft_len + 1), sequence.length_max)
+    return blocks_needed(length, replica.spec.block_size)
+
+
+def _growth(replica: Replica, rows: list[Sequence], steps: int, draft_len: int) -> int:
+    """Blocks that the rows lack for so many steps."""
+    return sum(
+        max(_blocks_after(replica, sequence, steps, draft_len) - sequence.blocks, 0)
+        for sequence in rows
+    )
