@@ -1,0 +1,270 @@
+"""How many replicas a load wants: a pure function of figures, settings and its own last state.
+
+Knows nothing of Ray or Serve and reads no clock. `CapacityMeter` says what one replica commits per
+second of work; `wanted_replicas` divides the outstanding tokens by it and by the wanted drain time.
+Outstanding tokens alone would flap: enough replicas keep the queue short, a short queue asks for
+few replicas, too few let it grow. So tokens outstanding call replicas, and tokens committed per
+second hold the ones that are needed to commit them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from scheduler.status import PoolStatus, ReplicaStatus
+
+_SAMPLE_S = 1.0
+"""Least time of work that says something about a replica's speed."""
+_MEMORY_S = 20.0
+"""Seconds of work after which a measured speed is two thirds forgotten."""
+
+
+class AutoscalingConfig(BaseModel):
+    """When replicas are started and stopped. A replica counts from when it serves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    min_replicas: int = Field(
+        default=1, ge=0, description="Fewest; 0: none while there is no request."
+    )
+    max_replicas: int = Field(default=4, ge=1, description="Most.")
+    drain_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Wanted time to serve all tokens that accepted requests may still commit.",
+    )
+    up_delay_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="How long a load must last until replicas are added; none from zero to one.",
+    )
+    down_delay_s: float = Field(
+        default=60.0, ge=0, description="How long a low load must last until replicas are removed."
+    )
+    idle_s: float = Field(
+        default=300.0, ge=0, description="Time without any request until the last replica goes."
+    )
+    down_share: float = Field(
+        default=0.7,
+        gt=0,
+        le=1,
+        description="A replica is removed only if the others would be used up to this share.",
+    )
+    starting_max: int = Field(
+        default=4, ge=1, description="Replicas that may be on their way at once."
+    )
+    down_step: int = Field(
+        default=1, ge=1, description="Most replicas that are removed at once; then the delay again."
+    )
+    tokens_per_s: float = Field(
+        default=500.0,
+        gt=0,
+        description="What one replica is taken to commit per second until that was measured.",
+    )
+    look_s: float = Field(default=0.5, gt=0, description="How often the pool is looked at.")
+
+    @model_validator(mode="after")
+    def _min_is_not_above_max(self) -> AutoscalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas must not be above max_replicas")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the pool looks like to the policy. A figure that is not finite counts as none."""
+
+    outstanding_tokens: float
+    """Tokens that accepted requests may still commit."""
+    waiting: int
+    """Requests that are on no replica."""
+    serving: int
+    """Replicas that take sequences now."""
+    committed_per_s: float = 0.0
+    """Tokens per second that all replicas have committed over the last seconds."""
+    tokens_per_s: float | None = None
+    """Tokens per second of work of one replica; None: not known."""
+
+    @property
+    def live(self) -> bool:
+        """Whether there is any request."""
+        return self.waiting > 0 or _figure(self.outstanding_tokens) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingState:
+    """What the policy remembers; times are of the clock that it is called with."""
+
+    high_since_s: float | None = None
+    """Since when the load asks for more than is wanted."""
+    low_since_s: float | None = None
+    """Since when fewer would do."""
+    low_most: int = 0
+    """The most that would have done since then."""
+    live_s: float | None = None
+    """When there was a request last."""
+
+
+def wanted_replicas(
+    config: AutoscalingConfig, load: Load, wanted: int, state: ScalingState, now_s: float
+) -> tuple[int, ScalingState]:
+    """The number of replicas to have from now on, and the state for the next call.
+
+    `wanted` is the number returned last time; `now_s` is of a clock that does not run backwards
+    (where it does, the delays begin again).
+    """
+    state = _not_in_the_future(state, now_s)
+    if load.live or state.live_s is None:
+        state = replace(state, live_s=now_s)
+    wanted = min(max(wanted, config.min_replicas), config.max_replicas)
+    if wanted == 0:
+        # Whoever waits for the first replica has waited long enough; more of them take the delay.
+        wanted = 1 if load.live else 0
+    enough, needed = _bounds(config, load)
+    if enough > wanted:
+        return _up(config, load, enough, wanted, state, now_s)
+    state = replace(state, high_since_s=None)
+    if needed < wanted:
+        return _down(config, needed, wanted, state, now_s)
+    state = replace(state, low_since_s=None, low_most=0)
+    if wanted == 1 and config.min_replicas == 0 and not load.live and state.live_s is not None:
+        wanted = 0 if now_s - state.live_s >= config.idle_s else 1
+    return wanted, state
+
+
+def _bounds(config: AutoscalingConfig, load: Load) -> tuple[int, int]:
+    """(so many at least, more than so many are too many); the first is not above the second."""
+    one = _figure(load.tokens_per_s) or config.tokens_per_s
+    queue = _figure(load.outstanding_tokens) / config.drain_s / one
+    work = _figure(load.committed_per_s) / one
+    least = 1 if load.live else 0
+    enough = max(_whole(queue, config), least)
+    needed = max(_whole(max(queue, work) / config.down_share, config), least, 1)
+    return enough, max(needed, config.min_replicas)
+
+
+def _up(
+    config: AutoscalingConfig,
+    load: Load,
+    enough: int,
+    wanted: int,
+    state: ScalingState,
+    now_s: float,
+) -> tuple[int, ScalingState]:
+    since_s = now_s if state.high_since_s is None else state.high_since_s
+    # Without a low since: what was low before this must last its delay anew.
+    state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
+    if now_s - since_s < config.up_delay_s:
+        return wanted, state
+    more = max(wanted, min(enough, max(load.serving, 0) + config.starting_max))
+    return more, state
+
+
+def _down(
+    config: AutoscalingConfig, needed: int, wanted: int, state: ScalingState, now_s: float
+) -> tuple[int, ScalingState]:
+    since_s = now_s if state.low_since_s is None else state.low_since_s
+    most = max(needed, state.low_most)
+    if now_s - since_s < config.down_delay_s:
+        return wanted, replace(state, low_since_s=since_s, low_most=most)
+    fewer = max(min(most, wanted), wanted - config.down_step)
+    return fewer, replace(state, low_since_s=None, low_most=0)
+
+
+def _not_in_the_future(state: ScalingState, now_s: float) -> ScalingState:
+    def past(at_s: float | None) -> float | None:
+        return None if at_s is None else min(at_s, now_s)
+
+    return ScalingState(
+        past(state.high_since_s), past(state.low_since_s), state.low_most, past(state.live_s)
+    )
+
+
+def _figure(value: float | None) -> float:
+    """The value if it is a finite number above 0, else 0."""
+    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
+
+
+def _whole(replicas: float, config: AutoscalingConfig) -> int:
+    return math.ceil(min(replicas, config.max_replicas))
+
+
+# ------------------------------------------------------------------------- what a replica can do
+
+
+@dataclass(slots=True)
+class _Since:
+    """A replica's sums when its present sample began."""
+
+    busy_s: float
+    committed_tokens: int
+    steps: int
+    row_steps: int
+    waited: bool = True
+    """Requests waited at every look since."""
+
+
+class CapacityMeter:
+    """What one replica commits per second of work while it has enough of it.
+
+    Idle time does not count, because only the time in orders does. Groups that are not full commit
+    less than the replica could: such a sample may raise the figure and never lowers it.
+    """
+
+    def __init__(self, tokens_per_s: float, rows_max: int) -> None:
+        """`tokens_per_s` stands until something was measured; `rows_max` is a full group."""
+        self.tokens_per_s = tokens_per_s
+        self._rows_full = rows_max / 2
+        self._measured = False
+        self._since: dict[str, _Since] = {}
+
+    def look(self, status: PoolStatus) -> float:
+        """Tokens per second of one replica; call it with every new status of the pool."""
+        replicas = {replica.id: replica for replica in status.replicas}
+        self._since = {
+            replica_id: since for replica_id, since in self._since.items() if replica_id in replicas
+        }
+        for replica in replicas.values():
+            since = self._since.get(replica.id)
+            if since is None or replica.busy_s < since.busy_s:
+                self._since[replica.id] = _begin(replica)
+                continue
+            since.waited &= status.waiting > 0
+            if replica.busy_s - since.busy_s >= _SAMPLE_S:
+                self._sample(replica, since)
+                self._since[replica.id] = _begin(replica)
+        return self.tokens_per_s
+
+    def _sample(self, replica: ReplicaStatus, since: _Since) -> None:
+        busy_s = replica.busy_s - since.busy_s
+        steps = replica.steps - since.steps
+        speed = _figure((replica.committed_tokens - since.committed_tokens) / busy_s)
+        if steps <= 0 or not speed:
+            return
+        rows = (replica.row_steps - since.row_steps) / steps
+        if not (since.waited or rows >= self._rows_full):
+            self.tokens_per_s = max(self.tokens_per_s, speed)
+        elif self._measured:
+            share = 1.0 - math.exp(-busy_s / _MEMORY_S)
+            self.tokens_per_s += share * (speed - self.tokens_per_s)
+        else:
+            self.tokens_per_s = speed
+            self._measured = True
+
+
+def _begin(replica: ReplicaStatus) -> _Since:
+    return _Since(replica.busy_s, replica.committed_tokens, replica.steps, replica.row_steps)
+
+
+def pool_load(status: PoolStatus, tokens_per_s: float) -> Load:
+    """The load as a status of the pool tells it."""
+    return Load(
+        outstanding_tokens=status.outstanding_tokens,
+        waiting=status.waiting,
+        serving=sum(not replica.draining for replica in status.replicas),
+        committed_per_s=status.tokens_per_s,
+        tokens_per_s=tokens_per_s,
+    )
