@@ -96,6 +96,7 @@ class _Class:
         if not len(tenant):
             del self.order[bisect_left(self.order, (tenant.served, tenant_name))]
             self._forget(tenant_name)
+        self._forget_all_if_idle()
 
     def charge(self, tenant_name: str, tokens: int) -> None:
         """The tenant is served; it may have nobody else who waits."""
@@ -108,9 +109,13 @@ class _Class:
         if len(tenant):
             del self.order[bisect_left(self.order, (before, tenant_name))]
             insort(self.order, (tenant.served, tenant_name))
-        if len(self.tenants) > 2 * len(self.order) + _SLACK:
-            for name in list(self.tenants):
-                self._forget(name)
+        self._forget_all_if_idle()
+
+    def _forget_all_if_idle(self) -> None:
+        """Where nobody waits nobody is owed anything."""
+        if not self.size and self.tenants:
+            self.served = max(tenant.served for tenant in self.tenants.values())
+            self.tenants.clear()
 
     def _forget(self, tenant_name: str) -> None:
         tenant = self.tenants[tenant_name]

@@ -28,6 +28,7 @@ from scheduler.messages import (
     Tick,
 )
 from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
 
 T = TypeVar("T")
 
@@ -80,8 +81,8 @@ class Hand:
     def drain(self, replica_id: str = "r") -> list[Action]:
         return self.tell(ReplicaDraining(replica_id))
 
-    def lose(self, replica_id: str = "r") -> list[Action]:
-        return self.tell(ReplicaLost(replica_id))
+    def lose(self, replica_id: str = "r", blamed: bool = True) -> list[Action]:
+        return self.tell(ReplicaLost(replica_id, blamed))
 
     def tick(self, now_s: float) -> list[Action]:
         self.now_s = now_s
@@ -111,6 +112,12 @@ class Hand:
             if not prefills:
                 return self.in_flight(replica_id)
             self.done(prefills[0])
+
+    def replicas(self) -> list[str]:
+        return list(self.scheduler._pool.replicas)
+
+    def sequences(self) -> list[Sequence]:
+        return list(self.scheduler._pool.sequences.values())
 
     def used(self, replica_id: str = "r") -> int:
         return self.scheduler._pool.replicas[replica_id].blocks_used

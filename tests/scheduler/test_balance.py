@@ -1,0 +1,70 @@
+"""Proves that residents move to a lighter replica when it is worth their prefill, and only then."""
+
+from __future__ import annotations
+
+from scheduler.messages import OrderKind
+from tests.scheduler.hand import Hand, rows_of
+
+
+def loaded(count: int, max_new_tokens: int = 400, length: int = 3, **config: object) -> Hand:
+    """That many rows on replica r, none waiting."""
+    hand = Hand(rows_max=4, draft_len=0, steps_per_order_max=1, **config)
+    hand.join(kv_blocks=10_000)
+    for index in range(count):
+        hand.submit(f"q{index}", length=length, max_new_tokens=max_new_tokens)
+    while hand.scheduler.snapshot().waiting:
+        hand.done(hand.in_flight()[0])
+    hand.settle()
+    return hand
+
+
+def step(hand: Hand, replica_id: str = "r", count: int = 1) -> None:
+    for _ in range(count):
+        hand.done(hand.in_flight(replica_id)[0])
+
+
+def test_a_new_replica_gets_work_though_nobody_waits() -> None:
+    hand = loaded(16)
+    hand.join("s", kv_blocks=10_000)
+    assert not hand.in_flight("s")
+    step(hand)
+    (order,) = hand.in_flight("s")
+    assert order.kind is OrderKind.PREFILL
+    moved = rows_of(order)
+    assert 4 <= len(moved) <= 8
+    assert hand.scheduler.snapshot().moved == len(moved)
+    for row in order.prefill:
+        assert len(row.tokens) == 3 + len(hand.tokens.get(row.sequence_id, ()))
+
+
+def test_the_imbalance_settles_and_nobody_goes_back() -> None:
+    hand = loaded(16)
+    hand.join("s", kv_blocks=10_000)
+    for _ in range(60):
+        step(hand, "r")
+        if hand.in_flight("s"):
+            step(hand, "s")
+    loads = [hand.scheduler._pool.replicas[name].load for name in "rs"]
+    assert max(loads) - min(loads) <= 4
+    assert hand.scheduler.snapshot().moved <= 8
+
+
+def test_nobody_moves_where_all_fit_into_one_group() -> None:
+    hand = loaded(4)
+    hand.join("s")
+    step(hand, count=5)
+    assert hand.scheduler.snapshot().moved == 0
+
+
+def test_nobody_moves_who_is_nearly_done() -> None:
+    hand = loaded(16, max_new_tokens=6, length=400)
+    hand.join("s", kv_blocks=10_000)
+    step(hand, count=3)
+    assert hand.scheduler.snapshot().moved == 0
+
+
+def test_nobody_moves_to_a_replica_without_room() -> None:
+    hand = loaded(16)
+    hand.join("s", kv_blocks=2)
+    step(hand, count=5)
+    assert hand.scheduler.snapshot().moved == 0

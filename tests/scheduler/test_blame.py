@@ -1,0 +1,175 @@
+"""Proves that a row which breaks orders or replicas is found and fails alone, the others living."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.messages import FinishReason, Order, OrderKind
+from tests.scheduler.hand import Hand, rows_of
+
+
+def crowd(count: int, **config: object) -> Hand:
+    """That many rows, filled and stepping on replica r; steps of single tokens."""
+    hand = Hand(rows_max=count, draft_len=0, steps_per_order_max=1, **config)
+    hand.join()
+    for index in range(count):
+        hand.submit(f"q{index}", length=3 + index % 2)
+    while [len(order.rows) for order in hand.settle()] != [count]:
+        hand.done(hand.in_flight()[0])
+    return hand
+
+
+def play(hand: Hand, breaks: set[str], rows_max: int = 1000, rounds: int = 400) -> list[int]:
+    """Answers orders; those with a row of `breaks`, or with too many rows, fail. Sizes of those."""
+    sizes = []
+    for _ in range(rounds):
+        orders = [one for name in list(hand.replicas()) for one in hand.in_flight(name)]
+        if not orders:
+            break
+        order = min(orders, key=lambda one: one.id)
+        bad = breaks.intersection(rows_of(order)) and order.kind is OrderKind.SPECULATE
+        if bad or len(order.rows) > rows_max:
+            sizes.append(len(order.rows))
+            hand.fail(order)
+        else:
+            hand.done(order)
+    return sizes
+
+
+def test_an_order_that_is_too_large_is_halved_until_it_fits() -> None:
+    hand = crowd(8)
+    sizes = play(hand, set(), rows_max=3, rounds=12)
+    assert sizes[:2] == [8, 4]
+    assert not any(one.reason is FinishReason.FAILED for one in hand.finishes.values())
+    assert all(hand.tokens.get(f"q{index}") for index in range(8)), "some rows made no progress"
+
+
+def test_halved_rows_keep_their_place_on_the_replica() -> None:
+    hand = crowd(8)
+    (order,) = hand.in_flight()
+    hand.fail(order)
+    (half,) = hand.in_flight()
+    assert half.kind is OrderKind.SPECULATE, "nothing is prefilled again"
+    assert len(half.rows) == 4
+
+
+def test_a_row_that_breaks_every_order_fails_alone() -> None:
+    hand = crowd(8, failures_max=3)
+    sizes = play(hand, {"q5"}, rounds=80)
+    assert sizes == [8, 4, 2, 1, 1, 1]
+    assert hand.finishes["q5"].reason is FinishReason.FAILED
+    others = [finish for name, finish in hand.finishes.items() if name != "q5"]
+    assert all(finish.reason is FinishReason.LENGTH for finish in others)
+
+
+def test_a_row_that_failed_alone_goes_to_another_replica() -> None:
+    hand = crowd(1)
+    hand.join("s")
+    (order,) = hand.in_flight()
+    hand.fail(order)
+    assert not hand.in_flight("r")
+    assert rows_of(hand.in_flight("s")[0]) == ["q0"]
+
+
+def test_a_row_that_failed_alone_stays_if_no_other_replica_could_hold_it() -> None:
+    hand = crowd(1)
+    hand.join("s", context_len=50)
+    (order,) = hand.in_flight()
+    hand.fail(order)
+    assert rows_of(hand.in_flight("r")[0]) == ["q0"]
+
+
+def test_nothing_goes_beside_an_order_of_suspects() -> None:
+    hand = Hand(rows_max=2, draft_len=0)
+    hand.join()
+    for name in "abcd":
+        hand.submit(name)
+    hand.settle()
+    first, second = hand.in_flight()
+    hand.fail(first)
+    assert hand.in_flight() == [second], "what is in flight comes home first"
+    hand.done(second)
+    (alone,) = hand.in_flight()
+    assert rows_of(alone) == rows_of(first)[:1]
+    hand.submit("e")
+    assert hand.in_flight() == [alone]
+
+
+def kill(hand: Hand, name: str, number: int) -> str:
+    """The replica dies and another joins."""
+    hand.lose(name)
+    fresh = f"r{number}"
+    hand.join(fresh)
+    return fresh
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 16])
+def test_a_deadly_row_is_known_after_three_deaths(count: int) -> None:
+    hand = Hand(rows_max=8, draft_len=0, steps_per_order_max=1, failures_max=3)
+    name = "r0"
+    hand.join(name)
+    for index in range(count):
+        hand.submit(f"q{index}", max_new_tokens=5)
+    deaths = 0
+    for _ in range(500):
+        orders = hand.in_flight(name)
+        if not orders:
+            break
+        order = orders[0]
+        if order.kind is OrderKind.SPECULATE and "q0" in rows_of(order):
+            deaths += 1
+            name = kill(hand, name, deaths)
+        else:
+            hand.done(order)
+    assert deaths == 3
+    assert hand.finishes["q0"].reason is FinishReason.FAILED
+    assert "q0" in hand.finishes["q0"].message
+    assert len(hand.finishes) == count
+    others = [finish for key, finish in hand.finishes.items() if key != "q0"]
+    assert all(finish.reason is FinishReason.LENGTH for finish in others)
+
+
+def test_the_row_queued_second_is_a_suspect_too() -> None:
+    """The result of the order before it may have died with the replica."""
+    hand = Hand(rows_max=2, draft_len=0)
+    hand.join()
+    for name in "abcd":
+        hand.submit(name)
+    hand.settle()
+    first, second = hand.in_flight()
+    hand.lose()
+    hand.join("s")
+    suspects = {one.id for one in hand.sequences() if one.rows_limit}
+    assert suspects == {*rows_of(first), *rows_of(second)}
+
+
+def test_a_replica_that_leaves_by_itself_blames_nobody() -> None:
+    hand = crowd(4)
+    hand.lose(blamed=False)
+    assert not any(one.rows_limit or one.failures for one in hand.sequences())
+
+
+def test_a_token_clears_a_suspect() -> None:
+    hand = crowd(1, failures_max=2)
+    for round_number in range(6):
+        order: Order = hand.settle()[0]
+        hand.fail(order)
+        hand.settle()
+        order = hand.in_flight()[0]
+        hand.done(order, q0=(round_number,))
+    assert "q0" not in hand.finishes
+
+
+def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> None:
+    hand = Hand(failures_max=2, draft_len=0, steps_per_order_max=1)
+    hand.join("r0")
+    hand.submit("a", max_new_tokens=400)
+    name = "r0"
+    for deaths in range(1, 50):
+        order = hand.settle(name)[0]
+        hand.done(order)
+        name = kill(hand, name, deaths)
+        if hand.finishes:
+            break
+    assert hand.finishes["a"].reason is FinishReason.FAILED
+    assert deaths == 8

@@ -1,0 +1,127 @@
+"""Proves that KV blocks may run out and nothing is lost: who goes, who comes back, and when.
+
+With kv_reserve below 1 a replica takes more sequences than would fit at their limits.
+"""
+
+from __future__ import annotations
+
+from scheduler.messages import FinishReason, OrderKind, Priority, Release
+from tests.scheduler.hand import Hand, of_kind, orders_of, rows_of
+
+
+def tight(**config: object) -> Hand:
+    """One replica of 12 blocks of 4 positions; nothing is set aside for tokens to come."""
+    hand = Hand(kv_reserve=0.0, draft_len=0, steps_per_order_max=1, **config)
+    hand.join(kv_blocks=12)
+    return hand
+
+
+def run(hand: Hand, rounds: int = 500) -> int:
+    """Answers orders until none is left; returns how many were prefills."""
+    prefills = 0
+    for _ in range(rounds):
+        orders = hand.in_flight()
+        if not orders:
+            return prefills
+        prefills += orders[0].kind is OrderKind.PREFILL
+        hand.done(orders[0])
+    raise AssertionError("it does not end")
+
+
+def test_more_sequences_are_taken_than_would_fit_at_their_limits() -> None:
+    hand = tight()
+    for name in "abc":
+        hand.submit(name, length=4, max_new_tokens=24)
+    hand.settle()
+    assert len(hand.scheduler._pool.replicas["r"].residents) == 3
+    assert hand.used() <= 12
+
+
+def test_all_finish_though_blocks_run_out() -> None:
+    hand = tight()
+    for name in "abcde":
+        hand.submit(name, length=4, max_new_tokens=24)
+    run(hand)
+    assert {finish.reason for finish in hand.finishes.values()} == {FinishReason.LENGTH}
+    assert len(hand.finishes) == 5
+    assert all(len(hand.tokens[name]) == 24 for name in "abcde")
+    assert hand.scheduler.snapshot().preempted > 0
+    assert hand.used() == 0
+
+
+def preempted(hand: Hand) -> list[str]:
+    """Whoever is sent back first, answering orders until somebody is."""
+    for _ in range(200):
+        actions = hand.done(hand.in_flight()[0])
+        gone = [one for release in of_kind(actions, Release) for one in release.sequence_ids]
+        gone = [one for one in gone if one not in hand.finishes]
+        if gone:
+            release = next(one for one in actions if isinstance(one, Release))
+            dispatched = orders_of(actions)
+            if dispatched:
+                last = max(actions.index(one) for one in actions if isinstance(one, Release))
+                first = min(i for i, one in enumerate(actions) if hasattr(one, "order"))
+                assert last < first, "blocks are released before the order that needs them"
+            assert release.replica_id == "r"
+            return gone
+    raise AssertionError("nobody was sent back")
+
+
+def test_the_youngest_goes() -> None:
+    hand = tight()
+    for name in "abc":
+        hand.submit(name, length=4, max_new_tokens=24)
+    assert preempted(hand) == ["c"]
+
+
+def test_the_lowest_priority_goes_before_the_youngest() -> None:
+    hand = tight()
+    hand.submit("a", length=4, max_new_tokens=24)
+    hand.submit("b", length=4, max_new_tokens=24, priority=Priority.LOW)
+    hand.submit("c", length=4, max_new_tokens=24, priority=Priority.HIGH)
+    assert preempted(hand) == ["b"]
+
+
+def test_who_was_sent_back_keeps_its_tokens_and_waits_until_all_that_it_needs_is_free() -> None:
+    hand = tight()
+    for name in "abc":
+        hand.submit(name, length=4, max_new_tokens=24)
+    preempted(hand)
+    committed = len(hand.tokens["c"])
+    while not any("c" in rows_of(order) for order in hand.in_flight()):
+        hand.done(hand.in_flight()[0])
+    (order,) = [one for one in hand.in_flight() if "c" in rows_of(one)]
+    (row,) = order.prefill
+    assert len(row.tokens) == 4 + committed
+    assert row.blocks == 7, "all of its 28 tokens are set aside"
+    run(hand)
+    assert hand.finishes["c"].usage.recovered == 1, "it is sent back once, never twice"
+
+
+def test_a_full_replica_does_not_prefill_and_send_back_for_every_step() -> None:
+    hand = tight()
+    for index in range(8):
+        hand.submit(f"q{index}", length=4, max_new_tokens=40)
+    prefills = run(hand, 2000)
+    assert prefills <= 8 + hand.scheduler.snapshot().preempted
+    assert hand.scheduler.snapshot().preempted <= 8
+
+
+def test_a_sequence_that_could_never_fit_is_refused_at_the_door() -> None:
+    hand = tight()
+    hand.submit("a", length=4, max_new_tokens=45)
+    assert not hand.in_flight()
+    assert hand.scheduler.snapshot().rejected == 1
+    hand.submit("b", length=4, max_new_tokens=44)
+    run(hand)
+    assert hand.finishes["b"].reason is FinishReason.LENGTH
+
+
+def test_steps_are_given_up_before_a_sequence_is() -> None:
+    hand = Hand(kv_reserve=0.0, draft_len=3, steps_per_order_max=4)
+    hand.join(kv_blocks=5)
+    hand.submit("a", length=4, max_new_tokens=12)
+    hand.submit("b", length=4, max_new_tokens=3)
+    orders = hand.settle()
+    assert [order.steps for order in orders] == [1], "16 tokens ahead do not fit, 4 do"
+    assert hand.scheduler.snapshot().preempted == 0
