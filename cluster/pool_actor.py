@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import uuid
@@ -21,6 +22,7 @@ from cluster.config import ClusterConfig
 from cluster.mailbox import Mailbox
 from cluster.metrics import PoolMeter
 from cluster.protocol import (
+    STOPPING,
     JoinReply,
     News,
     NewsReply,
@@ -39,6 +41,7 @@ from scheduler.messages import (
     Interrupt,
     Order,
     Reject,
+    RejectCode,
     Release,
     ReplicaDraining,
     ReplicaJoined,
@@ -56,6 +59,9 @@ log = logging.getLogger("lockstep.pool")
 
 _ENDED_MAX = 4096
 """How many ended sessions of ingresses are remembered."""
+
+_STUCK_S = 1.0
+"""A process that leaves Ray's question unanswered for so long does nothing."""
 
 Probe = Callable[[Any], Awaitable[bool]]
 """Asks Ray whether the process behind a handle lives; False only when it is certainly dead."""
@@ -108,6 +114,8 @@ class PoolActor:
         """Sessions that were lost or have left, oldest first: their mailboxes are gone, so one
         that still speaks must begin a new session."""
         self._touched: set[Mailbox[Any]] = set()
+        self._stopping_until_s = -math.inf
+        self._cut = False
         self._ticker: asyncio.Task[None] | None = None
         self._meter = meter or PoolMeter()
 
@@ -169,9 +177,9 @@ class PoolActor:
             self._step(ReplicaDraining(replica_id))
             replica.mailbox.close()
 
-    async def leave(self, replica_id: str) -> None:
-        """The replica goes now."""
-        self._lose_replica(replica_id, "has left")
+    async def leave(self, replica_id: str, blamed: bool = False) -> None:
+        """The replica goes now; `blamed` if it does so because the order in hand hangs."""
+        self._lose_replica(replica_id, "hangs" if blamed else "has left", blamed)
 
     # ------------------------------------------------------------------ ingresses
 
@@ -185,13 +193,18 @@ class PoolActor:
         ingress = self._ingress(ingress_id)
         rejects: list[Reject] = []
         for submit in submits:
+            if self._stopping and not submit.accepted_before:
+                refused = Reject(submit.request.id, RejectCode.STOPPING, "", STOPPING)
+                rejects.append(refused)
+                self._meter.rejected(refused)
+                continue
             ingress.requests.add(submit.request.id)
             self._owners[submit.request.id] = ingress
             self._step(submit, rejects)
         for request_id in cancels:
             if request_id in ingress.requests:
                 self._step(Cancel(request_id))
-        return SubmitReply(self._incarnation, tuple(rejects))
+        return SubmitReply(self._incarnation, tuple(rejects), stopping=self._stopping)
 
     async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
         """One poll for all requests of an ingress; not polling is how an ingress is lost."""
@@ -201,11 +214,19 @@ class PoolActor:
         known = ingress_id in self._ingresses
         ingress = self._ingress(ingress_id)
         if not known:
-            return NewsReply(self._incarnation, known=False)
+            return NewsReply(self._incarnation, known=False, stopping=self._stopping)
         first, items = await ingress.mailbox.poll(acknowledged, min(wait_s, self._config.poll_s))
         ingress.heard_s = self._clock()
         known = self._ingresses.get(ingress_id) is ingress
-        return NewsReply(self._incarnation, known, first + len(items) - 1, tuple(items), first)
+        return NewsReply(
+            incarnation=self._incarnation,
+            known=known,
+            number=first + len(items) - 1,
+            items=tuple(items),
+            first=first,
+            stopping=self._stopping,
+            cut=self._stopping and self._cut,
+        )
 
     async def part(self, ingress_id: str) -> None:
         """The ingress will not ask again under this id; what it still had is cancelled."""
@@ -219,7 +240,28 @@ class PoolActor:
             uptime_s=self._clock() - self._started_s,
             process_id=os.getpid(),
             status=self._scheduler.snapshot(),
+            stopping=self._stopping,
         )
+
+    # ------------------------------------------------------------------ stopping
+
+    async def stop_accepting(self, for_s: float, cut: bool = False) -> int:
+        """Refuse new requests for `for_s` from now on; returns how many are unfinished.
+
+        With `cut` the ingresses end those, too. The limit heals a stop that never came to its end.
+        """
+        self._wake_up()
+        news = cut and not self._cut if self._stopping else True
+        self._stopping_until_s, self._cut = self._clock() + for_s, cut
+        if news:
+            log.info("no new request is accepted%s", ", the unfinished ones end" if cut else "")
+            for ingress in self._ingresses.values():
+                ingress.mailbox.close()
+        return self._scheduler.snapshot().live
+
+    @property
+    def _stopping(self) -> bool:
+        return self._clock() < self._stopping_until_s
 
     # ------------------------------------------------------------------ the crank
 
@@ -293,9 +335,12 @@ class PoolActor:
         for replica_id, replica in list(self._replicas.items()):
             silent_s = 0.0 if replica.mailbox.polled else now_s - replica.heard_s
             if silent_s > self._config.lease_s:
-                self._lose_replica(replica_id, f"is silent for {silent_s:.1f} s")
+                # The network may be to blame, and then no request is; unless Ray, too, has no
+                # answer from the process: then it is stuck, or dead and Ray does not know it yet.
+                stuck = replica.probe is not None and now_s - replica.probed_s > _STUCK_S
+                self._lose_replica(replica_id, f"is silent for {silent_s:.1f} s", stuck)
             elif self._process_is_dead(replica, now_s):
-                self._lose_replica(replica_id, "has died")
+                self._lose_replica(replica_id, "has died", blamed=True)
         for ingress_id, ingress in list(self._ingresses.items()):
             silent_s = 0.0 if ingress.mailbox.polled else now_s - ingress.heard_s
             if silent_s > self._config.lease_s:
@@ -318,7 +363,7 @@ class PoolActor:
             replica.probe = asyncio.ensure_future(self._probe(replica.process))
         return False
 
-    def _lose_replica(self, replica_id: str, why: str) -> None:
+    def _lose_replica(self, replica_id: str, why: str, blamed: bool) -> None:
         replica = self._replicas.pop(replica_id, None)
         if replica is None:
             return
@@ -326,7 +371,7 @@ class PoolActor:
         replica.mailbox.close()
         if replica.probe is not None:
             replica.probe.cancel()
-        self._step(ReplicaLost(replica_id))
+        self._step(ReplicaLost(replica_id, blamed))
 
     def _lose_ingress(self, ingress_id: str, why: str) -> None:
         self._ended[ingress_id] = None

@@ -25,6 +25,9 @@ from scheduler.messages import (
 )
 from scheduler.status import PoolStatus
 
+STOPPING = "the server is stopping"
+"""What a client is told while no new request is accepted."""
+
 
 class PoolUnreachable(LockstepError):
     """The pool did not answer. It may have died, and with it all that it knew."""
@@ -72,6 +75,8 @@ class SubmitReply:
     incarnation: str
     rejects: tuple[Reject, ...] = ()
     known: bool = True
+    stopping: bool = False
+    """The pool accepts no new request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,10 @@ class NewsReply:
     number: int = 0
     items: tuple[News | Finish, ...] = ()
     first: int = 0
+    stopping: bool = False
+    """The pool accepts no new request."""
+    cut: bool = False
+    """The grace time is over: whatever is unfinished will not be finished here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,7 @@ class PoolView:
     uptime_s: float
     process_id: int
     status: PoolStatus
+    stopping: bool = False
 
 
 class PoolPort(Protocol):
@@ -110,7 +120,9 @@ class PoolPort(Protocol):
 
     async def drain(self, replica_id: str) -> None: ...
 
-    async def leave(self, replica_id: str) -> None: ...
+    async def leave(self, replica_id: str, blamed: bool = False) -> None:
+        """`blamed`: the order in hand hangs, so it may be to blame."""
+        ...
 
     async def submit(
         self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
@@ -121,3 +133,5 @@ class PoolPort(Protocol):
     async def part(self, ingress_id: str) -> None: ...
 
     async def status(self) -> PoolView: ...
+
+    async def stop_accepting(self, for_s: float, cut: bool = False) -> int: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,14 @@ from cluster.protocol import (
 )
 from scheduler.messages import ReplicaSpec, StepFailed, StepResult, Submit
 
+log = logging.getLogger("lockstep.pool")
+
 _ANSWER_S = 5.0
 """How long any answer may take beyond the wait that was asked for."""
+_STOPPING_S = 60.0
+"""How long the pool stays closed after it was last told to stop. A stop that was itself killed
+leaves a pool that serves again."""
+_STOP_LOOK_S = 0.05
 
 
 class PoolProcess(PoolActor):
@@ -71,8 +78,8 @@ class RayPool:
     async def drain(self, replica_id: str) -> None:
         await self._call("drain", replica_id)
 
-    async def leave(self, replica_id: str) -> None:
-        await self._call("leave", replica_id)
+    async def leave(self, replica_id: str, blamed: bool = False) -> None:
+        await self._call("leave", replica_id, blamed)
 
     async def submit(
         self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
@@ -91,6 +98,10 @@ class RayPool:
         view: PoolView = await self._call("status")
         return view
 
+    async def stop_accepting(self, for_s: float, cut: bool = False) -> int:
+        unfinished: int = await self._call("stop_accepting", for_s, cut)
+        return unfinished
+
     async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
         try:
             if self._actor is None:
@@ -103,6 +114,28 @@ class RayPool:
             raise PoolUnreachable(str(error)) from error
         except (RayActorError, RaySystemError, GetTimeoutError, TimeoutError, ValueError) as error:
             raise PoolUnreachable(str(error)) from error
+
+
+def stop_pool(actor: ActorHandle, grace_s: float) -> None:
+    """Let the pool refuse what is new, and wait until it has finished the rest.
+
+    What is unfinished after `grace_s` ends as UNAVAILABLE, so that clients go elsewhere with it.
+    """
+    deadline_s = time.monotonic() + grace_s
+    unfinished = 1
+    while unfinished:
+        cut = time.monotonic() >= deadline_s
+        try:
+            reply = actor.stop_accepting.remote(_STOPPING_S, cut)
+            unfinished = ray.get(reply, timeout=_ANSWER_S)
+        except ActorDiedError:
+            return
+        except (RayActorError, RaySystemError, GetTimeoutError) as error:
+            log.warning("the pool does not answer while it is stopped: %s", error)
+        if cut:
+            return
+        if unfinished:
+            time.sleep(_STOP_LOOK_S)
 
 
 async def process_lives(process: ActorHandle) -> bool:

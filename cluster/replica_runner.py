@@ -42,7 +42,11 @@ class HostedReplica(Protocol):
 
 
 class ReplicaUnhealthy(RuntimeError):
-    """The process should be replaced."""
+    """The process should be replaced; `hangs` if the order in hand may be to blame."""
+
+    def __init__(self, message: str, hangs: bool = False) -> None:
+        super().__init__(message)
+        self.hangs = hangs
 
 
 class _Forget:
@@ -113,7 +117,7 @@ class ReplicaRunner:
             raise ReplicaUnhealthy("the thread that runs orders has died")
         began_s = self._order_began_s
         if began_s is not None and time.monotonic() - began_s > self._order_s_max:
-            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s")
+            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s", hangs=True)
         for kind, failures in self._failures.items():
             if failures >= self._failures_max:
                 raise ReplicaUnhealthy(f"{failures} {kind} orders in a row have failed")
@@ -173,8 +177,8 @@ class ReplicaRunner:
             while True:
                 try:
                     self._check_orders()
-                except ReplicaUnhealthy:
-                    await self._depart(acknowledged)
+                except ReplicaUnhealthy as unhealthy:
+                    await self._depart(acknowledged, unhealthy.hangs)
                     raise
                 idle_for_s = self._poll_s
                 if self._results or (not pulls and self._holding < joined.orders_in_flight_max):
@@ -199,12 +203,12 @@ class ReplicaRunner:
             for pull in pulls:
                 pull.cancel()
 
-    async def _depart(self, acknowledged: int) -> None:
+    async def _depart(self, acknowledged: int, hangs: bool) -> None:
         """Leave the pool now, but with the results: failures count against their requests."""
         results, self._results = self._results, []
         with contextlib.suppress(PoolUnreachable):
             await self._pool.pull(self.replica_id, acknowledged, results, 0.0)
-            await self._pool.leave(self.replica_id)
+            await self._pool.leave(self.replica_id, hangs)
 
     def _start_pull(
         self, acknowledged: int, results: list[StepResult | StepFailed], wait_s: float
