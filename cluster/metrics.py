@@ -47,9 +47,21 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_requests_recovered": Metric(
         Kind.COUNTER, "Times that a request lost its replica and was prefilled again."
     ),
+    "lockstep_sequences_preempted": Metric(
+        Kind.COUNTER, "Sequences sent back to waiting because KV blocks ran out."
+    ),
+    "lockstep_sequences_moved": Metric(
+        Kind.COUNTER, "Sequences moved to a replica with fewer of them."
+    ),
     "lockstep_draft_tokens": Metric(Kind.COUNTER, "Draft tokens of finished requests."),
     "lockstep_accepted_tokens": Metric(Kind.COUNTER, "Accepted tokens of finished requests."),
     "lockstep_waiting_requests": Metric(Kind.GAUGE, "Requests that wait for a replica."),
+    "lockstep_waiting_tokens": Metric(
+        Kind.GAUGE, "Tokens, prompt and limit, of the requests that wait."
+    ),
+    "lockstep_outstanding_tokens": Metric(
+        Kind.GAUGE, "Tokens that accepted requests may still commit."
+    ),
     "lockstep_running_requests": Metric(Kind.GAUGE, "Requests that are on a replica."),
     "lockstep_replicas": Metric(Kind.GAUGE, "Replicas that have joined the pool."),
     "lockstep_kv_blocks": Metric(Kind.GAUGE, "KV blocks of all replicas."),
@@ -119,6 +131,8 @@ class PoolMeter:
         self._every_s = every_s
         self._next_s = 0.0
         self._tokens = 0
+        self._preempted = self._moved = 0
+        """Sums at the last observation."""
 
     def committed(self, tokens: int) -> None:
         self._tokens += tokens
@@ -140,7 +154,11 @@ class PoolMeter:
         self._next_s = now_s + self._every_s
         tokens, self._tokens = self._tokens, 0
         self._sink("lockstep_tokens_committed", tokens, {})
-        for name, value in gauges(scheduler.snapshot()).items():
+        status = scheduler.snapshot()
+        self._sink("lockstep_sequences_preempted", status.preempted - self._preempted, {})
+        self._sink("lockstep_sequences_moved", status.moved - self._moved, {})
+        self._preempted, self._moved = status.preempted, status.moved
+        for name, value in gauges(status).items():
             self._sink(name, value, {})
 
 
@@ -149,6 +167,8 @@ def gauges(status: PoolStatus) -> dict[str, float]:
     totals = Totals.of(status)
     return {
         "lockstep_waiting_requests": status.waiting,
+        "lockstep_waiting_tokens": status.waiting_tokens,
+        "lockstep_outstanding_tokens": status.outstanding_tokens,
         "lockstep_running_requests": status.live - status.waiting,
         "lockstep_replicas": len(status.replicas),
         "lockstep_kv_blocks": totals.kv_blocks,
