@@ -251,3 +251,50 @@ def test_torch_keeps_no_graph() -> None:
     client.steps(2)
     assert not any(layer.requires_grad for layer in client.replica._target._cache._layers)
     assert torch.is_grad_enabled()
+
+
+def test_blocks_may_grow_from_order_to_order() -> None:
+    client = Client(tiny_replica("llama"))
+    rows = tuple(
+        PrefillRow(name, tuple(prompt(length)), 60, SamplingParams(), (), -(-length // 4))
+        for name, length in (("c", 9), ("d", 3))
+    )
+    client.replica.step(Order(10, "r", OrderKind.PREFILL, prefill=rows))
+    free = client.replica.free_blocks
+    client.contents = {"c": prompt(9), "d": prompt(3)}
+    client.prompts = {"c": 9, "d": 3}
+    for _ in range(8):
+        client.blocks = {name: -(-(len(own) + 4) // 4) for name, own in client.contents.items()}
+        client.steps(3)
+    assert client.replica.free_blocks < free
+    for name, length in (("c", 9), ("d", 3)):
+        tokens = client.new_tokens(name)
+        assert tokens == plain_greedy(target_model("llama"), prompt(length), 60)[: len(tokens)]
+        assert len(tokens) >= 8
+
+
+def test_an_order_with_too_few_blocks_is_refused_before_anything_is_written() -> None:
+    client = Client(tiny_replica("llama"))
+    client.prefill(new=60, a=prompt(9))
+    client.blocks["a"] = 3
+    with pytest.raises(AssertionError, match="room for 12"):
+        client.steps(3, 2)
+    client.replica.check_integrity()
+
+
+def test_an_interrupted_order_ends_after_the_step_in_hand() -> None:
+    client = Client(tiny_replica("llama"))
+    client.prefill(new=60, a=prompt(9))
+    asked = 0
+
+    def interrupted() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 2
+
+    row = StepRow("a", 9, 3, client.blocks["a"])
+    order = Order(9, "r", OrderKind.SPECULATE, rows=(row,), draft_len=3, steps=8)
+    result = client.replica.step(order, interrupted)
+    assert result.steps == 2
+    tokens = list(result.rows[0].tokens)
+    assert tokens == plain_greedy(target_model("llama"), prompt(9), 60)[: len(tokens)]
