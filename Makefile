@@ -7,7 +7,7 @@ SETUP := $(VENV)/.setup-done
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench clean
+.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench worlds clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -50,6 +50,11 @@ demo-pair: $(SETUP)  ## train the demo pair anew (over half an hour on two cores
 bench: $(SETUP)  ## the figures of the README (about a quarter of an hour on two cores)
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.cluster --json benchmarks/results/cluster.json
+
+worlds: SEED ?= 1
+worlds: N ?= 20000
+worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
+	$(BIN)/python -m tests.sim --worlds $(N) --seed $(SEED) --processes 2
 
 clean:  ## remove the .venv and all caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
