@@ -20,6 +20,7 @@ from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.handle import DeploymentHandle
 
+from cluster.autoscaling import serve_autoscaling
 from cluster.config import ClusterConfig, from_args
 from cluster.http import http_app
 from cluster.ingress import Ingress
@@ -35,6 +36,9 @@ SERVICER_FUNCTIONS = (
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
+
+_LEAVE_S = 2.0
+"""What a replica may take to leave the pool once its grace is over."""
 
 LoadReplica = Callable[[ReplicaConfig], HostedReplica]
 
@@ -147,12 +151,14 @@ def build_app(
     replicas = serve.deployment(
         ReplicaDeployment,
         name="replica",
-        num_replicas=config.replicas,
+        num_replicas=None if config.autoscaling else config.replicas,
+        autoscaling_config=serve_autoscaling(config),
         ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": _gpus(config)},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=actors.drain_s,
+        # Whoever is killed in the middle of an order counts against the requests in it.
+        graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=quiet,
     ).bind(config, load)
     return serve.deployment(
@@ -250,7 +256,7 @@ def _gpus(config: ClusterConfig) -> float:
     if not gpus:
         return 0.0
     # A share must fit on one GPU; Ray counts in steps of 1/10000.
-    replicas_per_gpu = -(-config.replicas // gpus)
+    replicas_per_gpu = -(-config.replicas_max // gpus)
     return (10_000 // replicas_per_gpu) / 10_000
 
 
@@ -258,5 +264,5 @@ def _with_threads(config: ClusterConfig) -> ReplicaConfig:
     """Replicas of one machine share its cores; Ray would give each of them a single thread."""
     if config.replica.torch_threads is not None:
         return config.replica
-    threads = max(1, len(os.sched_getaffinity(0)) // config.replicas)
+    threads = max(1, len(os.sched_getaffinity(0)) // config.replicas_max)
     return config.replica.model_copy(update={"torch_threads": threads})

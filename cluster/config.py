@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from replicas.config import ReplicaConfig
+from scheduler.autoscaling import AutoscalingConfig
 from scheduler.config import SchedulerConfig
 
 
@@ -100,13 +101,25 @@ class ActorsConfig(_Settings):
 class ClusterConfig(_Settings):
     """Everything; see `from_args` for the short names."""
 
-    replicas: int = Field(1, ge=1, description="Number of replicas.")
+    replicas: int = Field(1, ge=1, description="Number of replicas where `autoscaling` is null.")
+    autoscaling: AutoscalingConfig | None = Field(
+        None, description="Replicas by load, in place of the fixed number."
+    )
     replica: ReplicaConfig = ReplicaConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     pool: PoolConfig = PoolConfig()
     ingress: IngressConfig = IngressConfig()
     server: ServerConfig = ServerConfig()
     actors: ActorsConfig = ActorsConfig()
+
+    @property
+    def replicas_min(self) -> int:
+        """Replicas that are there without any load."""
+        return self.autoscaling.min_replicas if self.autoscaling else self.replicas
+
+    @property
+    def replicas_max(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
     @property
     def pool_name(self) -> str:

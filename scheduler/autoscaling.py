@@ -171,7 +171,7 @@ def _down(
     if now_s - since_s < config.down_delay_s:
         return wanted, replace(state, low_since_s=since_s, low_most=most)
     fewer = max(min(most, wanted), wanted - config.down_step)
-    return fewer, replace(state, low_since_s=None, low_most=0)
+    return fewer, replace(state, low_since_s=now_s, low_most=0)
 
 
 def _not_in_the_future(state: ScalingState, now_s: float) -> ScalingState:

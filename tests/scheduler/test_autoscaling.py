@@ -213,7 +213,7 @@ def test_no_more_replicas_start_at_once_than_allowed() -> None:
 def test_replicas_go_one_by_one_and_the_last_one_only_when_idle_for_long() -> None:
     none = load_of(0)
     looks = [(0.0, load_of(10)), *((float(t), none) for t in (1, 30, 31, 60, 61, 99, 100))]
-    assert follow(CONFIG, looks, wanted=3) == [3, 3, 2, 2, 2, 1, 1, 0]
+    assert follow(CONFIG, looks, wanted=3) == [3, 3, 2, 2, 1, 1, 1, 0]
 
 
 def test_throughput_holds_the_replicas_that_a_short_queue_would_let_go() -> None:

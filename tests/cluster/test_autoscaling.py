@@ -1,0 +1,192 @@
+"""Proves that Serve's policy never blocks, never raises, survives pickling, and follows the pool.
+
+The pool is played by a function; what Ray does with the policy for real is shown by
+tests/integration/test_elasticity.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from ray import cloudpickle
+
+from cluster import app
+from cluster.autoscaling import PoolPolicy, serve_autoscaling
+from cluster.config import ConfigError, from_args, from_file
+from scheduler.autoscaling import AutoscalingConfig
+from scheduler.status import PoolStatus
+
+SETTINGS: dict[str, Any] = {
+    "min_replicas": 0,
+    "max_replicas": 4,
+    "drain_s": 10.0,
+    "up_delay_s": 1.0,
+    "down_delay_s": 20.0,
+    "idle_s": 60.0,
+    "tokens_per_s": 100.0,
+    "look_s": 0.5,
+}
+BOUND_S = 10.0
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def policy_of(ask: Callable[[], PoolStatus], clock: Callable[[], float]) -> PoolPolicy:
+    return PoolPolicy("pool", "lockstep", SETTINGS, rows_max=8, ask=ask, clock=clock)
+
+
+def decide(policy: PoolPolicy, target: int) -> int:
+    """What Serve gets; a state in between two decisions it must keep for nobody."""
+    number, state = policy(SimpleNamespace(target_num_replicas=target))
+    assert state == {}
+    return number
+
+
+def settle(policy: PoolPolicy, target: int) -> int:
+    """Ask until the answer that is under way has been taken into account."""
+    decide(policy, target)
+    answer = policy._answer
+    assert answer is not None, "the pool was not asked"
+    answer.exception(BOUND_S)
+    return decide(policy, target)
+
+
+def pool_of(tokens: int, waiting: int = 0) -> PoolStatus:
+    return PoolStatus(waiting, waiting, (), {}, 0, outstanding_tokens=tokens)
+
+
+def test_the_number_follows_what_the_pool_says() -> None:
+    clock = Clock()
+    says = pool_of(0)
+    policy = policy_of(lambda: says, clock)
+    target = 0
+    seen = []
+    for now_s, tokens in [(0, 0), (1, 5), (2, 2500), (3, 2500), (4, 0), (23, 0), (24, 0), (90, 0)]:
+        clock.now_s = float(now_s)
+        says = pool_of(tokens, waiting=min(tokens, 1))
+        target = settle(policy, target)
+        seen.append(target)
+    assert seen == [0, 1, 1, 3, 3, 3, 2, 1]
+
+
+def test_a_pool_that_hangs_holds_up_nobody_and_changes_nothing() -> None:
+    gate = threading.Event()
+
+    def hang() -> PoolStatus:
+        gate.wait(BOUND_S)
+        return pool_of(10_000, waiting=5)
+
+    policy = policy_of(hang, time.monotonic)
+    try:
+        began_s = time.monotonic()
+        assert {decide(policy, 2) for _ in range(100)} == {2}
+        assert time.monotonic() - began_s < 1.0
+    finally:
+        gate.set()
+
+
+def test_a_pool_that_fails_changes_nothing_and_is_asked_again() -> None:
+    clock = Clock()
+    fails = True
+
+    def ask() -> PoolStatus:
+        if fails:
+            raise ValueError("no such actor")
+        return pool_of(10, waiting=1)
+
+    policy = policy_of(ask, clock)
+    assert settle(policy, 3) == 3
+    clock.now_s = 1.0
+    fails = False
+    assert settle(policy, 0) == 1
+
+
+def test_figures_that_make_no_sense_change_nothing() -> None:
+    clock = Clock()
+    policy = policy_of(lambda: None, clock)  # type: ignore[arg-type, return-value]
+    assert settle(policy, 2) == 2
+
+
+def test_the_pool_is_asked_no_more_often_than_the_settings_say() -> None:
+    clock = Clock()
+    asked = []
+
+    def ask() -> PoolStatus:
+        asked.append(clock.now_s)
+        return pool_of(0)
+
+    policy = policy_of(ask, clock)
+    for tenth in range(20):
+        clock.now_s = tenth / 10
+        decide(policy, 1)
+        if policy._answer is not None:
+            policy._answer.exception(BOUND_S)
+        decide(policy, 1)
+    assert len(asked) == 4
+
+
+def test_the_thread_ends_with_the_policy() -> None:
+    policy = policy_of(lambda: pool_of(0), Clock())
+    settle(policy, 0)
+    (thread,) = policy._thread._threads
+    del policy
+    thread.join(BOUND_S)
+    assert not thread.is_alive()
+
+
+def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:
+    config = from_args({"autoscaling": SETTINGS, "batch_size": 16})
+    option = serve_autoscaling(config)
+    assert option is not None
+    assert (option.min_replicas, option.max_replicas) == (0, 4)
+    # As Serve does it: the class by value, then called with the kwargs of the config.
+    made = cloudpickle.loads(option.policy.get_serialized_policy_def())
+    policy = made(**option.policy.policy_kwargs)
+    assert policy._config == AutoscalingConfig.model_validate(SETTINGS)
+    assert option.policy.policy_kwargs["pool_name"] == config.pool_name
+
+
+def test_without_the_section_the_number_is_fixed() -> None:
+    config = from_args({"replicas": 3})
+    assert serve_autoscaling(config) is None
+    assert (config.replicas_min, config.replicas_max) == (3, 3)
+
+
+def test_the_number_of_replicas_does_not_choose_the_pool() -> None:
+    config = from_args({"autoscaling": SETTINGS})
+    assert config.pool_name == from_args({}).pool_name
+
+
+def test_replicas_that_may_come_share_the_cores_from_the_first_on() -> None:
+    config = from_args({"autoscaling": {"max_replicas": 64}})
+    assert app._with_threads(config).torch_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [({"max": 3}, "autoscaling.max"), ({"min_replicas": 5, "max_replicas": 2}, "autoscaling")],
+)
+def test_settings_that_make_no_sense_are_refused(section: dict[str, int], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        from_args({"autoscaling": section})
+
+
+def test_the_serve_config_file_shows_a_section_that_is_valid(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "deploy" / "serve.yaml").read_text()
+    assert "# autoscaling:" in text
+    path = tmp_path / "serve.yaml"
+    path.write_text(text.replace("# autoscaling:", "autoscaling:"))
+    yaml.safe_load(path.read_text())
+    assert from_file(path).replicas_max == 4
