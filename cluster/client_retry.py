@@ -1,0 +1,233 @@
+"""When a call may be asked again, and what to ask then. Knows no channel, no clock, no address.
+
+What a request gives is a function of the request, so a unary call can simply be repeated. A broken
+stream is continued: asked again with the tokens that already came. The server gives no text for
+them, so what it sends is what follows, token for token and character for character.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from protos import lockstep_pb2 as pb
+
+RETRY_AFTER = "retry-after"
+"""Key in the trailing metadata of RESOURCE_EXHAUSTED; seconds."""
+
+_DIED = (
+    "actor died",
+    "actor is dead",
+    "actor is unavailable",
+    "actor is temporarily unavailable",
+    "worker died",
+    "node died",
+    "rst_stream",
+    "goaway",
+    "stream removed",
+    "connection reset",
+    "socket closed",
+    "broken pipe",
+)
+"""What INTERNAL, UNKNOWN and CANCELLED say, in lower case, when a process or a connection on the
+way has died. Serve's proxy passes on Ray's words when the ingress dies."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often and for how long a call is asked again. Times in seconds."""
+
+    attempts_max: int = 60
+    """Calls in a row that bring nothing; 1 is no retry."""
+    give_up_s: float = 60.0
+    """From the first failure, while nothing comes. Serve replaces a dead proxy within 40 s."""
+    reach_s: float = 2.0
+    """The same for a client that no server has ever answered: the address may be wrong."""
+    backoff_s: float = 0.05
+    """First pause; each failure in a row doubles it. Of every pause up to a half is random."""
+    backoff_s_max: float = 2.0
+    overloaded: bool = False
+    """Ask again after RESOURCE_EXHAUSTED, too, once the server's `retry-after` has passed."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which names the field."""
+        if self.attempts_max < 1:
+            raise ValueError(f"attempts_max: must be at least 1, is {self.attempts_max}")
+        for name in ("give_up_s", "reach_s", "backoff_s", "backoff_s_max"):
+            # Written so that NaN fails too.
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: must be at least 0, is {getattr(self, name)}")
+
+
+NO_RETRY = RetryPolicy(attempts_max=1)
+
+
+class StreamBroken(grpc.RpcError):  # type: ignore[misc]
+    """A stream ended with status OK but without its last chunk. Has what every RpcError has."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "the stream ended before its last chunk"
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+def broke(error: grpc.RpcError, streaming: bool) -> bool:
+    """Whether the error tells of a dead process or connection, not of the request.
+
+    For errors without an `end`: in a stream the server's own INTERNAL always comes with one. A
+    unary answer has no place for it, so there the words decide.
+    """
+    code = error.code()
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND):
+        # A proxy that knows no application yet, or no longer, says NOT_FOUND; we never do.
+        return True
+    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED):
+        said = (error.details() or "").lower()
+        return streaming or any(words in said for words in _DIED)
+    return False
+
+
+def retry_after_s(error: grpc.RpcError) -> float | None:
+    """What the server asks for in the trailing metadata, in seconds."""
+    for key, value in error.trailing_metadata() or ():
+        if key == RETRY_AFTER:
+            try:
+                return max(float(value), 0.0)
+            except ValueError:
+                return None
+    return None
+
+
+class Attempts:
+    """The bounds of one call over all its attempts. Time and luck are arguments."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        begun_s: float,
+        limits_s: tuple[float | None, ...] = (),
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`limits_s`: times that bound the call as a whole; `draw` gives numbers in [0, 1)."""
+        self._policy = policy
+        self._begun_s = begun_s
+        given = [limit_s for limit_s in limits_s if limit_s is not None]
+        self._deadline_s = begun_s + min(given) if given else None
+        self._draw = draw
+        self._first = True
+        self._failures = 0
+        self._failing_since_s: float | None = None
+
+    def passed_s(self, now_s: float) -> float:
+        """Since the first attempt began; 0 during it."""
+        return 0.0 if self._first else now_s - self._begun_s
+
+    def progress(self) -> None:
+        """Something came: failures are counted anew."""
+        self._failures, self._failing_since_s = 0, None
+
+    def pause_s(
+        self, error: grpc.RpcError, now_s: float, *, streaming: bool, reached: bool
+    ) -> float | None:
+        """How long to wait before the next attempt; None if there shall be none."""
+        policy = self._policy
+        self._first = False
+        self._failures += 1
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        pause_s = min(policy.backoff_s * 2.0 ** (self._failures - 1), policy.backoff_s_max)
+        pause_s *= 1.0 - 0.5 * self._draw()
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and policy.overloaded:
+            pause_s += retry_after_s(error) or 0.0
+        elif not broke(error, streaming):
+            return None
+        patience_s = policy.give_up_s if reached else min(policy.reach_s, policy.give_up_s)
+        if self._failures >= policy.attempts_max:
+            return None
+        if now_s + pause_s > self._failing_since_s + patience_s:
+            return None
+        if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
+            return None
+        return pause_s
+
+
+def with_less_time(request: pb.GenerateRequest, passed_s: float) -> pb.GenerateRequest:
+    """A copy whose timeout_s counts from when the first attempt began."""
+    again = pb.GenerateRequest()
+    again.CopyFrom(request)
+    if passed_s > 0 and request.HasField("timeout_s"):
+        again.timeout_s = max(request.timeout_s - passed_s, 0.001)
+    return again
+
+
+def with_seed(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """A copy that gives the same answer whenever it is asked: a seed is drawn if one is needed.
+
+    Not for one with committed tokens: another seed than theirs would be wrong, as the server says.
+    """
+    fixed = pb.GenerateRequest()
+    fixed.CopyFrom(request)
+    if request.temperature > 0 and not (request.HasField("seed") or request.committed_token_ids):
+        fixed.seed = secrets.randbelow(1 << 63)
+    return fixed
+
+
+class Continuation:
+    """One stream, put together from the pieces of several."""
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self._request = with_less_time(request, 0.0)
+        self._seen_any = False
+        self._fruitful = False
+        """Whether this attempt has brought tokens."""
+        self._recovered = 0
+        self._end: pb.End | None = None
+
+    def request(self, passed_s: float) -> pb.GenerateRequest:
+        """What to ask in the next attempt, `passed_s` after the first one began."""
+        self._recovered += self._fruitful
+        self._fruitful = False
+        return with_less_time(self._request, passed_s)
+
+    def take(self, chunk: pb.GenerateChunk) -> pb.GenerateChunk | None:
+        """The chunk as the caller should see it; None if it brings nothing.
+
+        The first one that the caller sees has the request id and the seed, and no other has.
+        """
+        if chunk.HasField("seed"):
+            self._request.seed = chunk.seed
+        self._request.committed_token_ids.extend(chunk.token_ids)
+        self._fruitful |= bool(chunk.token_ids)
+        if not (chunk.text or chunk.token_ids or chunk.HasField("end")):
+            # A call that fails before its first token begins with such a chunk.
+            return None
+        seen = pb.GenerateChunk(text=chunk.text, token_ids=chunk.token_ids)
+        if not self._seen_any:
+            self._seen_any = True
+            seen.request_id = self._request.request_id
+            if self._request.temperature > 0 and self._request.HasField("seed"):
+                seen.seed = self._request.seed
+        if chunk.HasField("end"):
+            seen.end.CopyFrom(chunk.end)
+            seen.end.recovered += self._recovered
+            self._end = seen.end
+        return seen
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has said how the request ended; no attempt may follow."""
+        return self._end is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the caller has all there is: an error after that means nothing to him."""
+        reasons = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
+        return self._end is not None and self._end.finish_reason in reasons

@@ -1,0 +1,150 @@
+"""A real gRPC server in this process that breaks its calls to order.
+
+Its answers are made by the ingress's own text code from the tokens of its script.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+from grpc import StatusCode
+
+from cluster.client import RetryPolicy
+from cluster.text import TextStream
+from protos import lockstep_pb2 as pb
+from protos import lockstep_pb2_grpc
+from tests.cluster.fakes import tokenizer
+
+PROMPT = "the quick"
+PROMPT_IDS = tokenizer().encode(PROMPT).ids
+QUICK = RetryPolicy(backoff_s=0.001, backoff_s_max=0.002)
+ACTOR_DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: ServeReplica"
+BREAKS = [
+    (StatusCode.UNAVAILABLE, "Stream removed (recvmsg:Connection reset by peer (104))"),
+    (StatusCode.UNAVAILABLE, "the server is stopping"),
+    (StatusCode.INTERNAL, ACTOR_DIED),
+    (StatusCode.UNKNOWN, "Stream removed"),
+    (StatusCode.CANCELLED, "Client for request 1 disconnected."),
+    (StatusCode.NOT_FOUND, "Application 'lockstep' not found."),
+]
+
+
+@dataclass
+class Script:
+    """What the server does with its next calls, and what it was asked."""
+
+    tokens: list[int] = field(default_factory=list)
+    sizes: Sequence[int] = (3,)
+    """Tokens of the chunks, over and over."""
+    cuts: list[tuple[int, StatusCode, str] | None] = field(default_factory=list)
+    """For each call: break before this chunk with this status; None and later calls run through."""
+    reason: int = pb.FINISH_REASON_LENGTH
+    status_at_end: tuple[StatusCode, str] | None = None
+    trailing: tuple[tuple[str, str], ...] = ()
+    silent: bool = False
+    """End with OK where it breaks, as a generator that was closed would."""
+    asked: list[pb.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+
+
+class Server(lockstep_pb2_grpc.LockstepServicer):
+    """Answers as an ingress does, and breaks as its script says."""
+
+    def __init__(self) -> None:
+        self.script = Script()
+
+    def _begin(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> tuple[int, StatusCode, str] | None:
+        self.script.asked.append(request)
+        self.script.metadata.append(dict(context.invocation_metadata()))
+        context.set_trailing_metadata(self.script.trailing)
+        return self.script.cuts.pop(0) if self.script.cuts else None
+
+    def GenerateStream(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateChunk]:
+        cut = self._begin(request, context)
+        for number, chunk in enumerate(chunks_of(self.script, request)):
+            if cut is not None and number == cut[0]:
+                break
+            yield chunk
+        else:
+            cut = None
+        if cut is not None and self.script.silent:
+            return
+        if cut is not None:
+            context.abort(cut[1], cut[2])
+        if self.script.status_at_end is not None:
+            context.abort(*self.script.status_at_end)
+
+    def Generate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> pb.GenerateResponse:
+        cut = self._begin(request, context)
+        if cut is not None:
+            context.abort(cut[1], cut[2])
+        parts = list(chunks_of(self.script, request))
+        return pb.GenerateResponse(
+            text="".join(part.text for part in parts),
+            token_ids=[token for part in parts for token in part.token_ids],
+            end=parts[-1].end,
+        )
+
+
+def chunks_of(script: Script, request: pb.GenerateRequest) -> Iterator[pb.GenerateChunk]:
+    committed = list(request.committed_token_ids)
+    assert committed == script.tokens[: len(committed)], "asked with tokens it never gave"
+    seed = request.seed if request.HasField("seed") else 77 if request.temperature > 0 else None
+    chunk = pb.GenerateChunk(request_id=request.request_id, seed=seed)
+    text = TextStream(tokenizer(), PROMPT_IDS, tuple(request.stop))
+    stop = text.push(committed).stop
+    taken = len(committed)
+    sizes = itertools.cycle(script.sizes)
+    while stop is None and taken < len(script.tokens):
+        tokens = script.tokens[taken : taken + next(sizes)]
+        piece = text.push(tokens)
+        stop = piece.stop
+        taken += piece.tokens
+        chunk.text = piece.text
+        chunk.token_ids.extend(tokens[: piece.tokens])
+        yield chunk
+        chunk = pb.GenerateChunk()
+    if stop is None:
+        rest = text.finish()
+        chunk.text, stop = rest.text, rest.stop
+    chunk.end.CopyFrom(
+        pb.End(
+            finish_reason=pb.FINISH_REASON_STOP if stop else script.reason,
+            usage=pb.Usage(prompt_tokens=len(PROMPT_IDS), completion_tokens=taken),
+            recovered=1,
+            seed=seed,
+            stop=stop,
+        )
+    )
+    yield chunk
+
+
+@dataclass(frozen=True)
+class Running:
+    server: Server
+    address: str
+
+
+def run_server() -> Iterator[Running]:
+    servicer = Server()
+    server = grpc.server(ThreadPoolExecutor(4))
+    lockstep_pb2_grpc.add_LockstepServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield Running(servicer, f"127.0.0.1:{port}")
+    server.stop(None)
+
+
+def joined(chunks: Sequence[pb.GenerateChunk]) -> tuple[str, list[int]]:
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    return "".join(chunk.text for chunk in chunks), tokens

@@ -1,0 +1,123 @@
+"""Proves: every call gives up within its bounds, and only what may be asked again is."""
+
+from __future__ import annotations
+
+import itertools
+
+import grpc
+import pytest
+from grpc import StatusCode
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.client import RetryPolicy
+from cluster.client_retry import Attempts, StreamBroken, broke, retry_after_s
+from tests.cluster.scripted import ACTOR_DIED, BREAKS
+
+
+def error_of(
+    code: StatusCode, trailing: tuple[tuple[str, str], ...] = (), details: str = ""
+) -> grpc.RpcError:
+    class Made(StreamBroken):
+        def code(self) -> StatusCode:
+            return code
+
+        def details(self) -> str:
+            return details
+
+        def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+            return trailing
+
+    return Made()
+
+
+LOST = error_of(StatusCode.UNAVAILABLE)
+
+
+@given(
+    draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=100),
+    backoff_s=st.floats(0, 1),
+    longest_s=st.floats(0, 4),
+    attempts_max=st.integers(1, 40),
+    give_up_s=st.floats(0, 100),
+    deadline_s=st.none() | st.floats(0.1, 100),
+)
+def test_every_call_gives_up_within_its_bounds(
+    draws: list[float],
+    backoff_s: float,
+    longest_s: float,
+    attempts_max: int,
+    give_up_s: float,
+    deadline_s: float | None,
+) -> None:
+    policy = RetryPolicy(
+        attempts_max=attempts_max,
+        give_up_s=give_up_s,
+        backoff_s=backoff_s,
+        backoff_s_max=longest_s,
+    )
+    luck = itertools.cycle(draws)
+    attempts = Attempts(policy, 50.0, (deadline_s, None), lambda: next(luck))
+    now_s, failures = 50.0, 0
+    while (pause_s := attempts.pause_s(LOST, now_s, streaming=True, reached=True)) is not None:
+        failures += 1
+        assert 0 <= pause_s <= longest_s
+        now_s += pause_s
+        assert now_s <= 50.0 + give_up_s
+        assert deadline_s is None or now_s < 50.0 + deadline_s
+    assert failures < attempts_max
+
+
+def test_progress_starts_the_count_of_failures_anew() -> None:
+    attempts = Attempts(RetryPolicy(attempts_max=2, backoff_s=0.0), 0.0)
+    for now_s in range(0, 1000, 100):
+        assert attempts.pause_s(LOST, now_s, streaming=True, reached=True) is not None
+        attempts.progress()
+    assert attempts.pause_s(LOST, 1000, streaming=True, reached=True) is not None
+    assert attempts.pause_s(LOST, 1000, streaming=True, reached=True) is None
+
+
+def test_a_server_that_never_answered_is_given_up_sooner() -> None:
+    for reached, patient in ((True, True), (False, False)):
+        attempts = Attempts(RetryPolicy(give_up_s=60, reach_s=2), 0.0)
+        assert attempts.pause_s(LOST, 0.0, streaming=False, reached=reached) is not None
+        later = attempts.pause_s(LOST, 30.0, streaming=False, reached=reached)
+        assert (later is not None) == patient
+
+
+def test_overload_is_asked_again_only_by_order_and_not_before_its_time() -> None:
+    full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
+    assert Attempts(RetryPolicy(), 0.0).pause_s(full, 0.0, streaming=True, reached=True) is None
+    patient = RetryPolicy(overloaded=True, backoff_s=0.1)
+    pause_s = Attempts(patient, 0.0).pause_s(full, 0.0, streaming=True, reached=True)
+    assert pause_s is not None
+    assert 3.5 < pause_s <= 3.6
+    bounded = Attempts(patient, 0.0, (3.0,))
+    assert bounded.pause_s(full, 0.0, streaming=True, reached=True) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("2", 2.0), ("0.25", 0.25), ("-1", 0.0), ("soon", None), ("", None)]
+)
+def test_retry_after_is_read_with_care(value: str, seconds: float | None) -> None:
+    assert retry_after_s(error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", value),))) == (
+        seconds
+    )
+    assert retry_after_s(LOST) is None
+
+
+@pytest.mark.parametrize("code", [code for code, _ in BREAKS if code is not StatusCode.UNAVAILABLE])
+def test_a_unary_call_trusts_words_where_a_stream_trusts_the_missing_end(code: StatusCode) -> None:
+    bare = error_of(code, details="division by zero")
+    assert broke(bare, streaming=True)
+    assert broke(bare, streaming=False) == (code is StatusCode.NOT_FOUND)
+    assert broke(error_of(code, details=ACTOR_DIED), streaming=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"attempts_max": 0}, {"give_up_s": -1}, {"backoff_s": float("nan")}, {"backoff_s_max": -0.1}],
+)
+def test_a_policy_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RetryPolicy(**wrong)  # type: ignore[arg-type]
