@@ -25,7 +25,7 @@ from cluster.config import ClusterConfig, from_args
 from cluster.http import http_app
 from cluster.ingress import Ingress
 from cluster.metrics import IngressMeter, ray_sink
-from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, this_process
+from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pool, this_process
 from cluster.replica_runner import HostedReplica, ReplicaRunner
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
@@ -221,20 +221,26 @@ class ClusterRun:
         )
         serve.run(app or build_app(self._config), name=APP_NAME, route_prefix="/")
 
-    def stop(self) -> None:
+    def stop(self, at_once: bool = False) -> None:
         """Let requests finish within the grace time, then stop the application and the pool.
 
-        Serve and Ray are stopped if `start` has started them; a Ray that was joined is let go.
+        New requests are refused meanwhile; with `at_once` the running ones are cut, too. Serve and
+        Ray are stopped if `start` has started them; a Ray that was joined is let go.
         """
         if not ray.is_initialized():
             return
-        if self._began_serve:
-            serve.shutdown()
-        else:
-            serve.delete(APP_NAME)
+        pool: ActorHandle | None = None
         with contextlib.suppress(ValueError):
-            pool = self._config.pool
-            ray.kill(ray.get_actor(self._config.pool_name, namespace=pool.namespace))
+            pool = ray.get_actor(self._config.pool_name, namespace=self._config.pool.namespace)
+        if pool is not None:
+            stop_pool(pool, 0.0 if at_once else self._config.actors.drain_s)
+        if not (at_once and self._began_ray):
+            # Before Serve as a whole: its proxies live on until the last answers are delivered.
+            serve.delete(APP_NAME)
+            if self._began_serve:
+                serve.shutdown()
+        if pool is not None:
+            ray.kill(pool)
         if self._began_ray:
             ray.shutdown()
         self._began_ray = self._began_serve = False

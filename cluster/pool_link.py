@@ -83,6 +83,8 @@ class PoolLink:
         self._registered = False
         """Whether the pool has answered a call of this session, and so knows it."""
         self._answered_s = clock()
+        self.stopping = asyncio.Event()
+        """Set while the pool accepts no new request, as far as is known here."""
         self._tasks: list[asyncio.Task[None]] = []
         self._new_session()
 
@@ -165,6 +167,7 @@ class PoolLink:
                 await self._start_over(session, "it has ended this session")
                 continue
             self._registered = True
+            self._note_stopping(reply.stopping)
             for reject in reply.rejects:
                 if (live := self._live.pop(reject.request_id, None)) is not None:
                     live.reject = reject
@@ -203,7 +206,18 @@ class PoolLink:
                 await self._start_over(session, "it does not know this ingress")
                 continue
             self._registered = True
+            self._note_stopping(reply.stopping)
             acknowledged = self._take(reply, acknowledged)
+            if reply.cut:
+                for live in list(self._live.values()):
+                    self.cancel(live)
+                self._give_up()
+
+    def _note_stopping(self, stopping: bool) -> None:
+        if stopping:
+            self.stopping.set()
+        else:
+            self.stopping.clear()
 
     def _take(self, reply: NewsReply, acknowledged: int) -> int:
         for number, item in enumerate(reply.items, start=reply.first):

@@ -37,6 +37,7 @@ STATUS: Mapping[object, StatusCode] = {
     FinishReason.CANCELLED: StatusCode.CANCELLED,
     FinishReason.DEADLINE: StatusCode.DEADLINE_EXCEEDED,
     FinishReason.FAILED: StatusCode.INTERNAL,
+    RejectCode.STOPPING: StatusCode.UNAVAILABLE,
 }
 """The one table from errors, refusals and ends to status codes."""
 
@@ -224,7 +225,8 @@ def to_status(view: PoolView) -> pb.StatusResponse:
     status = view.status
     totals = Totals.of(status)
     return pb.StatusResponse(
-        ready=any(not replica.draining for replica in status.replicas),
+        ready=not view.stopping and any(not replica.draining for replica in status.replicas),
+        stopping=view.stopping,
         pool_incarnation=view.incarnation,
         pool_uptime_s=view.uptime_s,
         replicas=[_replica(replica) for replica in status.replicas],

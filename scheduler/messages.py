@@ -297,6 +297,8 @@ class RejectCode(StrEnum):
     INVALID = "invalid"
     OVERLOADED = "overloaded"
     DUPLICATE = "duplicate"
+    STOPPING = "stopping"
+    """Said by whoever drives the scheduler, never by the scheduler itself."""
 
 
 @dataclass(frozen=True, slots=True)

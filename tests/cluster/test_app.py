@@ -30,6 +30,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(
+        app, "stop_pool", lambda _pool, grace_s: made.append(("stop_pool", grace_s))
+    )
     for module, name in [(ray, "kill"), (ray, "shutdown"), (serve, "delete")]:
         monkeypatch.setattr(module, name, note(name))
     monkeypatch.setattr(serve, "start", note("serve.start"))
@@ -46,13 +49,24 @@ def serve_runs(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
 
 APPLICATION: Any = object()
 KILL_POOL = ("kill", CONFIG.pool_name)
+STOP_POOL = ("stop_pool", CONFIG.actors.drain_s)
+DELETE = ("delete", "lockstep")
 
 
 def test_a_cluster_of_its_own_is_stopped_whole(calls: list[Any]) -> None:
     cluster = app.ClusterRun(CONFIG)
     cluster.start(APPLICATION)
     cluster.stop()
-    assert calls == [("init", "local"), "serve.start", "serve.shutdown", KILL_POOL, "shutdown"]
+    begun = [("init", "local"), "serve.start"]
+    assert calls == [*begun, STOP_POOL, DELETE, "serve.shutdown", KILL_POOL, "shutdown"]
+
+
+def test_a_stop_at_once_waits_for_no_request(calls: list[Any]) -> None:
+    cluster = app.ClusterRun(CONFIG)
+    cluster.start(APPLICATION)
+    cluster.stop(at_once=True)
+    begun = [("init", "local"), "serve.start"]
+    assert calls == [*begun, ("stop_pool", 0.0), KILL_POOL, "shutdown"]
 
 
 def test_a_serve_that_ran_before_keeps_running(
@@ -62,7 +76,7 @@ def test_a_serve_that_ran_before_keeps_running(
     cluster = app.ClusterRun(CONFIG)
     cluster.start(APPLICATION, join_ray=True)
     cluster.stop()
-    expected = [("init", None), "serve.start", ("delete", "lockstep"), KILL_POOL, "shutdown"]
+    expected = [("init", None), "serve.start", STOP_POOL, DELETE, KILL_POOL, "shutdown"]
     assert calls == expected
 
 
@@ -73,7 +87,7 @@ def test_a_ray_of_the_caller_stays_connected(
     cluster = app.ClusterRun(CONFIG)
     cluster.start(APPLICATION)
     cluster.stop()
-    assert calls == ["serve.start", "serve.shutdown", KILL_POOL]
+    assert calls == ["serve.start", STOP_POOL, DELETE, "serve.shutdown", KILL_POOL]
 
 
 def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:
