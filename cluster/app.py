@@ -32,8 +32,8 @@ from replicas.config import ReplicaConfig
 
 APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (
-    "protos.lockstep_pb2_grpc.add_LockstepServicer_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+    "cluster.servicer.add_LockstepServicer_to_server",
+    "cluster.servicer.add_HealthServicer_to_server",
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
 
@@ -166,7 +166,9 @@ def build_app(
         name="ingress",
         num_replicas=config.ingress.number,
         ray_actor_options={"num_cpus": actors.ingress_cpus},
-        max_ongoing_requests=config.ingress.requests_max,
+        # More than the ingress admits: whom it cannot serve it refuses, with the time to come
+        # back, while Serve's proxy would let him wait without a bound.
+        max_ongoing_requests=2 * config.ingress.requests_max,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=actors.drain_s,
@@ -200,6 +202,9 @@ class ClusterRun:
         """
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            # The proxies' own limit; up to it the ingress says what is wrong, above it gRPC does.
+            transport_bytes = str(4 * self._config.ingress.message_bytes_max)
+            os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", transport_bytes)
             ray.init(
                 address=None if join_ray else "local",
                 include_dashboard=False,

@@ -6,14 +6,15 @@ Frozen and validated; an unknown key is an error that names it.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from replicas.config import ReplicaConfig
 from scheduler.autoscaling import AutoscalingConfig
@@ -66,6 +67,15 @@ class IngressConfig(_Settings):
         8192, ge=0, description="Longer prompts are tokenized on a thread, off the event loop."
     )
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per ingress.")
+    requests_per_client_max: int = Field(
+        2_000,
+        ge=1,
+        description="Requests in flight per ingress from one address, where there are no API keys.",
+    )
+    message_bytes_max: int = Field(
+        4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
+    )
+    watches_max: int = Field(200, ge=1, description="Open health watches per ingress.")
 
 
 class ServerConfig(_Settings):
@@ -74,6 +84,26 @@ class ServerConfig(_Settings):
     grpc_port: int = Field(9000, ge=1, le=65535)
     http_host: str = Field("127.0.0.1", min_length=1)
     http_port: int = Field(8000, ge=1, le=65535)
+
+
+class AuthConfig(_Settings):
+    """Who is served. Without either setting: calls from the server's own machine."""
+
+    keys_file: str | None = Field(
+        None,
+        pattern="^/",
+        description="File of API keys on the machine of every ingress, absolute path; see "
+        "`lockstep keys`. With it every request needs a key.",
+    )
+    allow_anyone: bool = Field(
+        False, description="Serve everybody who reaches a port, without any key."
+    )
+
+    @model_validator(mode="after")
+    def _not_both(self) -> Self:
+        if self.keys_file is not None and self.allow_anyone:
+            raise ValueError("keys_file and allow_anyone contradict each other")
+        return self
 
 
 class ActorsConfig(_Settings):
@@ -110,6 +140,7 @@ class ClusterConfig(_Settings):
     pool: PoolConfig = PoolConfig()
     ingress: IngressConfig = IngressConfig()
     server: ServerConfig = ServerConfig()
+    auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
 
     @property
@@ -148,6 +179,8 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
     "grpc_port": ("server", "grpc_port"),
     "http_host": ("server", "http_host"),
     "http_port": ("server", "http_port"),
+    "keys_file": ("auth", "keys_file"),
+    "allow_anyone": ("auth", "allow_anyone"),
 }
 """Keys that may stand at the top of the settings instead of in their section."""
 
@@ -209,6 +242,43 @@ def server_address(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("LOCKSTEP_ADDRESS", f"localhost:{ServerConfig().grpc_port}")
 
 
+def api_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """A client's key: from a file, else LOCKSTEP_API_KEY; None if neither is given.
+
+    Never an option of its own: what stands on a command line, everybody on the machine can read.
+    Raises `ConfigError` for an empty file or a key that no header can carry, and `OSError`.
+    """
+    if path is None:
+        key = environment.get("LOCKSTEP_API_KEY", "").strip()
+        if not key:
+            return None
+    elif not (key := path.read_text(encoding="utf-8").strip()):
+        raise ConfigError(f"{path}: holds no API key")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"{path or 'LOCKSTEP_API_KEY'}: an API key is one word of printable ASCII"
+        )
+    return key
+
+
+def check_doors(config: ClusterConfig) -> None:
+    """Raises `ConfigError` for a server that would listen to a network and know nobody there."""
+    host, auth = config.server.http_host, config.auth
+    if auth.keys_file is None and not auth.allow_anyone and not _is_loopback(host):
+        raise ConfigError(
+            f"server.http_host: other machines can reach {host}, but without API keys only this "
+            "one is served; set auth.keys_file (--keys-file), or auth.allow_anyone "
+            "(--allow-anyone) if everybody who reaches the port may come in"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
     applications = data["applications"] or [{}]
     args = dict(applications[0].get("args") or {})
@@ -230,5 +300,6 @@ def _scalar(value: Any) -> Any:
 
 def _sentence(error: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(map(str, item['loc']))}: {item['msg'].lower()}" for item in error.errors()
+        f"{'.'.join(map(str, item['loc']))}: {item['msg'].lower().removeprefix('value error, ')}"
+        for item in error.errors()
     )

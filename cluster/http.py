@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +12,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from grpc import StatusCode
 
-from cluster.ingress import Ingress, Refused
+from cluster.calls import Refusal, Refused, caller_of_http, short
+from cluster.ingress import Ingress
 from protos import lockstep_pb2 as pb
 
 HTTP_STATUS: Mapping[StatusCode, int] = {
     StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
     StatusCode.ALREADY_EXISTS: 409,
     StatusCode.RESOURCE_EXHAUSTED: 429,
     StatusCode.CANCELLED: 499,
@@ -22,6 +27,9 @@ HTTP_STATUS: Mapping[StatusCode, int] = {
     StatusCode.UNAVAILABLE: 503,
     StatusCode.DEADLINE_EXCEEDED: 504,
 }
+
+_BODY_S = 30.0
+"""How long a body may take to come in."""
 
 
 def http_app(ingress: Ingress) -> FastAPI:
@@ -40,18 +48,50 @@ def http_app(ingress: Ingress) -> FastAPI:
     @app.post("/v1/generate")
     async def generate(request: Request) -> JSONResponse:
         """The fields of GenerateRequest and GenerateResponse, as in the proto."""
+        address = request.client.host if request.client else ""
+        caller = caller_of_http(request.headers.items(), address)
         try:
-            message = ParseDict(await request.json(), pb.GenerateRequest())
-            answer = await ingress.answer(message)
-        except (ParseError, ValueError) as error:
-            return _error(StatusCode.INVALID_ARGUMENT, str(error))
+            ingress.check_caller(caller)
+            message = _message(await _body(request, ingress.message_bytes_max))
+            answer = await ingress.answer(message, caller)
         except Refused as refused:
-            return _error(refused.refusal.code, refused.refusal.message)
+            return _error(refused.refusal)
         return JSONResponse(MessageToDict(answer, preserving_proto_field_name=True))
 
     return app
 
 
-def _error(code: StatusCode, message: str) -> JSONResponse:
-    content: dict[str, Any] = {"code": code.name, "message": message}
-    return JSONResponse({"error": content}, status_code=HTTP_STATUS.get(code, 500))
+async def _body(request: Request, bytes_max: int) -> bytes:
+    """Raises Refused for a body that is too long or too slow."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > bytes_max:
+                    raise _invalid(f"the body has more than {bytes_max} bytes")
+    except TimeoutError:
+        raise _invalid(f"the body did not come within {_BODY_S:.0f} s") from None
+    return bytes(body)
+
+
+def _message(body: bytes) -> pb.GenerateRequest:
+    """Raises Refused for what is no request in JSON."""
+    try:
+        return ParseDict(json.loads(body), pb.GenerateRequest())
+    except (ParseError, ValueError, RecursionError) as error:
+        raise _invalid(str(error)) from None
+
+
+def _invalid(reason: str) -> Refused:
+    return Refused(Refusal(StatusCode.INVALID_ARGUMENT, f"request: {reason}"))
+
+
+def _error(refusal: Refusal) -> JSONResponse:
+    content: dict[str, Any] = {"code": refusal.code.name, "message": short(refusal.message)}
+    headers = dict(refusal.headers)
+    if refusal.code is StatusCode.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(
+        {"error": content}, status_code=HTTP_STATUS.get(refusal.code, 500), headers=headers
+    )

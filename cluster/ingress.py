@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 from grpc import StatusCode
-from grpc_health.v1 import health_pb2
 
+from cluster.auth import Admission, Caller, Door
+from cluster.calls import CallContext, Refusal, Refused, caller_of, refuse
 from cluster.config import ClusterConfig
+from cluster.health import HealthService
 from cluster.metrics import IngressMeter
 from cluster.pool_link import LiveRequest, PoolLink
-from cluster.protocol import PoolPort, PoolUnreachable
+from cluster.protocol import STOPPING, PoolPort
+from cluster.servicer import Unparsed
 from cluster.target_text import TargetText
 from cluster.text import TextStream
 from cluster.wire import (
     Ask,
-    Refusal,
     check_message,
+    priority_of,
     refusal_of_error,
     refusal_of_finish,
     refusal_of_reject,
@@ -40,28 +43,11 @@ from scheduler.admission import check_request
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Finish, FinishReason, Usage
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Lockstep"].full_name
-
 _USAGE_WAIT_S = 1.0
 """How long a stop string's answer waits for the pool's figures."""
-_WATCH_S = 1.0
-"""How often a health watch looks."""
 
 
-class CallContext(Protocol):
-    """The part of a gRPC call's context that is used here."""
-
-    def set_code(self, code: StatusCode) -> None: ...
-
-    def set_details(self, details: str) -> None: ...
-
-
-class Refused(Exception):
-    """Ends a call with a status."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
+_M = TypeVar("_M")
 
 
 @dataclass(slots=True)
@@ -69,6 +55,7 @@ class _Call:
     """One accepted request on its way."""
 
     ask: Ask
+    admission: Admission
     live: LiveRequest
     text: TextStream
     arrived_s: float
@@ -79,7 +66,7 @@ class _Call:
     """Tokens seen that lie behind a stop string."""
 
 
-class Ingress:
+class Ingress(HealthService):
     """All calls of one process. Call `start` on an event loop."""
 
     def __init__(
@@ -97,7 +84,8 @@ class Ingress:
         self._link = PoolLink(pool, name, config.pool.poll_s, clock=clock)
         self._meter = meter or IngressMeter()
         self._clock = clock
-        self._closing = asyncio.Event()
+        self._door = Door(config.auth, config.ingress, clock)
+        super().__init__(pool, self._link.stopping, config.ingress.watches_max)
 
     def start(self) -> None:
         self._link.start()
@@ -113,24 +101,24 @@ class Ingress:
     # ------------------------------------------------------------------ lockstep.v1
 
     async def Generate(
-        self, request: pb.GenerateRequest, grpc_context: CallContext
+        self, request: pb.GenerateRequest | Unparsed, grpc_context: CallContext
     ) -> pb.GenerateResponse:
         """Unary: the whole answer."""
         try:
-            return await self.answer(request)
+            return await self.answer(request, caller_of(grpc_context))
         except Refused as refused:
-            _set_status(grpc_context, refused.refusal)
+            refuse(grpc_context, refused.refusal)
             return pb.GenerateResponse()
 
     async def GenerateStream(
-        self, request: pb.GenerateRequest, grpc_context: CallContext
+        self, request: pb.GenerateRequest | Unparsed, grpc_context: CallContext
     ) -> AsyncIterator[pb.GenerateChunk]:
         """Server streaming: chunks, the last one with the end."""
         arrived_s = self._clock()
         try:
-            call = await self._open(request, arrived_s)
+            call = await self._open(request, caller_of(grpc_context), arrived_s)
         except Refused as refused:
-            _set_status(grpc_context, refused.refusal)
+            refuse(grpc_context, refused.refusal)
             yield pb.GenerateChunk()
             return
         with self._cancelled_with_the_client(call):
@@ -144,78 +132,45 @@ class Ingress:
             try:
                 text, finish = await self._end(call)
             except Refused as refused:
-                _set_status(grpc_context, refused.refusal)
+                refuse(grpc_context, refused.refusal)
                 yield chunk
                 return
             chunk.text = text
             chunk.end.CopyFrom(self._to_end(call, finish))
             refusal = None if call.stop else refusal_of_finish(finish)
             if refusal is not None:
-                _set_status(grpc_context, refusal)
+                refuse(grpc_context, refusal)
             self._meter.chunk()
             yield chunk
 
     async def Status(
-        self, request: pb.StatusRequest, grpc_context: CallContext
+        self, request: pb.StatusRequest | Unparsed, grpc_context: CallContext
     ) -> pb.StatusResponse:
         try:
-            return to_status(await self._pool.status())
-        except PoolUnreachable as error:
-            _set_status(grpc_context, refusal_of_error(error))
+            with self._refusals():
+                self._door.check(caller_of(grpc_context))
+                _parsed(request, "StatusRequest")
+                return to_status(await self._pool.status())
+        except Refused as refused:
+            refuse(grpc_context, refused.refusal)
             return pb.StatusResponse()
-
-    # ------------------------------------------------------------------ grpc.health.v1
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
-    ) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", SERVICE):
-            _set_status(grpc_context, Refusal(StatusCode.NOT_FOUND, "service: unknown"))
-            return health_pb2.HealthCheckResponse()
-        return await self._health()
-
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        known = request.service in ("", SERVICE)
-        last: health_pb2.HealthCheckResponse | None = None
-        while not self._closing.is_set():
-            now = (
-                await self._health()
-                if known
-                else health_pb2.HealthCheckResponse(
-                    status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-                )
-            )
-            if last is None or now.status != last.status:
-                last = now
-                yield now
-            await asyncio.sleep(_WATCH_S)
-
-    async def List(
-        self, request: health_pb2.HealthListRequest, grpc_context: CallContext
-    ) -> health_pb2.HealthListResponse:
-        health = await self._health()
-        return health_pb2.HealthListResponse(statuses={"": health, SERVICE: health})
-
-    async def _health(self) -> health_pb2.HealthCheckResponse:
-        states = health_pb2.HealthCheckResponse
-        ready = await self.ready()
-        return states(status=states.SERVING if ready else states.NOT_SERVING)
-
-    async def ready(self) -> bool:
-        """Whether a replica has its models in memory."""
-        try:
-            view = await self._pool.status()
-        except PoolUnreachable:
-            return False
-        return any(not replica.draining for replica in view.status.replicas)
 
     # ------------------------------------------------------------------ one request
 
-    async def answer(self, message: pb.GenerateRequest) -> pb.GenerateResponse:
+    @property
+    def message_bytes_max(self) -> int:
+        return self._config.ingress.message_bytes_max
+
+    def check_caller(self, caller: Caller) -> None:
+        """For whoever must know before there is a request. Raises Refused."""
+        with self._refusals():
+            self._door.check(caller)
+
+    async def answer(
+        self, request: pb.GenerateRequest | Unparsed, caller: Caller
+    ) -> pb.GenerateResponse:
         """The whole answer to a request. Raises Refused."""
-        call = await self._open(message, self._clock())
+        call = await self._open(request, caller, self._clock())
         with self._cancelled_with_the_client(call):
             texts: list[str] = []
             token_ids: list[int] = []
@@ -239,26 +194,55 @@ class Ingress:
                 end=self._to_end(call, finish),
             )
 
-    async def _open(self, message: pb.GenerateRequest, arrived_s: float) -> _Call:
-        try:
-            check_message(message, self._config.ingress)
-            if self._link.unfinished >= self._config.ingress.requests_max:
-                raise Overloaded(f"{self._link.unfinished} requests are in flight already")
-            ask = to_ask(message, await self._prompt(message), self._text, self._config.ingress)
-            # All of it before any token is decoded: decoding stands on the event loop.
-            check_request(ask.request, self._config.scheduler, self._text.spec)
-        except InvalidRequest as error:
-            raise Refused(refusal_of_error(rename_field(error, message))) from None
-        except LockstepError as error:
-            raise Refused(refusal_of_error(error)) from None
+    async def _open(
+        self, request: pb.GenerateRequest | Unparsed, caller: Caller, arrived_s: float
+    ) -> _Call:
+        """Let a request in and hand it to the pool. Raises Refused."""
+        with self._refusals(request):
+            admission = self._door.admit(caller)
+            try:
+                return await self._submit(_parsed(request, "GenerateRequest"), admission, arrived_s)
+            except BaseException:
+                admission.close()
+                raise
+
+    async def _submit(
+        self, message: pb.GenerateRequest, admission: Admission, arrived_s: float
+    ) -> _Call:
+        if self._link.stopping.is_set():
+            raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
+        check_message(message, self._config, self._text.context_len)
+        admission.check_priority(priority_of(message))
+        if self._link.unfinished >= self._config.ingress.requests_max:
+            raise Overloaded(f"{self._link.unfinished} requests are in flight already")
+        prompt = await self._prompt(message)
+        ask = to_ask(message, prompt, self._text, self._config.ingress, admission.tenant)
+        # All of it before any token is decoded: decoding stands on the event loop.
+        check_request(ask.request, self._config.scheduler, self._text.spec)
+        admission.charge(len(prompt) + ask.request.max_new_tokens)
         text = TextStream(self._text.tokenizer, ask.request.prompt, ask.stop)
         committed = ask.request.committed
         seen = text.push(committed)
         live = self._link.submit(ask.request, ask.timeout_s)
-        call = _Call(ask, live, text, arrived_s, taken=len(committed), stop=seen.stop)
+        call = _Call(ask, admission, live, text, arrived_s, taken=len(committed), stop=seen.stop)
         if seen.stop is not None:
             self._link.cancel(live)
         return call
+
+    @contextmanager
+    def _refusals(self, request: object = None) -> Iterator[None]:
+        """Errors become refusals in the words of the client's request, and are counted."""
+        try:
+            yield
+        except Refused as refused:
+            self._meter.refused(refused.refusal.code)
+            raise
+        except LockstepError as error:
+            if isinstance(error, InvalidRequest) and isinstance(request, pb.GenerateRequest):
+                error = rename_field(error, request)
+            refusal = refusal_of_error(error)
+            self._meter.refused(refusal.code)
+            raise Refused(refusal) from None
 
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[int, ...]:
         if message.WhichOneof("input") == "prompt_token_ids":
@@ -312,9 +296,13 @@ class Ingress:
             return "", live.finish or Finish(live.pool_id, FinishReason.STOP, Usage())
         await live.ended.wait()
         if live.unreachable:
-            raise Refused(Refusal(StatusCode.UNAVAILABLE, "the pool does not answer"))
+            stopping = self._link.stopping.is_set()
+            message = STOPPING if stopping else "the pool does not answer"
+            raise Refused(Refusal(StatusCode.UNAVAILABLE, message))
         if live.reject is not None:
-            raise Refused(refusal_of_reject(live.reject, call.ask))
+            refusal = refusal_of_reject(live.reject, call.ask)
+            self._meter.refused(refusal.code)
+            raise Refused(refusal)
         assert live.finish is not None
         rest = call.text.finish()
         call.stop = rest.stop
@@ -332,7 +320,7 @@ class Ingress:
         )
 
     @contextmanager
-    def _cancelled_with_the_client(self, call: _Call):  # type: ignore[no-untyped-def]
+    def _cancelled_with_the_client(self, call: _Call) -> Iterator[None]:
         """Whatever ends the call early, a cancel or a lost connection, ends the request too."""
         try:
             yield
@@ -340,11 +328,16 @@ class Ingress:
             live = call.live
             if not live.ended.is_set():
                 self._link.cancel(live)
+            refused = live.reject is not None
+            used = 0 if refused else len(live.request.prompt) + len(live.tokens)
+            call.admission.close(used)
             status = "CANCELLED" if live.finish is None else live.finish.reason.name
             first_s = live.first_s - call.arrived_s if live.first_s else 0.0
             self._meter.answered(status, first_s, self._clock() - call.arrived_s)
 
 
-def _set_status(context: CallContext, refusal: Refusal) -> None:
-    context.set_code(refusal.code)
-    context.set_details(refusal.message)
+def _parsed(request: _M | Unparsed, name: str) -> _M:
+    """Raises InvalidRequest for bytes that were no message."""
+    if isinstance(request, Unparsed):
+        raise InvalidRequest("request", f"{request.size} bytes that are no lockstep.v1.{name}")
+    return request

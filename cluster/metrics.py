@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from scheduler.messages import Finish, Reject
 
 if TYPE_CHECKING:
+    from grpc import StatusCode
+
     from scheduler.scheduler import Scheduler
     from scheduler.status import PoolStatus
 
@@ -78,6 +80,9 @@ METRICS: Mapping[str, Metric] = {
         "From a request's arrival to its end, by status code.",
         tags=("status",),
         buckets=_SECONDS,
+    ),
+    "lockstep_calls_refused": Metric(
+        Kind.COUNTER, "Calls refused before any work, by status code.", tags=("status",)
     ),
     "lockstep_streamed_chunks": Metric(Kind.COUNTER, "Chunks sent to streaming clients."),
 }
@@ -222,6 +227,9 @@ class IngressMeter:
 
     def chunk(self) -> None:
         self._sink("lockstep_streamed_chunks", 1, {})
+
+    def refused(self, code: StatusCode) -> None:
+        self._sink("lockstep_calls_refused", 1, {"status": code.name})
 
     def answered(self, status: str, first_token_s: float, total_s: float) -> None:
         if first_token_s > 0:

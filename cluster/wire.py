@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from grpc import StatusCode
 
-from cluster.config import IngressConfig
+from cluster.auth import NotAllowed, Unauthenticated
+from cluster.calls import Refusal
+from cluster.config import ClusterConfig, IngressConfig
 from cluster.metrics import Totals
 from cluster.protocol import PoolUnreachable, PoolView
 from cluster.target_text import TargetText
@@ -18,6 +20,7 @@ from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import (
     Finish,
     FinishReason,
+    Priority,
     Reject,
     RejectCode,
     Request,
@@ -28,16 +31,18 @@ from scheduler.status import ReplicaStatus
 STATUS: Mapping[object, StatusCode] = {
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
     Overloaded: StatusCode.RESOURCE_EXHAUSTED,
+    Unauthenticated: StatusCode.UNAUTHENTICATED,
+    NotAllowed: StatusCode.PERMISSION_DENIED,
     PoolUnreachable: StatusCode.UNAVAILABLE,
     RejectCode.INVALID: StatusCode.INVALID_ARGUMENT,
     RejectCode.OVERLOADED: StatusCode.RESOURCE_EXHAUSTED,
     RejectCode.DUPLICATE: StatusCode.ALREADY_EXISTS,
+    RejectCode.STOPPING: StatusCode.UNAVAILABLE,
     FinishReason.STOP: StatusCode.OK,
     FinishReason.LENGTH: StatusCode.OK,
     FinishReason.CANCELLED: StatusCode.CANCELLED,
     FinishReason.DEADLINE: StatusCode.DEADLINE_EXCEEDED,
     FinishReason.FAILED: StatusCode.INTERNAL,
-    RejectCode.STOPPING: StatusCode.UNAVAILABLE,
 }
 """The one table from errors, refusals and ends to status codes."""
 
@@ -49,19 +54,18 @@ _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = {
     FinishReason.FAILED: pb.FINISH_REASON_FAILED,
 }
 
+_PRIORITIES: Mapping[int, Priority] = {
+    pb.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    pb.PRIORITY_HIGH: Priority.HIGH,
+    pb.PRIORITY_NORMAL: Priority.NORMAL,
+    pb.PRIORITY_LOW: Priority.LOW,
+}
+
 _SENTENCES: Mapping[FinishReason, str] = {
     FinishReason.CANCELLED: "the request was cancelled",
     FinishReason.DEADLINE: "timeout_s has passed",
     FinishReason.FAILED: "the request could not be finished",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a call gets no answer, as a client sees it."""
-
-    code: StatusCode
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,8 @@ class Ask:
 
 
 def refusal_of_error(error: LockstepError) -> Refusal:
-    return Refusal(STATUS.get(type(error), StatusCode.INTERNAL), str(error))
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+    return Refusal(STATUS.get(type(error), StatusCode.INTERNAL), str(error), retry_after_s)
 
 
 def refusal_of_reject(reject: Reject, ask: Ask) -> Refusal:
@@ -90,7 +95,7 @@ def refusal_of_reject(reject: Reject, ask: Ask) -> Refusal:
     message = reject.message
     if reject.field:
         message = f"{_client_field(reject.field, ask.token_ids_given)}: {message}"
-    return Refusal(STATUS[reject.code], message)
+    return Refusal(STATUS[reject.code], message, reject.retry_after_s)
 
 
 def refusal_of_finish(finish: Finish) -> Refusal | None:
@@ -113,48 +118,80 @@ def _client_field(field: str, token_ids_given: bool) -> str:
     return {"committed": "committed_token_ids", "id": "request_id"}.get(field, field)
 
 
-def check_message(message: pb.GenerateRequest, config: IngressConfig) -> None:
-    """What can be said before tokenizing. Raises InvalidRequest."""
-    match message.WhichOneof("input"):
-        case None:
-            raise InvalidRequest("prompt", "either prompt or prompt_token_ids must be given")
-        case "prompt":
-            if not message.prompt:
-                raise InvalidRequest("prompt", "must not be empty")
-            size = len(message.prompt.encode())
-            if size > config.prompt_bytes_max:
-                raise InvalidRequest(
-                    "prompt", f"{size} bytes, at most {config.prompt_bytes_max} allowed"
-                )
-        case "prompt_token_ids":
-            if not message.prompt_token_ids.ids:
-                raise InvalidRequest("prompt_token_ids", "must not be empty")
-    if len(message.request_id) > config.request_id_chars_max:
+def check_message(message: pb.GenerateRequest, config: ClusterConfig, context_len: int) -> None:
+    """What can be said before tokenizing. Raises InvalidRequest.
+
+    Long lists are refused by their length: to turn millions of ids into a tuple would take a while.
+    """
+    limits = config.ingress
+    if (size := message.ByteSize()) > limits.message_bytes_max:
+        raise InvalidRequest("request", f"{size} bytes, at most {limits.message_bytes_max} allowed")
+    _check_input(message, config)
+    if message.max_new_tokens > context_len:
         raise InvalidRequest(
-            "request_id", f"at most {config.request_id_chars_max} characters allowed"
+            "max_new_tokens",
+            f"{message.max_new_tokens} asked for, the context has {context_len} tokens",
         )
-    if len(message.stop) > config.stop_strings_max:
+    for name, most in (
+        ("committed_token_ids", context_len),
+        ("stop_token_ids", config.scheduler.stop_token_ids_max),
+        ("stop", limits.stop_strings_max),
+    ):
+        if (count := len(getattr(message, name))) > most:
+            raise InvalidRequest(name, f"{count} given, at most {most} allowed")
+    if len(message.request_id) > limits.request_id_chars_max:
         raise InvalidRequest(
-            "stop", f"{len(message.stop)} strings given, at most {config.stop_strings_max} allowed"
+            "request_id", f"at most {limits.request_id_chars_max} characters allowed"
         )
     for stop in message.stop:
         if not stop:
             raise InvalidRequest("stop", "a stop string must not be empty")
-        if len(stop) > config.stop_string_chars_max:
+        if len(stop) > limits.stop_string_chars_max:
             raise InvalidRequest(
                 "stop",
                 f"a string has {len(stop)} characters, at most "
-                f"{config.stop_string_chars_max} allowed",
+                f"{limits.stop_string_chars_max} allowed",
             )
     for name in ("temperature", "top_p", "min_p", "timeout_s"):
         if not math.isfinite(getattr(message, name)):
             raise InvalidRequest(name, "must be a finite number")
     if message.committed_token_ids and message.temperature > 0 and not message.HasField("seed"):
         raise InvalidRequest("seed", "a sampled stream can only be continued with its seed")
+    priority_of(message)
+
+
+def _check_input(message: pb.GenerateRequest, config: ClusterConfig) -> None:
+    match message.WhichOneof("input"):
+        case None:
+            raise InvalidRequest("prompt", "either prompt or prompt_token_ids must be given")
+        case "prompt":
+            if not message.prompt:
+                raise InvalidRequest("prompt", "must not be empty")
+            size, most = len(message.prompt.encode()), config.ingress.prompt_bytes_max
+            if size > most:
+                raise InvalidRequest("prompt", f"{size} bytes, at most {most} allowed")
+        case "prompt_token_ids":
+            count, most = len(message.prompt_token_ids.ids), config.scheduler.prompt_tokens_max
+            if not count:
+                raise InvalidRequest("prompt_token_ids", "must not be empty")
+            if count > most:
+                raise InvalidRequest("prompt_token_ids", f"{count} tokens, at most {most} allowed")
+
+
+def priority_of(message: pb.GenerateRequest) -> Priority:
+    """Raises InvalidRequest for a number that names no class."""
+    try:
+        return _PRIORITIES[message.priority]
+    except KeyError:
+        raise InvalidRequest("priority", f"{message.priority} names no class") from None
 
 
 def to_ask(
-    message: pb.GenerateRequest, prompt: tuple[int, ...], text: TargetText, config: IngressConfig
+    message: pb.GenerateRequest,
+    prompt: tuple[int, ...],
+    text: TargetText,
+    config: IngressConfig,
+    tenant: str = "",
 ) -> Ask:
     """The request that a checked message with these prompt tokens makes; may draw a seed."""
     has = message.HasField
@@ -187,6 +224,8 @@ def to_ask(
             draft_len=draft_len,
             timeout_s=message.timeout_s if has("timeout_s") else config.timeout_s,
             committed=tuple(message.committed_token_ids),
+            priority=priority_of(message),
+            tenant=tenant,
         ),
         client_id=message.request_id,
         stop=tuple(message.stop),
@@ -240,6 +279,12 @@ def to_status(view: PoolView) -> pb.StatusResponse:
         accepted_tokens=totals.accepted_tokens,
         acceptance=totals.acceptance,
         group_spread_mean=totals.spread_mean,
+        waiting_tokens=status.waiting_tokens,
+        outstanding_tokens=status.outstanding_tokens,
+        tokens_per_s=status.tokens_per_s,
+        preempted=status.preempted,
+        moved=status.moved,
+        recovered=status.recovered,
     )
 
 

@@ -16,7 +16,8 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config import ClusterConfig, from_args
-from cluster.ingress import SERVICE, Ingress
+from cluster.health import SERVICE
+from cluster.ingress import Ingress
 from cluster.pool_actor import PoolActor
 from cluster.replica_runner import ReplicaRunner, _Stop
 from protos import lockstep_pb2 as pb
@@ -34,9 +35,23 @@ PROMPT_IDS = tokenizer().encode(PROMPT).ids
 class Context:
     """What Serve hands to an RPC, as far as it is used."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, authorization: str | None = None, peer: str = "ipv4:127.0.0.1:5000"
+    ) -> None:
         self.code: StatusCode | None = None
         self.details = ""
+        self.trailing: dict[str, str] = {}
+        self._peer = peer
+        self._metadata = [] if authorization is None else [("authorization", authorization)]
+
+    def invocation_metadata(self) -> list[tuple[str, str | bytes]]:
+        return [*self._metadata]
+
+    def peer(self) -> str:
+        return self._peer
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
+        self.trailing = dict(trailing_metadata)
 
     def set_code(self, code: StatusCode) -> None:
         self.code = code

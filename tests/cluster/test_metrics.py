@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from grpc import StatusCode
+
 from cluster.metrics import METRICS, IngressMeter, PoolMeter
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode, Submit
 from scheduler.messages import Request as PoolRequest
@@ -26,6 +28,7 @@ def test_the_meters_emit_the_whole_table() -> None:
     pool.observe(scheduler, 1.0)
     ingress = IngressMeter(sink)
     ingress.chunk()
+    ingress.refused(StatusCode.UNAUTHENTICATED)
     ingress.answered("STOP", 0.1, 0.2)
     assert {name: tuple(tags) for name, tags in seen.items()} == {
         name: metric.tags for name, metric in METRICS.items()
