@@ -1,0 +1,59 @@
+"""Which processes a running cluster has, as Ray knows them, and what the kernel says of each.
+
+Must be called by a process that is connected to the cluster's Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = ("pool", "replica", "ingress", "proxy", "controller")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the cluster."""
+
+    kind: str
+    """One of KINDS."""
+    name: str
+    """Of the actor; a replica's holds Serve's id of it."""
+    pid: int
+    node_id: str
+
+
+def cluster_processes(app_name: str = "lockstep") -> list[Process]:
+    """The living processes of KINDS, by kind and name."""
+    from ray._private.state import actors
+
+    found = []
+    for actor in actors(actor_state_name="ALIVE").values():
+        kind = _kind(actor, app_name)
+        if kind is not None and actor["Pid"]:
+            node_id = actor["Address"]["NodeID"]
+            found.append(Process(kind, actor["Name"], actor["Pid"], node_id))
+    return sorted(found, key=lambda process: (process.kind, process.name))
+
+
+def _kind(actor: dict[str, Any], app_name: str) -> str | None:
+    name = actor["Name"] or ""
+    if actor["ActorClassName"] == "PoolProcess":
+        return "pool"
+    for kind in ("replica", "ingress"):
+        if name.startswith(f"SERVE_REPLICA::{app_name}#{kind}#"):
+            return kind
+    if name.startswith("SERVE_PROXY_ACTOR"):
+        return "proxy"
+    return "controller" if name == "SERVE_CONTROLLER_ACTOR" else None
+
+
+def resident_mib(pid: int) -> float | None:
+    """Resident memory of a process in MiB; None when it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

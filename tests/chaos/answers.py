@@ -1,0 +1,85 @@
+"""What an undisturbed run answers: for fakes computed, for a real pair generated alone beforehand.
+
+A longer answer begins with the shorter one, so one generated answer per prompt and sampling serves
+every limit, stop token and stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.config import ClusterConfig
+from cluster.target_text import TargetText
+from cluster.text import TextStream
+from protos import lockstep_pb2 as pb
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request, SamplingParams
+from tests.cluster import fakes
+
+TOKENS_MAX = 240
+"""Longest answer that can be asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that a client may receive, in full."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reason: int
+    """pb.FinishReason."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A prompt, how it is sampled, and the tokens that follow it whatever ends there."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    tokens: tuple[int, ...]
+
+
+def cut(
+    base: Base, text: TargetText, limit: int, ignore_eos: bool, stops: Sequence[str] = ()
+) -> Answer:
+    """The answer to a request that ends after `limit` tokens, at the end of text or at a stop."""
+    tokens = base.tokens[:limit]
+    assert len(tokens) == limit, "no longer answer is known"
+    reason = pb.FINISH_REASON_LENGTH
+    if not ignore_eos:
+        for index, token in enumerate(tokens):
+            if token in text.eos_token_ids:
+                tokens, reason = tokens[: index + 1], pb.FINISH_REASON_STOP
+                break
+    stream = TextStream(text.tokenizer, base.prompt, stops)
+    piece = stream.push(tokens)
+    if piece.stop is not None:
+        return Answer(tokens[: piece.tokens], piece.text, pb.FINISH_REASON_STOP)
+    rest = stream.finish()
+    reason = pb.FINISH_REASON_STOP if rest.stop is not None else reason
+    return Answer(tokens, piece.text + rest.text, reason)
+
+
+def fake_bases(prompts: Sequence[Sequence[int]]) -> list[Base]:
+    """Fakes know no sampling: greedy."""
+    return [
+        Base(tuple(prompt), SamplingParams(), tuple(fakes.perfect(prompt, TOKENS_MAX)))
+        for prompt in prompts
+    ]
+
+
+def real_bases(
+    config: ClusterConfig, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
+) -> list[Base]:
+    """Each prompt with its sampling, alone, one token per step, in this process."""
+    from cluster.local_engine import LocalEngine
+    from replicas.replica import Replica
+
+    engine = LocalEngine(Replica.load(config.replica), SchedulerConfig(rows_max=1, draft_len=0))
+    bases = []
+    for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        request = Request(str(number), tuple(prompt), TOKENS_MAX, sampling)
+        (output,) = engine.generate([request])
+        bases.append(Base(request.prompt, sampling, tuple(output.tokens)))
+    return bases

@@ -1,0 +1,342 @@
+"""A real cluster in a process of its own: Ray, Serve, the pool, replicas, perhaps several nodes.
+
+The one who starts it stays free of Ray, so it can start several, one after the other, and beside
+the Ray of a test session. The other process does what only a process connected to Ray can: name the
+cluster's processes, change the number of replicas, take a node away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.processes import Process, cluster_processes
+from cluster.client import Client
+from cluster.config import ClusterConfig, from_args
+from cluster.target_text import TargetText
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
+
+START_S = 120.0
+_CALL_S = 60.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, all different."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def cluster_config(**settings: Any) -> ClusterConfig:
+    """Settings of `from_args` on free ports, on the CPU, one torch thread per replica."""
+    grpc_port, http_port = free_ports(2)
+    ports = {"grpc_port": grpc_port, "http_port": http_port}
+    return from_args({"device": "cpu", "torch_threads": 1} | ports | settings)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start."""
+
+    config: ClusterConfig
+    load: Callable[[ReplicaConfig], Any] | None = None
+    """What replicas host; None: the real thing."""
+    load_text: Callable[[ReplicaConfig], TargetText] | None = None
+    cpus: float = 4
+    """What the head node offers Ray; for its bookkeeping only."""
+    worker_cpus: tuple[float, ...] = ()
+    """One more node for each."""
+    pool_on_worker: bool = False
+    """The pool begins on the first worker node, and may restart anywhere."""
+
+
+class HostError(RuntimeError):
+    """The process that holds the cluster failed or did not answer in time."""
+
+
+class HostedCluster:
+    """A context manager around the cluster of a plan. Calls may come from several threads."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.config = plan.config
+        self.address = f"localhost:{plan.config.server.grpc_port}"
+        self._plan = plan
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> HostedCluster:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # Ray tells its driver at length of every process that dies.
+        log, self.log_path = tempfile.mkstemp(prefix="lockstep-host-", suffix=".log")
+        os.close(log)
+        self._process = context.Process(
+            target=_host, args=(theirs, self._plan, self.log_path), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        try:
+            self._answer(START_S)
+            self.wait_for_replicas(self.config.replicas, START_S)
+        except BaseException as error:
+            error.add_note(Path(self.log_path).read_text()[-4000:])
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(("stop", ()))
+        self._process.join(_CALL_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(_CALL_S)
+        self._pipe.close()
+        os.unlink(self.log_path)
+
+    # ------------------------------------------------------------------ through the other process
+
+    def processes(self, kind: str) -> list[Process]:
+        """The cluster's living processes of a kind."""
+        found: list[Process] = self._call("processes")
+        return [process for process in found if process.kind == kind]
+
+    def process(self, kind: str) -> Process:
+        """The only one of its kind; waits until it is there."""
+        deadline_s = time.monotonic() + _CALL_S
+        while not (found := self.processes(kind)):
+            assert time.monotonic() < deadline_s, f"no {kind}"
+            time.sleep(0.05)
+        (only,) = found
+        return only
+
+    def scale(self, replicas: int) -> None:
+        """Serve starts or drains replicas from now on; returns at once."""
+        self._call("scale", replicas)
+
+    def lose_node(self, node_id: str) -> None:
+        """SIGKILL to all that runs on a worker node."""
+        self._call("lose_node", node_id)
+
+    def add_node(self, cpus: float) -> str:
+        """Id of a new worker node."""
+        node_id: str = self._call("add_node", cpus)
+        return node_id
+
+    def _call(self, name: str, *args: Any) -> Any:
+        with self._lock:
+            self._pipe.send((name, args))
+            return self._answer(_CALL_S)
+
+    def _answer(self, bound_s: float) -> Any:
+        try:
+            if not self._pipe.poll(bound_s):
+                raise HostError(f"no answer within {bound_s:.0f} s")
+            failed, answer = self._pipe.recv()
+        except EOFError:
+            raise HostError("the process that holds the cluster is gone") from None
+        if failed:
+            raise HostError(answer)
+        return answer
+
+    # ------------------------------------------------------------------ through gRPC
+
+    def wait_for(
+        self, condition: Callable[[pb.StatusResponse], bool], bound_s: float = 60.0
+    ) -> pb.StatusResponse:
+        """The first status for which `condition` holds; there is none while the pool restarts."""
+        deadline_s = time.monotonic() + bound_s
+        seen: object = None
+        with Client(self.address) as client:
+            while True:
+                try:
+                    seen = status = client.status()
+                    if condition(status):
+                        return status
+                except grpc.RpcError as error:
+                    seen = error
+                assert time.monotonic() < deadline_s, f"not within {bound_s} s: {seen}"
+                time.sleep(0.05)
+
+    def wait_for_replicas(self, count: int, bound_s: float = 60.0) -> pb.StatusResponse:
+        """Until exactly so many replicas serve."""
+        return self.wait_for(
+            lambda status: [replica.draining for replica in status.replicas] == [False] * count,
+            bound_s,
+        )
+
+    def wait_until_idle(self, bound_s: float = 10.0) -> pb.StatusResponse:
+        """Until no sequence and no KV block is left over."""
+        return self.wait_for(idle, bound_s)
+
+
+def idle(status: pb.StatusResponse) -> bool:
+    """Whether nobody waits or runs and every KV block is free."""
+    free = all(replica.kv_blocks_free == replica.kv_blocks for replica in status.replicas)
+    return free and status.waiting == 0 and status.running == 0
+
+
+# --------------------------------------------------------------------------- the other process
+
+
+def _host(pipe: Connection, plan: Plan, log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # Workers import what the plan names.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    held = _Held(plan)
+    try:
+        try:
+            # Where it hangs, if it does.
+            faulthandler.dump_traceback_later(0.8 * START_S, file=log)
+            held.start()
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send((False, None))
+        except Exception:
+            pipe.send((True, traceback.format_exc()))
+            return
+        while True:
+            name, args = pipe.recv()
+            if name == "stop":
+                return
+            try:
+                pipe.send((False, getattr(held, name)(*args)))
+            except Exception:
+                pipe.send((True, traceback.format_exc()))
+    except EOFError:
+        pass
+    finally:
+        held.stop()
+
+
+class _Held:
+    """The cluster, in the process that is connected to its Ray."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._nodes: Any = None
+        """The cluster of nodes, where the plan has more than one."""
+
+    def start(self) -> None:
+        import ray
+        from ray import serve
+        from ray.serve.config import HTTPOptions, gRPCOptions
+
+        from cluster import app
+
+        plan, server = self._plan, self._plan.config.server
+        options = {"include_dashboard": False, "object_store_memory": 100 << 20}
+        if plan.worker_cpus:
+            from ray.cluster_utils import Cluster
+
+            head = {"num_cpus": plan.cpus, **options}
+            self._nodes = Cluster(initialize_head=True, head_node_args=head)
+            for cpus in plan.worker_cpus:
+                self.add_node(cpus)
+            ray.init(self._nodes.address, log_to_driver=False, configure_logging=False)
+        else:
+            ray.init(
+                "local",
+                num_cpus=plan.cpus,
+                log_to_driver=False,
+                configure_logging=False,
+                **options,
+            )
+        if plan.pool_on_worker:
+            self._open_pool_on_worker()
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options=HTTPOptions(host=server.http_host, port=server.http_port),
+            grpc_options=gRPCOptions(
+                port=server.grpc_port, grpc_servicer_functions=list(app.SERVICER_FUNCTIONS)
+            ),
+            logging_config={"enable_access_log": False},
+        )
+        application = app.build_app(
+            plan.config,
+            plan.load or app.load_replica,
+            plan.load_text or TargetText.load,
+        )
+        # As `ClusterRun` does it, but so that replicas can be told to come and go one by one.
+        serve.run(application, name=app.APP_NAME, route_prefix="/", external_scaler_enabled=True)
+
+    def _open_pool_on_worker(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from cluster.ray_pool import PoolProcess
+
+        config = self._plan.config
+        node_id = next(iter(self._nodes.worker_nodes)).node_id
+        pool = (
+            ray.remote(PoolProcess)
+            .options(
+                name=config.pool_name,
+                namespace=config.pool.namespace,
+                lifetime="detached",
+                max_restarts=-1,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
+            )
+            .remote(config)
+        )
+        ray.get(pool.status.remote(), timeout=START_S)
+
+    def processes(self) -> list[Process]:
+        return cluster_processes()
+
+    def scale(self, replicas: int) -> None:
+        import ray
+        from ray.serve._private.common import DeploymentID
+        from ray.serve.context import _get_global_client
+
+        from cluster.app import APP_NAME
+
+        controller = _get_global_client()._controller
+        deployment = DeploymentID("replica", APP_NAME)
+        ray.get(controller.update_deployment_replicas.remote(deployment, replicas), timeout=_CALL_S)
+
+    def add_node(self, cpus: float) -> str:
+        node = self._nodes.add_node(num_cpus=cpus, object_store_memory=100 << 20)
+        node_id: str = node.node_id
+        return node_id
+
+    def lose_node(self, node_id: str) -> None:
+        (node,) = (node for node in self._nodes.worker_nodes if node.node_id == node_id)
+        self._nodes.remove_node(node, allow_graceful=False)
+
+    def stop(self) -> None:
+        import ray
+        from ray import serve
+
+        try:
+            if ray.is_initialized():
+                serve.shutdown()
+        finally:
+            ray.shutdown()
+            if self._nodes is not None:
+                self._nodes.shutdown()

@@ -1,0 +1,219 @@
+"""Puts requests to a cluster and judges every answer against that of an undisturbed run.
+
+Strict: whatever ends with an error is lost, unless this client cancelled it or its own deadline had
+passed; and then the tokens that it did get must be the first of the right ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import grpc
+
+from cluster.client import NO_RETRY, AsyncClient, RetryPolicy
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
+from tests.chaos.answers import Answer, cut, fake_bases
+from tests.cluster import fakes
+
+ANSWER_S_MAX = 120.0
+"""A request that has no end after so long hangs, and counts as lost."""
+PLAIN = 2
+"""A first token of prompts that asks fakes for no trouble."""
+_EARLY = 0.9
+"""A deadline may not be called passed before this share of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """A request and its right answer."""
+
+    message: pb.GenerateRequest
+    right: Answer
+    stream: bool = True
+    cancel_after_s: float | None = None
+
+
+class Verdict(StrEnum):
+    RIGHT = "right"
+    CANCELLED = "cancelled"
+    """By this client, with the right tokens so far."""
+    DEADLINE = "deadline"
+    """Its own deadline has passed; the right tokens so far."""
+    LOST = "lost"
+    DOUBLED = "doubled"
+    """Something came twice: a token, the end, the first chunk's own fields."""
+    WRONG = "wrong"
+
+
+GOOD = frozenset({Verdict.RIGHT, Verdict.CANCELLED, Verdict.DEADLINE})
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What came of one request. Times are of the monotonic clock."""
+
+    ask: Ask
+    began_s: float
+    ended_s: float = 0.0
+    first_s: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: pb.End | None = None
+    ends: int = 0
+    named: int = 0
+    """How often the request's id came back."""
+    silence_s: float = 0.0
+    """Longest time between two chunks."""
+    silent_from_s: float = 0.0
+    """When that silence began."""
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    details: str = ""
+    cancelled: bool = False
+
+    @property
+    def total_s(self) -> float:
+        return self.ended_s - self.began_s
+
+    def verdict(self) -> Verdict:
+        """How it compares with the undisturbed answer."""
+        right = self.ask.right
+        tokens = tuple(self.tokens)
+        if self.ends > 1 or self.named > 1:
+            return Verdict.DOUBLED
+        if tokens != right.tokens[: len(tokens)]:
+            longer = len(tokens) > len(right.tokens) or _repeats(tokens, right.tokens)
+            return Verdict.DOUBLED if longer else Verdict.WRONG
+        if not right.text.startswith(self.text):
+            return Verdict.WRONG
+        if self.cancelled:
+            return Verdict.CANCELLED
+        if self.code is grpc.StatusCode.OK:
+            if self.end is None:
+                return Verdict.LOST
+            whole = (tokens, self.text, self.end.finish_reason)
+            return (
+                Verdict.RIGHT
+                if whole == (right.tokens, right.text, right.reason)
+                else (Verdict.WRONG)
+            )
+        message = self.ask.message
+        if self.code is grpc.StatusCode.DEADLINE_EXCEEDED and message.HasField("timeout_s"):
+            in_time = self.total_s < _EARLY * message.timeout_s
+            return Verdict.LOST if in_time else Verdict.DEADLINE
+        return Verdict.LOST
+
+    def sentence(self) -> str:
+        """For people: what is wrong with it. Tests have no secrets in their prompts."""
+        right = len(self.ask.right.tokens)
+        return (
+            f"{self.ask.message.request_id}: {self.verdict()}: {self.code.name} {self.details!r}, "
+            f"{len(self.tokens)} of {right} tokens, end {self.end}, after {self.total_s:.2f} s, "
+            f"{'stream' if self.ask.stream else 'unary'}"
+        )
+
+
+def _repeats(tokens: tuple[int, ...], right: tuple[int, ...]) -> bool:
+    """Whether leaving out one run of tokens that stood there before makes it right."""
+    pairs = enumerate(zip(tokens, right, strict=False))
+    wrong_at = next(index for index, (got, due) in pairs if got != due)
+    for length in range(1, wrong_at + 1):
+        again = tokens[wrong_at : wrong_at + length]
+        if again == right[wrong_at - length : wrong_at]:
+            rest = tokens[wrong_at + length :]
+            if rest == right[wrong_at : wrong_at + len(rest)]:
+                return True
+    return False
+
+
+async def put(client: AsyncClient, ask: Ask, bound_s: float = ANSWER_S_MAX) -> Outcome:
+    """One request to its end. Never raises for what the cluster does."""
+    outcome = Outcome(ask, time.monotonic())
+    try:
+        async with asyncio.timeout(bound_s):
+            try:
+                async with asyncio.timeout(ask.cancel_after_s):
+                    await (_stream if ask.stream else _unary)(client, outcome)
+            except TimeoutError:
+                outcome.cancelled = True
+    except TimeoutError:
+        outcome.code = grpc.StatusCode.UNKNOWN
+        outcome.details = f"no end within {bound_s:.0f} s"
+    except grpc.RpcError as error:
+        outcome.code = error.code()
+        outcome.details = error.details() or ""
+    outcome.ended_s = time.monotonic()
+    return outcome
+
+
+async def _unary(client: AsyncClient, outcome: Outcome) -> None:
+    response = await client.generate(outcome.ask.message)
+    outcome.first_s = time.monotonic()
+    outcome.tokens.extend(response.token_ids)
+    outcome.text = response.text
+    outcome.end, outcome.ends = response.end, 1
+    outcome.named = 1
+
+
+async def _stream(client: AsyncClient, outcome: Outcome) -> None:
+    last_s: float | None = None
+    async for chunk in client.stream(outcome.ask.message):
+        now_s = time.monotonic()
+        if last_s is not None and now_s - last_s > outcome.silence_s:
+            outcome.silence_s, outcome.silent_from_s = now_s - last_s, last_s
+        last_s = now_s
+        if chunk.token_ids and outcome.first_s is None:
+            outcome.first_s = now_s
+        outcome.named += bool(chunk.request_id)
+        outcome.tokens.extend(chunk.token_ids)
+        outcome.text += chunk.text
+        if chunk.HasField("end"):
+            outcome.ends += 1
+            outcome.end = chunk.end
+
+
+def fake_asks(count: int, first: int = PLAIN, tokens: int = 60) -> list[Ask]:
+    """Streams and unary calls in turn, of several lengths; the prompts begin with `first`."""
+    prompts = [[first, *range(10 + n, 14 + n + n % 3)] for n in range(count)]
+    text = fakes.load_fake_text(ReplicaConfig())
+    return [
+        Ask(
+            pb.GenerateRequest(
+                prompt_token_ids=pb.TokenIds(ids=base.prompt),
+                max_new_tokens=tokens,
+                ignore_eos=True,
+                request_id=f"{first}-{number}",
+            ),
+            cut(base, text, tokens, ignore_eos=True),
+            stream=number % 2 == 0,
+        )
+        for number, base in enumerate(fake_bases(prompts))
+    ]
+
+
+def serve(
+    address: str,
+    asks: Sequence[Ask],
+    disturb: Callable[[], None] = lambda: None,
+    retry: RetryPolicy = NO_RETRY,
+) -> list[Outcome]:
+    """All at once, each tried once only; disturbs meanwhile, on a thread."""
+
+    async def run() -> list[Outcome]:
+        async with AsyncClient(address, retry=retry) as client:
+            disturbing = asyncio.create_task(asyncio.to_thread(disturb))
+            outcomes = await asyncio.gather(*(put(client, ask) for ask in asks))
+            await disturbing
+            return outcomes
+
+    return asyncio.run(run())
+
+
+def all_right(outcomes: Sequence[Outcome]) -> None:
+    """Raises AssertionError that tells of each answer that is not the undisturbed one."""
+    bad = [outcome.sentence() for outcome in outcomes if outcome.verdict() is not Verdict.RIGHT]
+    assert not bad, "\n".join(bad)

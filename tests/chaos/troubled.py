@@ -1,0 +1,158 @@
+"""A fake replica that can be told what to suffer, by the first token of a prompt or by a file.
+
+Its tokens are those of `tests.cluster.fakes`, so a perfect world can be computed. It writes down
+what it does now, so that a test can strike at the right moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from replicas.config import ReplicaConfig
+from scheduler.messages import Order, OrderKind, StepResult
+from tests.cluster.fakes import VOCAB, FakeReplica
+
+SLOW_PREFILL, SLOW_STEP, HANG_ONCE, POISON = range(VOCAB - 4, VOCAB)
+"""First tokens of prompts that ask for trouble. HANG_ONCE hangs the first replica that steps it."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a fake does now."""
+
+    pid: int
+    what: str
+    """"prefill", "speculate" or "idle"."""
+    firsts: tuple[int, ...] = ()
+    """First tokens of the prompts of the order's rows."""
+    serial: int = 0
+    """Orders begun by this process."""
+
+
+class Stage:
+    """A directory through which a test and its fakes talk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def doing(self) -> list[Doing]:
+        """What each living fake does now."""
+        found = []
+        for path in self.directory.glob("doing-*"):
+            pid = int(path.name.removeprefix("doing-"))
+            if Path(f"/proc/{pid}").exists():
+                what, firsts, serial = json.loads(path.read_text())
+                found.append(Doing(pid, what, tuple(firsts), serial))
+        return found
+
+    def wait_for(self, what: str, first: int, other_than: int = 0, bound_s: float = 30.0) -> Doing:
+        """Until a fake, another than the process given, does `what` to such a row."""
+        deadline_s = time.monotonic() + bound_s
+        while True:
+            for doing in self.doing():
+                if doing.what == what and first in doing.firsts and doing.pid != other_than:
+                    return doing
+            assert time.monotonic() < deadline_s, f"no {what} of {first}: {self.doing()}"
+            time.sleep(0.002)
+
+    def limit_rows(self, rows: int | None) -> None:
+        """Orders of more rows raise MemoryError from now on; None: they do not."""
+        self._tell("rows_max", rows)
+
+    def break_process(self, pid: int | None) -> None:
+        """All orders of this process raise from now on."""
+        self._tell("broken", pid)
+
+    def _tell(self, name: str, value: int | None) -> None:
+        if value is None:
+            (self.directory / name).unlink(missing_ok=True)
+        else:
+            self._write(name, str(value))
+
+    def told(self, name: str) -> int | None:
+        try:
+            return int((self.directory / name).read_text())
+        except OSError:
+            return None
+
+    def is_first(self, name: str) -> bool:
+        """True for the first who asks, in whichever process."""
+        try:
+            os.close(os.open(self.directory / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def count(self, name: str) -> int:
+        """How often `note` was called with this name."""
+        return len(list(self.directory.glob(f"{name}-*")))
+
+    def note(self, name: str) -> None:
+        (self.directory / f"{name}-{os.getpid()}-{time.monotonic_ns()}").touch()
+
+    def write_doing(self, what: str, firsts: list[int], serial: int) -> None:
+        self._write(f"doing-{os.getpid()}", json.dumps([what, firsts, serial]))
+
+    def _write(self, name: str, text: str) -> None:
+        # Readers see the old text or the new one, never half of it.
+        fresh = self.directory / f".{name}-{os.getpid()}"
+        fresh.write_text(text)
+        fresh.rename(self.directory / name)
+
+
+class TroubledReplica(FakeReplica):
+    """`slow_s`: how long a SLOW_PREFILL prefill or a step with a SLOW_STEP row takes."""
+
+    def __init__(self, stage: Stage, step_s: float, slow_s: float, kv_blocks: int) -> None:
+        super().__init__(step_s, kv_blocks)
+        self._stage = stage
+        self._plain_s = step_s
+        self._slow_s = slow_s
+        self._serial = 0
+
+    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+        firsts = [row.tokens[0] for row in order.prefill]
+        firsts += [self._residents[row.sequence_id].content[0] for row in order.rows]
+        self._serial += 1
+        self._stage.write_doing(order.kind.value, firsts, self._serial)
+        try:
+            self._suffer(order, firsts)
+            return super().step(order, interrupted)
+        finally:
+            self._stage.write_doing("idle", [], self._serial)
+
+    def _suffer(self, order: Order, firsts: list[int]) -> None:
+        prefill = order.kind is OrderKind.PREFILL
+        if self._stage.told("broken") == os.getpid():
+            self._stage.note("failed")
+            raise RuntimeError("this replica is broken")
+        rows_max = self._stage.told("rows_max")
+        if rows_max is not None and len(firsts) > rows_max:
+            self._stage.note("failed")
+            raise MemoryError(f"{len(firsts)} rows are too many")
+        self._prefill_s = self._slow_s if SLOW_PREFILL in firsts else 0.0
+        self._step_s = self._slow_s if SLOW_STEP in firsts else self._plain_s
+        if prefill:
+            return
+        if POISON in firsts:
+            self._stage.note("killed")
+            os._exit(1)
+        if HANG_ONCE in firsts and self._stage.is_first("hung"):
+            time.sleep(3600)
+
+
+def _load(config: ReplicaConfig, directory: Path, step_s: float, slow_s: float) -> TroubledReplica:
+    return TroubledReplica(Stage(directory), step_s, slow_s, config.kv_blocks or 2000)
+
+
+def troubled_loader(
+    directory: Path, step_s: float = 0.005, slow_s: float = 0.5
+) -> Callable[[ReplicaConfig], TroubledReplica]:
+    """A picklable factory of fakes that talk through a directory."""
+    return partial(_load, directory=directory, step_s=step_s, slow_s=slow_s)

@@ -1,0 +1,203 @@
+"""Proves: whatever becomes of a replica, every request ends once, with the tokens of a perfect run.
+
+Replicas are fakes with real processes, so that a test can strike at the right moment and knows
+every right token without having run before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+import pytest
+
+from protos import lockstep_pb2 as pb
+from tests.chaos.hosted import HostedCluster, Plan, cluster_config
+from tests.chaos.load import Outcome, all_right, fake_asks, serve
+from tests.chaos.troubled import (
+    HANG_ONCE,
+    POISON,
+    SLOW_PREFILL,
+    SLOW_STEP,
+    Stage,
+    troubled_loader,
+)
+from tests.cluster.fakes import load_fake_text
+
+pytestmark = pytest.mark.ray
+
+ORDER_S_MAX = 4.0
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    return Stage(tmp_path_factory.mktemp("stage"))
+
+
+@pytest.fixture(scope="module")
+def hosted(stage: Stage) -> Iterator[HostedCluster]:
+    config = cluster_config(
+        replicas=2,
+        batch_size=4,
+        actors={"order_s_max": ORDER_S_MAX, "drain_s": 10.0},
+        scheduler={"steps_per_order_max": 2},
+    )
+    plan = Plan(config, troubled_loader(stage.directory, slow_s=0.3), load_fake_text)
+    with HostedCluster(plan) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _two_replicas_before_and_nothing_left_after(hosted: HostedCluster) -> Iterator[None]:
+    hosted.wait_for_replicas(2)
+    yield
+    hosted.wait_until_idle()
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def recovered(outcomes: Sequence[Outcome]) -> int:
+    return max(outcome.end.recovered for outcome in outcomes if outcome.end is not None)
+
+
+def test_nothing_disturbed_is_all_right(hosted: HostedCluster) -> None:
+    outcomes = serve(hosted.address, fake_asks(12) + fake_asks(2, first=SLOW_STEP, tokens=5))
+    all_right(outcomes)
+
+
+def test_a_replica_killed_while_idle_is_noticed_by_nobody(hosted: HostedCluster) -> None:
+    kill(hosted.processes("replica")[0].pid)
+    began_s = time.monotonic()
+    all_right(serve(hosted.address, fake_asks(12)))
+    print(f"replica killed while idle: all answered after {time.monotonic() - began_s:.2f} s")
+    hosted.wait_for_replicas(2)
+
+
+def test_a_replica_killed_during_prefill(hosted: HostedCluster, stage: Stage) -> None:
+    outcomes = serve(
+        hosted.address,
+        fake_asks(4, first=SLOW_PREFILL) + fake_asks(8),
+        lambda: kill(stage.wait_for("prefill", SLOW_PREFILL).pid),
+    )
+    all_right(outcomes)
+    assert recovered(outcomes) >= 1
+
+
+def test_a_replica_killed_during_a_step(hosted: HostedCluster, stage: Stage) -> None:
+    outcomes = serve(
+        hosted.address,
+        fake_asks(2, first=SLOW_STEP, tokens=12) + fake_asks(8),
+        lambda: kill(stage.wait_for("speculate", SLOW_STEP).pid),
+    )
+    all_right(outcomes)
+    assert recovered(outcomes) >= 1
+
+
+def test_the_same_sequence_loses_two_replicas_in_a_row(hosted: HostedCluster, stage: Stage) -> None:
+    def kill_twice() -> None:
+        first = stage.wait_for("speculate", SLOW_STEP).pid
+        kill(first)
+        kill(stage.wait_for("speculate", SLOW_STEP, other_than=first).pid)
+
+    outcomes = serve(hosted.address, fake_asks(1, first=SLOW_STEP, tokens=16), kill_twice)
+    all_right(outcomes)
+    assert recovered(outcomes) >= 2
+
+
+def test_a_replica_killed_while_draining(hosted: HostedCluster, stage: Stage) -> None:
+    def drain_and_kill() -> None:
+        stage.wait_for("speculate", SLOW_STEP)
+        hosted.scale(1)
+        status = hosted.wait_for(lambda status: any(r.draining for r in status.replicas))
+        (draining,) = [replica.id for replica in status.replicas if replica.draining]
+        (process,) = [p for p in hosted.processes("replica") if p.name.split("#")[-1] in draining]
+        kill(process.pid)
+
+    # Enough slow rows that both replicas step some.
+    outcomes = serve(hosted.address, fake_asks(8, first=SLOW_STEP, tokens=16), drain_and_kill)
+    hosted.scale(2)
+    all_right(outcomes)
+
+
+def test_a_drained_replica_hands_everything_over(hosted: HostedCluster, stage: Stage) -> None:
+    def drain() -> None:
+        stage.wait_for("speculate", SLOW_STEP)
+        hosted.scale(1)
+        hosted.wait_for(lambda status: len(status.replicas) == 1)
+
+    outcomes = serve(hosted.address, fake_asks(8, first=SLOW_STEP, tokens=16), drain)
+    hosted.scale(2)
+    all_right(outcomes)
+    assert recovered(outcomes) >= 1
+
+
+def test_a_replica_that_hangs_is_replaced_and_its_requests_finish_elsewhere(
+    hosted: HostedCluster, stage: Stage
+) -> None:
+    hung: list[int] = []
+    outcomes = serve(
+        hosted.address,
+        fake_asks(3, first=HANG_ONCE) + fake_asks(8),
+        lambda: hung.append(stage.wait_for("speculate", HANG_ONCE).pid),
+    )
+    all_right(outcomes)
+    longest_s = max(outcome.total_s for outcome in outcomes)
+    print(f"replica hung (order_s_max {ORDER_S_MAX} s): all answered after {longest_s:.2f} s")
+    assert longest_s > ORDER_S_MAX, "it did not hang"
+    assert longest_s < ORDER_S_MAX + 10
+    deadline_s = time.monotonic() + 60
+    while any(process.pid in hung for process in hosted.processes("replica")):
+        assert time.monotonic() < deadline_s, "the hanging process was not replaced"
+        time.sleep(0.1)
+
+
+def test_orders_too_large_for_the_model_are_halved_and_no_request_fails(
+    hosted: HostedCluster, stage: Stage
+) -> None:
+    before = {process.pid for process in hosted.processes("replica")}
+    stage.limit_rows(2)
+    try:
+        outcomes = serve(hosted.address, fake_asks(24))
+    finally:
+        stage.limit_rows(None)
+    all_right(outcomes)
+    assert stage.count("failed") > 0, "no order was too large"
+    assert {process.pid for process in hosted.processes("replica")} == before
+
+
+def test_a_replica_whose_orders_all_fail_is_replaced_and_no_request_fails(
+    hosted: HostedCluster, stage: Stage
+) -> None:
+    broken = hosted.processes("replica")[0].pid
+    stage.break_process(broken)
+    began_s = time.monotonic()
+    all_right(serve(hosted.address, fake_asks(24)))
+    print(f"broken replica: all answered after {time.monotonic() - began_s:.2f} s")
+    deadline_s = time.monotonic() + 60
+    while any(process.pid == broken for process in hosted.processes("replica")):
+        assert time.monotonic() < deadline_s, "the broken process was not replaced"
+        time.sleep(0.1)
+    stage.break_process(None)
+
+
+def test_a_request_that_kills_replicas_fails_after_three_and_harms_no_other(
+    hosted: HostedCluster, stage: Stage
+) -> None:
+    before = stage.count("killed")
+    (poison,) = fake_asks(1, first=POISON)
+    innocent = fake_asks(12, tokens=200)
+    poisoned, *others = serve(hosted.address, [poison, *innocent])
+    all_right(others)
+    assert poisoned.code is grpc.StatusCode.INTERNAL, poisoned.sentence()
+    assert poisoned.end is not None
+    assert poisoned.end.finish_reason == pb.FINISH_REASON_FAILED
+    assert poisoned.named == 1
+    assert "died" in poisoned.details, "the client is not told why"
+    killed = stage.count("killed") - before
+    print(f"poisonous request: {killed} replicas killed, failed after {poisoned.total_s:.1f} s")
+    assert 1 <= killed <= 3
