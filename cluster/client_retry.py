@@ -36,6 +36,9 @@ _DIED = (
 """What INTERNAL, UNKNOWN and CANCELLED say, in lower case, when a process or a connection on the
 way has died. Serve's proxy passes on Ray's words when the ingress dies."""
 
+_REFUSED = "http2 header with status: 4"
+"""What gRPC makes of an HTTP proxy that refuses the call itself."""
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -91,7 +94,10 @@ def broke(error: grpc.RpcError, streaming: bool) -> bool:
         return True
     if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED):
         said = (error.details() or "").lower()
-        return streaming or any(words in said for words in _DIED)
+        if _REFUSED in said:
+            return False
+        silent = streaming and code is not grpc.StatusCode.UNKNOWN
+        return silent or any(words in said for words in _DIED)
     return False
 
 

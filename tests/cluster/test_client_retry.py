@@ -109,7 +109,7 @@ def test_retry_after_is_read_with_care(value: str, seconds: float | None) -> Non
 @pytest.mark.parametrize("code", [code for code, _ in BREAKS if code is not StatusCode.UNAVAILABLE])
 def test_a_unary_call_trusts_words_where_a_stream_trusts_the_missing_end(code: StatusCode) -> None:
     bare = error_of(code, details="division by zero")
-    assert broke(bare, streaming=True)
+    assert broke(bare, streaming=True) == (code is not StatusCode.UNKNOWN)
     assert broke(bare, streaming=False) == (code is StatusCode.NOT_FOUND)
     assert broke(error_of(code, details=ACTOR_DIED), streaming=False)
 
@@ -121,3 +121,10 @@ def test_a_unary_call_trusts_words_where_a_stream_trusts_the_missing_end(code: S
 def test_a_policy_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RetryPolicy(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [StatusCode.INTERNAL, StatusCode.UNKNOWN])
+def test_a_terminator_that_refuses_the_call_is_not_asked_again(code: StatusCode) -> None:
+    said = error_of(code, details="Received http2 header with status: 400")
+    assert not broke(said, streaming=True)
+    assert not broke(said, streaming=False)
