@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli_keys import keys
+
 main = typer.Typer(
     name="lockstep",
     help="Serves language models with batch speculative decoding that changes no output.",
@@ -15,10 +17,26 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+main.add_typer(keys, name="keys")
 
 Address = Annotated[
     str | None,
     typer.Option(help="host:port of the server; else LOCKSTEP_ADDRESS, else this machine."),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File with the API key; else LOCKSTEP_API_KEY.", exists=True, dir_okay=False),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(help="Speak TLS; the server's authority, in PEM.", exists=True, dir_okay=False),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(help="Speak TLS; the client's own certificate.", exists=True, dir_okay=False),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(help="Key of --tls-cert, in PEM.", exists=True, dir_okay=False)
 ]
 ReplicaCount = Annotated[int | None, typer.Option(min=1, help="Number of replicas.")]
 Target = Annotated[
@@ -46,6 +64,13 @@ def serve(
     grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC proxy.")] = None,
     http_host: Annotated[str | None, typer.Option(help="Address of the HTTP proxy.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP proxy.")] = None,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(help="API keys, made by `lockstep keys`.", exists=True, dir_okay=False),
+    ] = None,
+    allow_anyone: Annotated[
+        bool, typer.Option("--allow-anyone", help="Serve everybody who reaches a port, no keys.")
+    ] = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
     given = _given(
@@ -59,10 +84,14 @@ def serve(
         grpc_port=grpc_port,
         http_host=http_host,
         http_port=http_port,
+        keys_file=str(keys_file.resolve()) if keys_file else None,
+        allow_anyone=allow_anyone or None,
     )
+    settings = _cluster_config(config, given)
+    _check_doors(settings)
     from cluster.cli_serve import serve_until_signal
 
-    raise typer.Exit(serve_until_signal(_cluster_config(config, given)))
+    raise typer.Exit(serve_until_signal(settings))
 
 
 @main.command()
@@ -91,6 +120,10 @@ def generate(
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of each request.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
     address: Address = None,
+    api_key_file: KeyFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
     from cluster import cli_generate
@@ -113,12 +146,13 @@ def generate(
         given["speculation"] = False
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts FILE")
+    server = _server(address, api_key_file, tls_ca, tls_cert, tls_key)
     if prompt is not None:
         text = sys.stdin.read() if prompt == "-" else prompt
-        code = cli_generate.one(_address(address), text, given, as_json)
+        code = cli_generate.one(server, text, given, as_json)
     else:
         assert prompts is not None
-        code = cli_generate.many(_address(address), prompts, limit, given, concurrency, as_json)
+        code = cli_generate.many(server, prompts, limit, given, concurrency, as_json)
     raise typer.Exit(code)
 
 
@@ -150,11 +184,16 @@ def verify(
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     address: Address = None,
+    api_key_file: KeyFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """What the pool and its replicas are doing."""
     from cluster.cli_serve import print_status
 
-    raise typer.Exit(print_status(_address(address), as_json))
+    server = _server(address, api_key_file, tls_ca, tls_cert, tls_key)
+    raise typer.Exit(print_status(server, as_json))
 
 
 @main.command()
@@ -185,10 +224,31 @@ def _cluster_config(path: Path | None, given: dict[str, Any]) -> Any:
         raise typer.BadParameter(str(error)) from None
 
 
-def _address(address: str | None) -> str:
-    from cluster.config import server_address
+def _server(
+    address: str | None, key_file: Path | None, ca: Path | None, cert: Path | None, key: Path | None
+) -> Any:
+    from cluster.client_channel import Server, Tls
+    from cluster.config import ConfigError, api_key, server_address
 
-    return address or server_address()
+    try:
+        tls = Tls(ca, cert, key) if ca or cert or key else None
+        if tls is not None:
+            tls.credentials()
+        return Server(address or server_address(), api_key(key_file), tls)
+    except (ConfigError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _check_doors(config: Any) -> None:
+    from cluster.config import ConfigError, check_doors
+    from cluster.keys import read
+
+    try:
+        check_doors(config)
+        if config.auth.keys_file is not None:
+            read(Path(config.auth.keys_file))
+    except (ConfigError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.client import AsyncClient, Client
+from cluster.client_channel import Server
 from cluster.prompts import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 
 _NOTES = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def one(address: str, prompt: str, options: dict[str, Any], as_json: bool) -> int:
+def one(server: Server, prompt: str, options: dict[str, Any], as_json: bool) -> int:
     """Stream the answer to stdout, then one line of figures to stderr. Returns the exit status."""
     request = pb.GenerateRequest(prompt=prompt, **options)
     started_s = time.perf_counter()
@@ -30,7 +31,7 @@ def one(address: str, prompt: str, options: dict[str, Any], as_json: bool) -> in
     texts: list[str] = []
     token_ids: list[int] = []
     try:
-        with Client(address) as client:
+        with Client(server.address, server.api_key, server.tls) as client:
             for chunk in client.stream(request):
                 first_s = first_s or time.perf_counter() - started_s
                 texts.append(chunk.text)
@@ -42,7 +43,7 @@ def one(address: str, prompt: str, options: dict[str, Any], as_json: bool) -> in
     except grpc.RpcError as error:
         if texts and not as_json:
             print()
-        return _failed(address, error)
+        return _failed(server, error)
     except KeyboardInterrupt:
         print()
         return 130
@@ -57,7 +58,7 @@ def one(address: str, prompt: str, options: dict[str, Any], as_json: bool) -> in
 
 
 def many(
-    address: str,
+    server: Server,
     path: Path,
     limit: int | None,
     options: dict[str, Any],
@@ -72,7 +73,7 @@ def many(
         return 2
     started_s = time.perf_counter()
     try:
-        answers = asyncio.run(_ask_all(address, prompts, options, concurrency))
+        answers = asyncio.run(_ask_all(server, prompts, options, concurrency))
     except KeyboardInterrupt:
         return 130
     total_s = time.perf_counter() - started_s
@@ -108,7 +109,7 @@ def figures(ends: Sequence[pb.End], total_s: float, first_s: float) -> str:
 
 
 async def _ask_all(
-    address: str, prompts: Sequence[str], options: dict[str, Any], concurrency: int
+    server: Server, prompts: Sequence[str], options: dict[str, Any], concurrency: int
 ) -> list[pb.GenerateResponse | grpc.RpcError]:
     """In the prompts' order; a request that fails is its error. Unary calls: cheapest per token."""
     answers: list[pb.GenerateResponse | grpc.RpcError | None] = [None] * len(prompts)
@@ -121,7 +122,7 @@ async def _ask_all(
         console=_NOTES,
         disable=not sys.stderr.isatty(),
     )
-    async with AsyncClient(address) as client:
+    async with AsyncClient(server.address, server.api_key, server.tls) as client:
         with progress:
             bar = progress.add_task("prompts", total=len(prompts))
 
@@ -150,6 +151,6 @@ def _json_line(prompt: str, answer: pb.GenerateResponse | grpc.RpcError) -> str:
     return json.dumps({"prompt": prompt, **fields}, ensure_ascii=False)
 
 
-def _failed(address: str, error: grpc.RpcError) -> int:
-    _NOTES.print(f"{address}: {error.code().name}: {error.details()}")
+def _failed(server: Server, error: grpc.RpcError) -> int:
+    _NOTES.print(f"{server.address}: {error.code().name}: {error.details()}")
     return 1

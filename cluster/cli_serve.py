@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -12,19 +13,26 @@ from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
-from cluster.client import Client
+from cluster.client import Client, NotReady
+from cluster.client_channel import Server
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
 
 
 def serve_until_signal(config: ClusterConfig) -> int:
-    """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status."""
+    """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
+
+    0 when the running requests could finish or the grace time had passed; 1 when a second signal
+    ended them at once.
+    """
     from cluster import app
 
     console = Console(stderr=True)
     told = threading.Event()
 
     def tell(_signal: int, _frame: FrameType | None) -> None:
+        if told.is_set():
+            raise KeyboardInterrupt
         told.set()
 
     cluster = app.ClusterRun(config)
@@ -33,30 +41,53 @@ def serve_until_signal(config: ClusterConfig) -> int:
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
-        with Client(f"localhost:{config.server.grpc_port}") as client:
-            client.wait_until_ready(config.actors.start_s)
-        console.print(
-            f"Lockstep serves {config.replica.target} on {config.replicas} replica(s): "
-            f"gRPC on port {config.server.grpc_port}, "
-            f"HTTP on {config.server.http_host}:{config.server.http_port}. Ctrl-C stops it."
-        )
+        if config.replicas_min:
+            _wait_until_ready(config, told)
+        if not told.is_set():
+            console.print(
+                f"Lockstep serves {config.replica.target} on {_number(config)} replica(s): "
+                f"gRPC on port {config.server.grpc_port}, "
+                f"HTTP on {config.server.http_host}:{config.server.http_port}. Ctrl-C stops it."
+            )
         told.wait()
-        console.print("Stopping: running requests may finish.")
-    except KeyboardInterrupt:
-        console.print("Stopping.")
-    finally:
+        console.print("Stopping: running requests may finish. A second Ctrl-C ends them.")
         cluster.stop()
+    except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        console.print("Stopping at once.")
+        cluster.stop(at_once=True)
+        return 1 if told.is_set() else 0
+    except BaseException:
+        cluster.stop()
+        raise
     return 0
 
 
-def print_status(address: str, as_json: bool) -> int:
-    """Ask the server at `address` and print what it says. Returns the exit status."""
+def _number(config: ClusterConfig) -> str:
+    if config.autoscaling is None:
+        return str(config.replicas)
+    return f"{config.replicas_min} to {config.replicas_max}"
+
+
+def _wait_until_ready(config: ClusterConfig, told: threading.Event) -> None:
+    """Returns early when told to stop. Raises NotReady after `actors.start_s`."""
+    deadline_s = time.monotonic() + config.actors.start_s
+    with Client(f"localhost:{config.server.grpc_port}") as client:
+        while not told.is_set() and not client.ready():
+            if time.monotonic() > deadline_s:
+                raise NotReady(f"no replica was ready within {config.actors.start_s:.0f} s")
+            told.wait(0.1)
+
+
+def print_status(server: Server, as_json: bool) -> int:
+    """Ask the server and print what it says. Returns the exit status."""
     console = Console()
     try:
-        with Client(address) as client:
+        with Client(server.address, server.api_key, server.tls) as client:
             status = client.status()
     except grpc.RpcError as error:
-        Console(stderr=True).print(f"{address}: {error.code().name}: {error.details()}")
+        Console(stderr=True).print(f"{server.address}: {error.code().name}: {error.details()}")
         return 1
     if as_json:
         print(
@@ -76,7 +107,7 @@ def _summary(status: pb.StatusResponse) -> Table:
     table = Table(show_header=False, box=None)
     per_row = status.tokens_committed / status.row_steps if status.row_steps else 0.0
     rows = {
-        "ready": "yes" if status.ready else "no",
+        "ready": "yes" if status.ready else "no, it is stopping" if status.stopping else "no",
         "pool": f"{status.pool_incarnation}, up {status.pool_uptime_s:.0f} s",
         "requests": f"{status.waiting} waiting, {status.running} running, "
         f"{status.requests_finished} finished",

@@ -1,0 +1,53 @@
+"""Proves: the command reads its key and its certificates strictly, and shows no key to anybody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import main
+from cluster.client import Tls
+from cluster.client_channel import Server
+from cluster.config import ConfigError, api_key
+
+RUN = CliRunner()
+
+
+def test_a_file_goes_before_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("from-file\n")
+    environment = {"LOCKSTEP_API_KEY": " from-environment\n"}
+    assert api_key(path, environment) == "from-file"
+    assert api_key(None, environment) == "from-environment"
+    assert api_key(None, {}) is None
+    assert api_key(None, {"LOCKSTEP_API_KEY": " "}) is None
+
+
+@pytest.mark.parametrize("content", ["", "\n", "two words", "a\nb", "schlüssel", "a\x00b"])
+def test_what_is_no_key_is_refused_without_being_shown(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        api_key(path, {})
+    assert not content.strip() or content not in str(caught.value)
+    result = RUN.invoke(main, ["status", "--api-key-file", str(path)])
+    assert result.exit_code == 2
+
+
+def test_a_missing_file_is_a_wrong_option(tmp_path: Path) -> None:
+    for option in ("--api-key-file", "--tls-ca", "--tls-cert", "--tls-key"):
+        for command in (["status"], ["generate", "x"]):
+            result = RUN.invoke(main, [*command, option, str(tmp_path / "none")])
+            assert result.exit_code == 2
+
+
+def test_the_key_is_not_in_what_a_log_would_show() -> None:
+    assert "secret" not in repr(Server("localhost:1", "secret"))
+
+
+def test_half_a_certificate_is_an_error(tmp_path: Path) -> None:
+    for tls in (Tls(cert=tmp_path / "c"), Tls(key=tmp_path / "k")):
+        with pytest.raises(ValueError, match="cert"):
+            tls.credentials()
