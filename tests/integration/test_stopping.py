@@ -1,0 +1,240 @@
+"""Proves: a server that is told to stop refuses what is new, finishes what runs and then goes.
+
+The real command in a process of its own, with the tiny pair and a Ray of its own; signals as an
+operator or a container runtime sends them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.client import NO_RETRY, Client
+from protos import lockstep_pb2 as pb
+from tests.integration.conftest import free_port
+from tests.integration.pairs import write_pair
+
+pytestmark = pytest.mark.ray
+
+READY_S = 120.0
+GRACE_S = 20.0
+STATES = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@dataclass(frozen=True)
+class Served:
+    process: subprocess.Popen[bytes]
+    address: str
+    log: Path
+
+
+@contextmanager
+def lockstep_serve(pair: tuple[Path, Path], directory: Path, grace_s: float) -> Iterator[Served]:
+    """Ready to serve; killed at the end if it is still there."""
+    settings = {
+        "target": str(pair[0]),
+        "draft": str(pair[1]),
+        "device": "cpu",
+        "kv_memory_mb": 16,
+        "torch_threads": 1,
+        "grpc_port": free_port(),
+        "http_port": free_port(),
+        "actors": {"drain_s": grace_s},
+    }
+    config = directory / "settings.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    log = directory / "log"
+    environment = {**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", "serve", "--config", str(config)],
+            stdout=out,
+            stderr=out,
+            env=environment,
+            # A group of its own, as a shell gives to what it runs: Ctrl-C is sent to all of it.
+            start_new_session=True,
+        )
+    served = Served(process, f"localhost:{settings['grpc_port']}", log)
+    try:
+        deadline_s = time.monotonic() + READY_S
+        while "Ctrl-C stops it" not in " ".join(log.read_text(errors="replace").split()):
+            assert process.poll() is None, log.read_text(errors="replace")
+            assert time.monotonic() < deadline_s, log.read_text(errors="replace")
+            time.sleep(0.1)
+        yield served
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+
+
+@dataclass
+class Streams:
+    """Long streams, each in a thread of its own."""
+
+    address: str
+    count: int
+    texts: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, pb.End] = field(default_factory=dict)
+    errors: dict[int, grpc.RpcError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.client = Client(self.address, retry=NO_RETRY)
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(self.count)]
+
+    def begin(self) -> None:
+        """Returns when all of them have brought text."""
+        for thread in self._threads:
+            thread.start()
+        deadline_s = time.monotonic() + 30
+        while len(self.texts) < self.count:
+            assert time.monotonic() < deadline_s, "the streams do not flow"
+            time.sleep(0.005)
+
+    def join(self, bound_s: float) -> None:
+        for thread in self._threads:
+            thread.join(bound_s)
+        assert not any(thread.is_alive() for thread in self._threads)
+        self.client.close()
+
+    @property
+    def running(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def _run(self, number: int) -> None:
+        request = pb.GenerateRequest(
+            prompt=f"héllo {number}", max_new_tokens=480, ignore_eos=True, speculation=False
+        )
+        try:
+            for chunk in self.client.stream(request):
+                self.texts[number] = self.texts.get(number, "") + chunk.text
+                if chunk.HasField("end"):
+                    self.ends[number] = chunk.end
+        except grpc.RpcError as error:
+            self.errors[number] = error
+
+
+@dataclass
+class Watch:
+    """An open health watch, as a load balancer holds one."""
+
+    address: str
+    seen: list[int] = field(default_factory=list)
+    error: grpc.RpcError | None = None
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        deadline_s = time.monotonic() + 10
+        while not self.seen:
+            assert time.monotonic() < deadline_s, "the watch says nothing"
+            time.sleep(0.005)
+
+    def ended_within(self, bound_s: float) -> bool:
+        self._thread.join(bound_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with grpc.insecure_channel(self.address) as channel:
+            try:
+                for answer in health_pb2_grpc.HealthStub(channel).Watch(
+                    health_pb2.HealthCheckRequest()
+                ):
+                    self.seen.append(answer.status)
+            except grpc.RpcError as error:
+                self.error = error
+
+
+def refused_while(streams: Streams, bound_s: float = 3.0) -> grpc.RpcError:
+    """The refusal of a new request, which came while a stream still ran."""
+    deadline_s = time.monotonic() + bound_s
+    while True:
+        try:
+            streams.client.generate(pb.GenerateRequest(prompt="new", max_new_tokens=1))
+        except grpc.RpcError as error:
+            assert streams.running, "the streams were over before the refusal"
+            return error
+        assert time.monotonic() < deadline_s, "new requests are still accepted"
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_what_runs_is_finished_and_what_is_new_refused(
+    pair: tuple[Path, Path], tmp_path: Path, how: str
+) -> None:
+    with lockstep_serve(pair, tmp_path, GRACE_S) as served:
+        undisturbed = Streams(served.address, 8)
+        undisturbed.begin()
+        undisturbed.join(60)
+        assert not undisturbed.errors
+        streams, watch = Streams(served.address, 8), Watch(served.address)
+        watch.begin()
+        streams.begin()
+        told_s = time.monotonic()
+        if how == "SIGTERM":
+            served.process.send_signal(signal.SIGTERM)
+        else:
+            os.killpg(served.process.pid, signal.SIGINT)
+        refused = refused_while(streams)
+        assert refused.code() is StatusCode.UNAVAILABLE
+        assert refused.details() == "the server is stopping"
+        assert watch.ended_within(2.0), "the watch is still open"
+        assert watch.seen == [STATES.SERVING, STATES.NOT_SERVING]
+        assert watch.error is None
+        streams.join(GRACE_S)
+        assert not streams.errors
+        assert streams.texts == undisturbed.texts
+        assert all(end.finish_reason == pb.FINISH_REASON_LENGTH for end in streams.ends.values())
+        assert served.process.wait(GRACE_S) == 0, served.log.read_text(errors="replace")
+        took_s = time.monotonic() - told_s
+        print(f"{how}: stopped after {took_s:.1f} s")
+        assert took_s < GRACE_S
+
+
+def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with lockstep_serve(pair, tmp_path, grace_s=0.3) as served:
+        streams = Streams(served.address, 8)
+        streams.begin()
+        served.process.send_signal(signal.SIGTERM)
+        streams.join(20)
+        assert streams.errors
+        for number, error in streams.errors.items():
+            assert (error.code(), error.details()) == (
+                StatusCode.UNAVAILABLE,
+                "the server is stopping",
+            )
+            assert number not in streams.ends
+        assert served.process.wait(20) == 0, served.log.read_text(errors="replace")
+
+
+def test_a_second_signal_stops_at_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with lockstep_serve(pair, tmp_path, grace_s=300.0) as served:
+        streams = Streams(served.address, 8)
+        streams.begin()
+        served.process.send_signal(signal.SIGTERM)
+        refused_while(streams)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 1, served.log.read_text(errors="replace")
+        streams.join(20)
+        assert streams.errors
+        assert all(e.code() is StatusCode.UNAVAILABLE for e in streams.errors.values())
