@@ -78,8 +78,12 @@ async def _body(request: Request, bytes_max: int) -> bytes:
 def _message(body: bytes) -> pb.GenerateRequest:
     """Raises Refused for what is no request in JSON."""
     try:
-        return ParseDict(json.loads(body), pb.GenerateRequest())
-    except (ParseError, ValueError, RecursionError) as error:
+        fields = json.loads(body)
+        if not isinstance(fields, dict):
+            raise ValueError("expected an object")
+        return ParseDict(fields, pb.GenerateRequest())
+    except (ParseError, ValueError, RecursionError, SystemError) as error:
+        # SystemError is what protobuf makes of a name that holds half a surrogate pair.
         raise _invalid(str(error)) from None
 
 

@@ -10,6 +10,7 @@ from cluster.config import (
     SHORT_NAMES,
     ClusterConfig,
     ConfigError,
+    check_doors,
     from_args,
     from_file,
     overridden,
@@ -112,3 +113,31 @@ def test_options_go_over_a_file() -> None:
 def test_the_address_comes_from_the_environment() -> None:
     assert server_address({}) == "localhost:9000"
     assert server_address({"LOCKSTEP_ADDRESS": "there:1"}) == "there:1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_a_server_for_this_machine_needs_no_keys(host: str) -> None:
+    check_doors(from_args({"http_host": host}))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "10.0.0.1", "lockstep.example"])
+def test_a_server_for_others_has_keys_or_says_that_anyone_may_come(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.http_host: .*--keys-file.*--allow-anyone"):
+        check_doors(from_args({"http_host": host}))
+    check_doors(from_args({"http_host": host, "keys_file": "/etc/keys.yaml"}))
+    check_doors(from_args({"http_host": host, "allow_anyone": True}))
+
+
+@pytest.mark.parametrize(
+    ("auth", "named"),
+    [
+        ({"keys_file": "keys.yaml"}, r"auth\.keys_file"),
+        ({"keys_file": "/k", "allow_anyone": True}, "auth: keys_file and allow_anyone contradict"),
+        ({"keys": "/k"}, r"auth\.keys"),
+    ],
+)
+def test_settings_of_the_door_that_make_no_sense_are_named(
+    auth: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        from_args({"auth": auth})

@@ -20,6 +20,7 @@ from cluster.health import SERVICE
 from cluster.ingress import Ingress
 from cluster.pool_actor import PoolActor
 from cluster.replica_runner import ReplicaRunner, _Stop
+from cluster.servicer import Unparsed
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.admission import check_request
@@ -35,9 +36,7 @@ PROMPT_IDS = tokenizer().encode(PROMPT).ids
 class Context:
     """What Serve hands to an RPC, as far as it is used."""
 
-    def __init__(
-        self, authorization: str | None = None, peer: str = "ipv4:127.0.0.1:5000"
-    ) -> None:
+    def __init__(self, authorization: str | None = None, peer: str = "ipv4:127.0.0.1:5000") -> None:
         self.code: StatusCode | None = None
         self.details = ""
         self.trailing: dict[str, str] = {}
@@ -169,6 +168,13 @@ INVALID = [
     ),
     (pb.GenerateRequest(prompt="x", committed_token_ids=[99999]), "committed_token_ids"),
     (pb.GenerateRequest(prompt="x", temperature=1, committed_token_ids=[5]), "seed"),
+    (pb.GenerateRequest(prompt="x", priority=9), "priority"),
+    (pb.GenerateRequest(prompt="x", priority=-1), "priority"),
+    (pb.GenerateRequest(prompt="x", committed_token_ids=[5] * 200_000), "committed_token_ids"),
+    (pb.GenerateRequest(prompt="x", stop_token_ids=[5] * 200_000), "stop_token_ids"),
+    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * 200_000)), "prompt_token_ids"),
+    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * 5_000_000)), "request"),
+    (pb.GenerateRequest(prompt="x", request_id="y" * 5_000_000), "request"),
 ]
 """(request, the field that the refusal must name); shared with the integration tests."""
 
@@ -358,8 +364,72 @@ def test_too_many_requests_are_refused_as_overload() -> None:
             context = Context()
             await made.Generate(request, context)
             assert context.code is StatusCode.RESOURCE_EXHAUSTED
+            assert int(context.trailing["retry-after"]) >= 1
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    config = from_args({"scheduler": {"waiting_requests_max": 1}})
+
+    async def test() -> None:
+        async with ingress(config=config, replicas=0) as made:
+            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=4)
+            first = asyncio.ensure_future(made.Generate(request, Context()))
+            await asyncio.sleep(0.05)
+            unary, streamed = Context(), Context()
+            await made.Generate(request, unary)
+            await stream(made, request, streamed)
+            for context in (unary, streamed):
+                assert context.code is StatusCode.RESOURCE_EXHAUSTED
+                assert int(context.trailing["retry-after"]) >= 1
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_bytes_that_are_no_message_are_refused_as_such() -> None:
+    async def test() -> None:
+        async with ingress() as made:
+            calls = [
+                lambda context: made.Generate(Unparsed(7), context),
+                lambda context: _first(made.GenerateStream(Unparsed(7), context)),
+                lambda context: made.Status(Unparsed(7), context),
+                lambda context: made.Check(Unparsed(7), context),
+                lambda context: _first(made.Watch(Unparsed(7), context)),
+            ]
+            for call in calls:
+                context = Context()
+                await call(context)
+                assert context.code is StatusCode.INVALID_ARGUMENT
+                assert context.details.startswith("request: ")
+
+    asyncio.run(test())
+
+
+async def _first(answers: AsyncIterator[object]) -> object:
+    return await anext(answers)
+
+
+def test_watches_of_anybody_keep_nobody_out() -> None:
+    config = from_args({"ingress": {"watches_max": 2}})
+
+    async def test() -> None:
+        async with ingress(config=config) as made:
+            watches = [made.Watch(health_pb2.HealthCheckRequest(), Context()) for _ in range(2)]
+            for watch in watches:
+                await anext(watch)
+            context = Context()
+            await _first(made.Watch(health_pb2.HealthCheckRequest(), context))
+            assert context.code is StatusCode.RESOURCE_EXHAUSTED
+            assert int(context.trailing["retry-after"]) >= 1
+            await watches[0].aclose()
+            answer = await _first(made.Watch(health_pb2.HealthCheckRequest(), Context()))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            await made.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=2), Context())
 
     asyncio.run(test())
 
@@ -394,6 +464,9 @@ def test_status_counts_what_was_done() -> None:
             assert (status.requests_finished, status.tokens_committed) == (1, 20)
             assert status.acceptance == pytest.approx(status.accepted_tokens / status.draft_tokens)
             assert status.replicas[0].kv_blocks_free == status.replicas[0].kv_blocks
+            assert (status.waiting_tokens, status.outstanding_tokens) == (0, 0)
+            assert (status.preempted, status.moved, status.recovered) == (0, 0, 0)
+            assert status.tokens_per_s > 0
 
     asyncio.run(test())
 

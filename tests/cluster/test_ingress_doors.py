@@ -1,0 +1,509 @@
+"""Proves: the ingress asks every caller who he is, counts what he uses, and logs nothing he says.
+
+The ingress talks to a pool and a fake replica in the same event loop; contexts are fakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
+
+from cluster.config import ClusterConfig, from_args
+from cluster.http import HTTP_STATUS, http_app
+from cluster.ingress import Ingress
+from cluster.keys import add
+from cluster.wire import STATUS
+from protos import lockstep_pb2 as pb
+from scheduler.messages import Order, Priority, Request, StepResult
+from tests.cluster import test_ingress
+from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
+
+AWAY = "ipv4:192.0.2.7:5000"
+REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=8)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return tmp_path / "keys.yaml"
+
+
+def keyed(path: Path, **sections: Any) -> ClusterConfig:
+    return from_args({"auth": {"keys_file": str(path)}, **sections})
+
+
+async def calls(made: Ingress, **caller: str) -> list[Context]:
+    """The context after each RPC that needs to know who calls."""
+    unary, streamed, status = (Context(**caller) for _ in range(3))
+    await made.Generate(REQUEST, unary)
+    await stream(made, REQUEST, streamed)
+    await made.Status(pb.StatusRequest(), status)
+    return [unary, streamed, status]
+
+
+# --------------------------------------------------------------------------- who
+
+
+def test_without_keys_only_this_machine_is_served_and_health_is_open() -> None:
+    async def test() -> None:
+        async with ingress() as made:
+            assert {context.code for context in await calls(made)} == {None}
+            for context in await calls(made, peer=AWAY):
+                assert context.code is StatusCode.UNAUTHENTICATED
+                assert "lockstep keys add" in context.details
+            away = Context(peer=AWAY)
+            health = await made.Check(health_pb2.HealthCheckRequest(), away)
+            assert (away.code, health.status) == (None, health.SERVING)
+
+    asyncio.run(test())
+
+
+def test_anyone_is_served_if_the_settings_say_so() -> None:
+    async def test() -> None:
+        async with ingress(config=from_args({"allow_anyone": True})) as made:
+            assert {context.code for context in await calls(made, peer=AWAY)} == {None}
+
+    asyncio.run(test())
+
+
+def test_with_keys_only_who_has_one_is_served_from_wherever_he_calls(keys: Path) -> None:
+    key = add(keys, "alice")
+
+    async def test() -> None:
+        async with ingress(config=keyed(keys)) as made:
+            good = await calls(made, authorization=f"Bearer {key}", peer=AWAY)
+            assert {context.code for context in good} == {None}
+            for authorization in (None, f"Bearer {key}x", key):
+                for context in await calls(made, authorization=authorization):
+                    assert context.code is StatusCode.UNAUTHENTICATED
+                    assert key not in context.details
+            health = await made.Check(health_pb2.HealthCheckRequest(), Context(peer=AWAY))
+            assert health.status == health.SERVING
+
+    asyncio.run(test())
+
+
+def test_who_is_not_known_learns_nothing_of_his_request(keys: Path) -> None:
+    add(keys, "alice")
+
+    async def test() -> None:
+        async with ingress(config=keyed(keys)) as made:
+            for request in (pb.GenerateRequest(), pb.GenerateRequest(prompt="x", top_k=-1)):
+                context = Context()
+                await made.Generate(request, context)
+                assert context.code is StatusCode.UNAUTHENTICATED
+
+    asyncio.run(test())
+
+
+# --------------------------------------------------------------------------- what for
+
+
+def test_class_and_tenant_go_to_the_pool(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = add(keys, "alice", "high")
+    sent: list[Request] = []
+
+    async def test() -> None:
+        async with ingress(config=keyed(keys)) as made:
+            submit = made._link.submit
+            monkeypatch.setattr(
+                made._link, "submit", lambda r, t: (sent.append(r), submit(r, t))[1]
+            )
+            for priority in pb.Priority.values():
+                request = pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=priority)
+                context = Context(f"Bearer {key}")
+                await made.Generate(request, context)
+                assert context.code is None
+        assert {request.tenant for request in sent} == {"alice"}
+        assert [request.priority for request in sent] == [
+            Priority.NORMAL,  # unspecified
+            Priority.HIGH,
+            Priority.NORMAL,
+            Priority.LOW,
+        ]
+
+    asyncio.run(test())
+
+
+def test_a_class_above_the_keys_is_denied_by_name(keys: Path) -> None:
+    key = add(keys, "alice", "normal")
+
+    async def test() -> None:
+        async with ingress(config=keyed(keys)) as made:
+            context = Context(f"Bearer {key}")
+            request = pb.GenerateRequest(prompt="x", priority=pb.PRIORITY_HIGH)
+            await made.Generate(request, context)
+            assert context.code is StatusCode.PERMISSION_DENIED
+            assert context.details.startswith("priority: ")
+
+    asyncio.run(test())
+
+
+# --------------------------------------------------------------------------- how much
+
+
+def test_a_request_pays_for_what_it_used(keys: Path) -> None:
+    key = add(keys, "alice", tokens_per_minute=1000)
+
+    async def test() -> None:
+        async with ingress(config=keyed(keys)) as made:
+            stop = perfect(PROMPT_IDS, 8)[3]
+            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, stop_token_ids=[stop])
+            used = 0
+            for call in (made.Generate, lambda r, c: stream(made, r, c)):
+                context = Context(f"Bearer {key}")
+                await call(request, context)
+                assert context.code is None
+                used += len(PROMPT_IDS) + perfect(PROMPT_IDS, 8).index(stop) + 1
+            use = made._door._tenants["alice"]
+            assert use.in_flight == 0
+            assert use.bucket is not None
+            level = use.bucket._level
+            # The bucket fills meanwhile, by less than 17 tokens a second.
+            assert 1000 - used <= level + 1e-6
+            assert level < 1000 or used < 40
+
+    asyncio.run(test())
+
+
+def test_a_used_up_rate_is_refused_with_the_time_to_come_back(keys: Path) -> None:
+    key = add(keys, "alice", tokens_per_minute=120)
+
+    async def test() -> None:
+        async with ingress(step_s=0.05, config=keyed(keys)) as made:
+            big = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=110)
+            first = asyncio.ensure_future(made.Generate(big, Context(f"Bearer {key}")))
+            await asyncio.sleep(0.1)
+            unary, streamed = Context(f"Bearer {key}"), Context(f"Bearer {key}")
+            await made.Generate(big, unary)
+            await stream(made, big, streamed)
+            for context in (unary, streamed):
+                assert context.code is StatusCode.RESOURCE_EXHAUSTED
+                assert "alice" in context.details
+                assert 40 <= int(context.trailing["retry-after"]) <= 60
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            assert made._door._tenants["alice"].in_flight == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("with_key", [True, False])
+def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with_key: bool) -> None:
+    key = add(keys, "alice", requests_max=2)
+    limit = {"ingress": {"requests_per_client_max": 2}}
+    config = keyed(keys) if with_key else from_args(limit)
+    authorization = f"Bearer {key}" if with_key else None
+
+    async def test() -> None:
+        async with ingress(step_s=0.02, config=config) as made:
+            long = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
+            ends = [
+                # cancelled, refused by name, past its deadline, ended by a stop string, served
+                (long, True),
+                (pb.GenerateRequest(prompt=PROMPT, top_k=-1), False),
+                (pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=0.1), False),
+                (pb.GenerateRequest(prompt=PROMPT, max_new_tokens=60, stop=["a", "e"]), False),
+                (REQUEST, False),
+            ]
+            for request, cancel in ends * 2:
+                held = [
+                    asyncio.ensure_future(made.Generate(long, Context(authorization)))
+                    for _ in range(1)
+                ]
+                last = asyncio.ensure_future(
+                    stream(made, long if cancel else request, Context(authorization))
+                )
+                await asyncio.sleep(0.03)
+                if cancel:
+                    context = Context(authorization)
+                    await made.Generate(REQUEST, context)
+                    assert context.code is StatusCode.RESOURCE_EXHAUSTED
+                    assert int(context.trailing["retry-after"]) >= 1
+                    last.cancel()
+                await asyncio.gather(last, return_exceptions=True)
+                held[0].cancel()
+                await asyncio.gather(*held, return_exceptions=True)
+            door = made._door
+            if with_key:
+                assert door._tenants["alice"].in_flight == 0
+            assert door._addresses == {}
+
+    asyncio.run(test())
+
+
+# --------------------------------------------------------------------------- HTTP
+
+
+class Answer:
+    """What an ASGI application sent."""
+
+    def __init__(self, sent: list[dict[str, Any]]) -> None:
+        self.status: int = sent[0]["status"]
+        self.headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        self.body = b"".join(message.get("body", b"") for message in sent[1:])
+
+
+async def http(
+    app: FastAPI,
+    body: bytes = b"",
+    path: str = "/v1/generate",
+    headers: dict[str, str] | None = None,
+    client: str | None = "127.0.0.1",
+    parts: int = 1,
+) -> Answer:
+    """One request, its body in so many parts."""
+    size = -(-len(body) // parts) or 1
+    chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
+    incoming = [
+        {"type": "http.request", "body": chunk, "more_body": n + 1 < len(chunks)}
+        for n, chunk in enumerate(chunks)
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST" if path == "/v1/generate" else "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "server": ("127.0.0.1", 8000),
+        "client": None if client is None else (client, 5000),
+        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+    }
+    await app(scope, receive, send)
+    return Answer(sent)
+
+
+def test_http_serves_and_refuses_as_grpc_does(keys: Path) -> None:
+    key = add(keys, "alice", tokens_per_minute=100)
+    body = json.dumps({"prompt": PROMPT, "max_new_tokens": 8}).encode()
+
+    async def test() -> None:
+        async with ingress(config=keyed(keys)) as made:
+            app = http_app(made)
+            headers = {"authorization": f"Bearer {key}"}
+            good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
+            assert good.status == 200
+            assert json.loads(good.body)["token_ids"] == perfect(PROMPT_IDS, 8)
+            for wrong in (None, {"authorization": "Bearer x"}):
+                refused = await http(app, body, headers=wrong)
+                assert refused.status == 401
+                assert refused.headers["www-authenticate"] == "Bearer"
+            high = json.dumps({"prompt": "x", "priority": "PRIORITY_HIGH"}).encode()
+            assert (await http(app, high, headers=headers)).status == 403
+            big = json.dumps({"prompt": PROMPT, "max_new_tokens": 300}).encode()
+            over = await http(app, big, headers=headers)
+            assert over.status == 429
+            assert int(over.headers["retry-after"]) >= 1
+            for path in ("/healthz", "/readyz"):
+                assert (await http(app, path=path, client="192.0.2.7")).status == 200
+
+    asyncio.run(test())
+
+
+def test_http_without_keys_serves_this_machine_only() -> None:
+    body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            assert (await http(app, body)).status == 200
+            assert (await http(app, body, client="::1")).status == 200
+            for client in ("192.0.2.7", None):
+                assert (await http(app, body, client=client)).status == 401
+            forwarded = {"x-forwarded-for": "127.0.0.1"}
+            assert (await http(app, body, headers=forwarded)).status == 401
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": "' + b"x" * 5_000_000 + b'"}',
+        b'{"prompt": "x", "nonsense": 1}',
+        b'{"prompt": 5}',
+        b'{"prompt": "\\ud800"}',
+        b'{"nonsense\\ud800": 1}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": "hot"}',
+        b'{"prompt": "x", "max_new_tokens": 1e400}',
+        b'{"prompt": "x", "max_new_tokens": ' + b"9" * 6000 + b"}",
+        b'{"prompt": "x", "seed": 1e300}',
+        b'{"prompt": "x", "priority": 77}',
+        b'{"prompt": "x", "priority": "PRIORITY_MAX"}',
+        b'{"prompt": "x", "stop": "y"}',
+        b'{"prompt": "x", "prompt_token_ids": {"ids": [1]}}',
+        b"\xff\xfe\x00",
+    ],
+    ids=str,
+)
+def test_http_refuses_any_bad_body_as_such(body: bytes) -> None:
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            answer = await http(app, body, parts=3)
+            assert answer.status == 400
+            error = json.loads(answer.body)["error"]
+            assert error["code"] == "INVALID_ARGUMENT"
+            assert len(error["message"]) < 1100
+            good = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+            assert (await http(app, good)).status == 200
+
+    asyncio.run(test())
+
+
+def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.http._BODY_S", 0.1)
+
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            sent: list[dict[str, Any]] = []
+            first = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+            async def receive() -> dict[str, Any]:
+                if first:
+                    return first.pop()
+                await asyncio.sleep(60)
+                raise AssertionError("waited")
+
+            async def send(message: Any) -> None:
+                sent.append(dict(message))
+
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/generate",
+                "query_string": b"",
+                "headers": [],
+                "client": ("127.0.0.1", 5000),
+            }
+            await app(scope, receive, send)
+            assert Answer(sent).status == 400
+
+    asyncio.run(test())
+
+
+def test_every_status_of_ours_has_one_over_http() -> None:
+    assert set(STATUS.values()) - {StatusCode.OK} <= set(HTTP_STATUS)
+
+
+# --------------------------------------------------------------------------- logs and figures
+
+
+class Breaking(FakeReplica):
+    """Fails every step, as a model that runs out of memory does."""
+
+    def step(self, order: Order, *args: Any, **options: Any) -> StepResult:
+        raise MemoryError("out of memory")
+
+
+MARK = "xyzzyplugh"
+
+
+@pytest.mark.parametrize("breaking", [False, True])
+def test_no_log_holds_what_a_client_said_or_was_told(
+    breaking: bool, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At any level, from any logger: texts, token ids, keys."""
+    caplog.set_level(logging.DEBUG)
+    key = add(keys, "alice", "low", tokens_per_minute=10**6)
+    if breaking:
+        monkeypatch.setattr(test_ingress, "FakeReplica", Breaking)
+    prompt = f"the {MARK} of it"
+    requests = [
+        pb.GenerateRequest(prompt=prompt, max_new_tokens=20, request_id=MARK, stop=[MARK]),
+        pb.GenerateRequest(prompt=prompt, max_new_tokens=20, temperature=1.0, timeout_s=0.001),
+        pb.GenerateRequest(prompt=prompt, top_k=-1),
+        pb.GenerateRequest(prompt=prompt * 200_000),
+        pb.GenerateRequest(prompt=prompt, request_id=MARK * 100),
+        pb.GenerateRequest(prompt=prompt, stop=[MARK] * 100),
+        pb.GenerateRequest(prompt=prompt, priority=pb.PRIORITY_HIGH),
+        pb.GenerateRequest(prompt=prompt, max_new_tokens=5, priority=pb.PRIORITY_LOW),
+    ]
+    bodies = [
+        json.dumps({"prompt": prompt, "max_new_tokens": 9}),
+        f'{{"{MARK}": 1',
+        f'{{"{MARK}":1}}',
+    ]
+    answers: list[list[int]] = []
+
+    async def test() -> None:
+        patient = {"failures_max": 1000}
+        async with ingress(config=keyed(keys, actors=patient)) as made:
+            for authorization in (f"Bearer {key}", f"Bearer {key}{MARK}"):
+                for request in requests:
+                    answer = await made.Generate(request, Context(authorization))
+                    answers.append(list(answer.token_ids))
+                    await stream(made, request, Context(authorization))
+                for body in bodies:
+                    app = http_app(made)
+                    await http(app, body.encode(), headers={"authorization": authorization})
+            call = asyncio.ensure_future(stream(made, requests[0], Context(f"Bearer {key}")))
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    asyncio.run(test())
+    assert any(answers) is not breaking
+    told = [", ".join(map(str, tokens[:4])) for tokens in answers if tokens]
+    for record in caplog.records:
+        line = logging.Formatter().format(record)
+        for secret in (MARK, key, key[4:], *told):
+            assert secret not in line, record.name
+    assert caplog.records, "something was logged at all"
+
+
+def test_refused_calls_are_counted_by_status(keys: Path) -> None:
+    key = add(keys, "alice", tokens_per_minute=15)
+    counted: list[str] = []
+
+    async def test() -> None:
+        async with ingress(config=keyed(keys)) as made:
+            made._meter._sink = lambda name, value, tags: (
+                counted.append(tags["status"]) if name == "lockstep_calls_refused" else None
+            )
+            good = f"Bearer {key}"
+            await made.Generate(REQUEST, Context())
+            await made.Status(pb.StatusRequest(), Context())
+            await made.Generate(pb.GenerateRequest(), Context(good))
+            await stream(made, pb.GenerateRequest(prompt="x", priority=1), Context(good))
+            await made.Generate(REQUEST, Context(good))
+            await stream(made, REQUEST, Context(good))
+            await http(http_app(made), b"{}")
+
+    asyncio.run(test())
+    assert counted == [
+        "UNAUTHENTICATED",
+        "UNAUTHENTICATED",
+        "INVALID_ARGUMENT",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "UNAUTHENTICATED",
+    ]
