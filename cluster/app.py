@@ -205,6 +205,8 @@ class ClusterRun:
             # The proxies' own limit; up to it the ingress says what is wrong, above it gRPC does.
             transport_bytes = str(4 * self._config.ingress.message_bytes_max)
             os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", transport_bytes)
+            # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
+            os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
             ray.init(
                 address=None if join_ray else "local",
                 include_dashboard=False,
