@@ -7,7 +7,7 @@ SETUP := $(VENV)/.setup-done
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench worlds clean
+.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench worlds chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -55,6 +55,15 @@ worlds: SEED ?= 1
 worlds: N ?= 20000
 worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
 	$(BIN)/python -m tests.sim --worlds $(N) --seed $(SEED) --processes 2
+
+chaos: SEED ?= 1
+chaos: MINUTES ?= 2
+chaos: $(SETUP)  ## kill processes of a real cluster under load, check every token: SEED=1 MINUTES=2
+	$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
+
+soak: MINUTES ?= 30
+soak: $(SETUP)  ## memory of every process under a long load, then 1,000 cancels: MINUTES=30
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --cancels 1000 --json benchmarks/results/soak.json
 
 clean:  ## remove the .venv and all caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

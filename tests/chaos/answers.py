@@ -6,8 +6,8 @@ every limit, stop token and stop string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from cluster.config import ClusterConfig
 from cluster.target_text import TargetText
@@ -29,6 +29,8 @@ class Answer:
     text: str
     reason: int
     """pb.FinishReason."""
+    text_after: Callable[[int], str] = field(compare=False, repr=False)
+    """The text of an answer that ends for another reason after so many of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,24 @@ def cut(
             if token in text.eos_token_ids:
                 tokens, reason = tokens[: index + 1], pb.FINISH_REASON_STOP
                 break
-    stream = TextStream(text.tokenizer, base.prompt, stops)
-    piece = stream.push(tokens)
-    if piece.stop is not None:
-        return Answer(tokens[: piece.tokens], piece.text, pb.FINISH_REASON_STOP)
-    rest = stream.finish()
-    reason = pb.FINISH_REASON_STOP if rest.stop is not None else reason
-    return Answer(tokens, piece.text + rest.text, reason)
+
+    def text_of(some: Sequence[int]) -> tuple[str, int, str | None]:
+        """(text, tokens up to the stop string, the stop string)."""
+        stream = TextStream(text.tokenizer, base.prompt, stops)
+        piece = stream.push(some)
+        if piece.stop is not None:
+            return piece.text, piece.tokens, piece.stop
+        rest = stream.finish()
+        return piece.text + rest.text, piece.tokens, rest.stop
+
+    said, used, stop = text_of(tokens)
+    tokens = tokens[:used]
+    return Answer(
+        tokens,
+        said,
+        reason if stop is None else pb.FINISH_REASON_STOP,
+        lambda count: text_of(tokens[:count])[0],
+    )
 
 
 def fake_bases(prompts: Sequence[Sequence[int]]) -> list[Base]:

@@ -65,8 +65,8 @@ class Plan:
     load_text: Callable[[ReplicaConfig], TargetText] | None = None
     cpus: float = 4
     """What the head node offers Ray; for its bookkeeping only."""
-    worker_cpus: tuple[float, ...] = ()
-    """One more node for each."""
+    worker_nodes: int = 0
+    """More nodes, each with one CPU and, as far as Ray knows, one GPU."""
     pool_on_worker: bool = False
     """The pool begins on the first worker node, and may restart anywhere."""
 
@@ -138,10 +138,9 @@ class HostedCluster:
         """SIGKILL to all that runs on a worker node."""
         self._call("lose_node", node_id)
 
-    def add_node(self, cpus: float) -> str:
-        """Id of a new worker node."""
-        node_id: str = self._call("add_node", cpus)
-        return node_id
+    def add_node(self) -> None:
+        """One more worker node."""
+        self._call("add_node")
 
     def _call(self, name: str, *args: Any) -> Any:
         with self._lock:
@@ -206,6 +205,8 @@ def _host(pipe: Connection, plan: Plan, log_path: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # As `ClusterRun` does where it starts Ray.
+    os.environ["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] = "1"
     # Workers import what the plan names.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     held = _Held(plan)
@@ -250,13 +251,13 @@ class _Held:
 
         plan, server = self._plan, self._plan.config.server
         options = {"include_dashboard": False, "object_store_memory": 100 << 20}
-        if plan.worker_cpus:
+        if plan.worker_nodes:
             from ray.cluster_utils import Cluster
 
             head = {"num_cpus": plan.cpus, **options}
             self._nodes = Cluster(initialize_head=True, head_node_args=head)
-            for cpus in plan.worker_cpus:
-                self.add_node(cpus)
+            for _ in range(plan.worker_nodes):
+                self.add_node()
             ray.init(self._nodes.address, log_to_driver=False, configure_logging=False)
         else:
             ray.init(
@@ -292,6 +293,10 @@ class _Held:
 
         config = self._plan.config
         node_id = next(iter(self._nodes.worker_nodes)).node_id
+        # A wish only, so that it can restart elsewhere; and a wish for a node that the head has
+        # not heard of yet would be lost.
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ray.get(ray.remote(os.getpid).options(scheduling_strategy=there).remote(), timeout=START_S)
         pool = (
             ray.remote(PoolProcess)
             .options(
@@ -320,10 +325,8 @@ class _Held:
         deployment = DeploymentID("replica", APP_NAME)
         ray.get(controller.update_deployment_replicas.remote(deployment, replicas), timeout=_CALL_S)
 
-    def add_node(self, cpus: float) -> str:
-        node = self._nodes.add_node(num_cpus=cpus, object_store_memory=100 << 20)
-        node_id: str = node.node_id
-        return node_id
+    def add_node(self) -> None:
+        self._nodes.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 << 20)
 
     def lose_node(self, node_id: str) -> None:
         (node,) = (node for node in self._nodes.worker_nodes if node.node_id == node_id)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import grpc
+from google.protobuf.json_format import MessageToJson
 
 from cluster.client import NO_RETRY, AsyncClient, RetryPolicy
 from protos import lockstep_pb2 as pb
@@ -88,32 +89,40 @@ class Outcome:
         if tokens != right.tokens[: len(tokens)]:
             longer = len(tokens) > len(right.tokens) or _repeats(tokens, right.tokens)
             return Verdict.DOUBLED if longer else Verdict.WRONG
-        if not right.text.startswith(self.text):
+        if self.end is None:
+            if not right.text.startswith(self.text):
+                return Verdict.WRONG
+            if self.cancelled:
+                return Verdict.CANCELLED
+        elif self.code is not grpc.StatusCode.OK and self.text != right.text_after(len(tokens)):
             return Verdict.WRONG
-        if self.cancelled:
-            return Verdict.CANCELLED
         if self.code is grpc.StatusCode.OK:
             if self.end is None:
                 return Verdict.LOST
             whole = (tokens, self.text, self.end.finish_reason)
-            return (
-                Verdict.RIGHT
-                if whole == (right.tokens, right.text, right.reason)
-                else (Verdict.WRONG)
-            )
+            due = (right.tokens, right.text, right.reason)
+            return Verdict.RIGHT if whole == due else Verdict.WRONG
+        return Verdict.DEADLINE if self._deadline_passed() else Verdict.LOST
+
+    def _deadline_passed(self) -> bool:
         message = self.ask.message
-        if self.code is grpc.StatusCode.DEADLINE_EXCEEDED and message.HasField("timeout_s"):
-            in_time = self.total_s < _EARLY * message.timeout_s
-            return Verdict.LOST if in_time else Verdict.DEADLINE
-        return Verdict.LOST
+        if not message.HasField("timeout_s"):
+            return False
+        if self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return self.total_s >= _EARLY * message.timeout_s
+        # A client that cannot reach anybody does not wait for a deadline within its next pause.
+        unreachable = self.code is grpc.StatusCode.UNAVAILABLE
+        return unreachable and self.total_s >= message.timeout_s - RetryPolicy().backoff_s_max
 
     def sentence(self) -> str:
         """For people: what is wrong with it. Tests have no secrets in their prompts."""
         right = len(self.ask.right.tokens)
         return (
             f"{self.ask.message.request_id}: {self.verdict()}: {self.code.name} {self.details!r}, "
-            f"{len(self.tokens)} of {right} tokens, end {self.end}, after {self.total_s:.2f} s, "
-            f"{'stream' if self.ask.stream else 'unary'}"
+            f"{len(self.tokens)} of {right} tokens, after {self.total_s:.2f} s of "
+            f"{self.ask.message.timeout_s or 'any'}, {'stream' if self.ask.stream else 'unary'}, "
+            f"priority {self.ask.message.priority}, "
+            f"end: {MessageToJson(self.end, indent=None) if self.end else 'none'}"
         )
 
 

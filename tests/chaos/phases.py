@@ -1,0 +1,160 @@
+"""One cluster, a load, and strikes on it for some time."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from cluster.client import NO_RETRY, AsyncClient, RetryPolicy
+from cluster.target_text import TargetText
+from tests.chaos.answers import Base, fake_bases, real_bases
+from tests.chaos.hosted import HostedCluster, Plan, cluster_config
+from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes
+from tests.chaos.load import Outcome, put
+from tests.chaos.mix import Mix, draw_prompts, draw_samplings
+from tests.chaos.report import summary
+from tests.cluster.fakes import fake_loader, load_fake_text
+
+PROMPTS = 48
+_PROGRESS_S = 60.0
+_IDLE_S = 20.0
+_REPLICAS_S = 120.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What runs, how much is asked of it, and what it suffers."""
+
+    name: str
+    plan: Plan
+    bases: Sequence[Base]
+    text: TargetText
+    in_flight: int
+    strikes: Sequence[Strike]
+
+    @property
+    def retry(self) -> RetryPolicy:
+        """The cluster alone must hide what is behind its door; only the client what is the door."""
+        behind = all(strike.kind in SERVER_KINDS for strike in self.strikes)
+        return NO_RETRY if behind else RetryPolicy(give_up_s=100.0, attempts_max=1000)
+
+
+def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind]) -> Phase:
+    """Three fakes: much in flight, quick to come back."""
+    config = cluster_config(
+        replicas=3,
+        # Few enough blocks that they run out now and then.
+        kv_blocks=150,
+        ingress={"number": 2},
+        scheduler={"steps_per_order_max": 2},
+    )
+    plan = Plan(config, fake_loader(step_s=0.03, prefill_s=0.02), load_fake_text)
+    text = load_fake_text(config.replica)
+    bases = fake_bases(draw_prompts(rng, text, PROMPTS))
+    strikes = draw_strikes(rng, seconds, (3.0, 8.0), kinds)
+    return Phase("fakes", plan, bases, text, 32, strikes)
+
+
+def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Path) -> Phase:
+    """Two replicas with the tiny random pair; answers were generated alone, one token a step."""
+    from tests.integration.pairs import write_pair
+
+    target, draft = write_pair(directory)
+    config = cluster_config(
+        replicas=2,
+        target=str(target),
+        draft=str(draft),
+        kv_memory_mb=16,
+        ingress={"number": 2},
+    )
+    text = TargetText.load(config.replica)
+    prompts = draw_prompts(rng, text, PROMPTS)
+    bases = real_bases(config, prompts, draw_samplings(rng, PROMPTS))
+    strikes = draw_strikes(rng, seconds, (5.0, 10.0), kinds)
+    return Phase("real pair", Plan(config), bases, text, 16, strikes)
+
+
+def run_phase(
+    phase: Phase, rng: Random, seconds: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """All figures of the phase. Raises HostError when the cluster cannot be started or steered."""
+    say(f"{phase.name}: {len(phase.strikes)} strikes in {seconds:.0f} s")
+    with HostedCluster(phase.plan) as hosted:
+        striker = Striker(hosted)
+        mix = Mix(rng, phase.bases, phase.text)
+        with striker.striking(phase.strikes):
+            outcomes = asyncio.run(_load(hosted.address, phase, mix, seconds, striker, say))
+        left = _left_over(hosted)
+    figures = summary(outcomes, striker.struck, left)
+    return {"phase": phase.name, "seconds": seconds, **figures}
+
+
+async def _load(
+    address: str,
+    phase: Phase,
+    mix: Mix,
+    seconds: float,
+    striker: Striker,
+    say: Callable[[str], None],
+) -> list[Outcome]:
+    start_s = time.monotonic()
+    outcomes: list[Outcome] = []
+
+    async def one_after_the_other(client: AsyncClient) -> None:
+        while time.monotonic() - start_s < seconds:
+            outcomes.append(await put(client, mix.draw()))
+
+    async def tell() -> None:
+        minute = 0
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            minute += 1
+            verdicts = Counter(outcome.verdict().value for outcome in outcomes)
+            kills = Counter(struck.kind.value for struck in striker.struck)
+            say(f"{phase.name}, minute {minute}: {_listed(verdicts)}; kills: {_listed(kills)}")
+
+    async with AsyncClient(address, retry=phase.retry) as client:
+        telling = asyncio.create_task(tell())
+        try:
+            await asyncio.gather(*(one_after_the_other(client) for _ in range(phase.in_flight)))
+        finally:
+            telling.cancel()
+    return outcomes
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+
+
+def _left_over(hosted: HostedCluster) -> str:
+    """What should not be there once all requests have ended; empty if nothing is."""
+    try:
+        hosted.wait_for_replicas(hosted.config.replicas, _REPLICAS_S)
+        hosted.wait_until_idle(_IDLE_S)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def run_all(
+    seed: int, seconds: float, real_share: float, kinds: Sequence[Kind], say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The phases of a run, one after the other; each draws from a generator of its own."""
+    figures = []
+    with tempfile.TemporaryDirectory() as directory:
+        if real_share > 0:
+            rng, part_s = Random(f"{seed}/real"), seconds * real_share
+            phase = real_phase(rng, part_s, kinds, Path(directory))
+            figures.append(run_phase(phase, rng, part_s, say))
+        if real_share < 1:
+            rng, part_s = Random(f"{seed}/fakes"), seconds * (1 - real_share)
+            phase = fake_phase(rng, part_s, kinds)
+            figures.append(run_phase(phase, rng, part_s, say))
+    return figures

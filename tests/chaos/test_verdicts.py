@@ -1,0 +1,137 @@
+"""Proves: the judge of a chaos run calls right only what is right, and says what is wrong.
+
+Hand-written rows; no cluster.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import grpc
+import pytest
+
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
+from tests.chaos.answers import TOKENS_MAX, cut, fake_bases
+from tests.chaos.kills import Kind, Struck, draw_strikes
+from tests.chaos.load import Ask, Outcome, Verdict
+from tests.chaos.mix import Mix, draw_prompts
+from tests.chaos.report import added_latency, is_clean, silence_by_cause, summary
+from tests.cluster.fakes import load_fake_text
+
+OK = grpc.StatusCode.OK
+TEXT = load_fake_text(ReplicaConfig())
+(BASE,) = fake_bases([[5, 6, 7]])
+RIGHT = cut(BASE, TEXT, 8, ignore_eos=True)
+TOKENS = list(RIGHT.tokens)
+
+
+def outcome(**fields: object) -> Outcome:
+    """A right answer, but for the fields given; `timeout_s` is the request's."""
+    message = pb.GenerateRequest(max_new_tokens=8, request_id="x")
+    if "timeout_s" in fields:
+        message.timeout_s = float(str(fields.pop("timeout_s")))
+    made = Outcome(
+        Ask(message, RIGHT),
+        began_s=0.0,
+        ended_s=1.0,
+        tokens=list(TOKENS),
+        text=RIGHT.text,
+        end=pb.End(finish_reason=pb.FINISH_REASON_LENGTH),
+        ends=1,
+        named=1,
+    )
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def cut_off(count: int, **fields: object) -> Outcome:
+    """Some of the right tokens, and no end."""
+    nothing = {"tokens": TOKENS[:count], "text": "", "end": None, "ends": 0}
+    return outcome(**(nothing | fields))
+
+
+DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
+ROWS = [
+    ("the right answer", outcome(), Verdict.RIGHT),
+    ("cancelled before the end", cut_off(3, cancelled=True), Verdict.CANCELLED),
+    ("cancelled with nothing", cut_off(0, cancelled=True), Verdict.CANCELLED),
+    ("its deadline passed", cut_off(3, code=DEADLINE, timeout_s=1.0), Verdict.DEADLINE),
+    ("a deadline it did not set", cut_off(3, code=DEADLINE), Verdict.LOST),
+    ("a deadline too early", cut_off(3, code=DEADLINE, timeout_s=5.0), Verdict.LOST),
+    ("an error", cut_off(3, code=grpc.StatusCode.INTERNAL), Verdict.LOST),
+    ("refused", cut_off(0, code=grpc.StatusCode.RESOURCE_EXHAUSTED), Verdict.LOST),
+    ("no end although OK", cut_off(8, text=RIGHT.text), Verdict.LOST),
+    ("a token missing at the end", outcome(tokens=TOKENS[:-1]), Verdict.WRONG),
+    ("a token missing in the middle", outcome(tokens=TOKENS[:3] + TOKENS[4:]), Verdict.WRONG),
+    ("another token", outcome(tokens=[*TOKENS[:-1], TOKENS[-1] ^ 1]), Verdict.WRONG),
+    ("another token, cancelled", cut_off(0, tokens=[0], cancelled=True), Verdict.WRONG),
+    ("a token twice", outcome(tokens=TOKENS[:4] + TOKENS[3:]), Verdict.DOUBLED),
+    ("two tokens twice", outcome(tokens=TOKENS[:4] + TOKENS[2:]), Verdict.DOUBLED),
+    ("a token after the last one", outcome(tokens=[*TOKENS, 9]), Verdict.DOUBLED),
+    ("two ends", outcome(ends=2), Verdict.DOUBLED),
+    ("two beginnings", outcome(named=2), Verdict.DOUBLED),
+    ("text missing", outcome(text=RIGHT.text[:-1]), Verdict.WRONG),
+    ("other text, cancelled", cut_off(3, text="\0", cancelled=True), Verdict.WRONG),
+    ("another reason", outcome(end=pb.End(finish_reason=1)), Verdict.WRONG),
+]
+
+
+@pytest.mark.parametrize(("answer", "verdict"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS])
+def test_the_verdict_of(answer: Outcome, verdict: Verdict) -> None:
+    assert answer.verdict() is verdict
+
+
+def test_an_answer_ends_at_the_limit_the_stop_string_or_the_end_of_text() -> None:
+    whole = cut(BASE, TEXT, TOKENS_MAX, ignore_eos=True)
+    assert (len(whole.tokens), whole.reason) == (TOKENS_MAX, pb.FINISH_REASON_LENGTH)
+    stop = next(c for c in whole.text if c.isascii() and c.isalpha())
+    stopped = cut(BASE, TEXT, TOKENS_MAX, ignore_eos=True, stops=[stop])
+    assert stopped.text == whole.text[: whole.text.index(stop)]
+    assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
+    assert stopped.reason == pb.FINISH_REASON_STOP
+    ends_at = BASE.tokens[4]
+    ending = TEXT.__class__(TEXT.tokenizer, (ends_at,), TEXT.context_len, TEXT.encoder)
+    ended = cut(BASE, ending, 20, ignore_eos=False)
+    assert ended.tokens == BASE.tokens[: BASE.tokens.index(ends_at) + 1]
+    assert ended.reason == pb.FINISH_REASON_STOP
+
+
+def test_the_seed_gives_the_requests_and_the_strikes() -> None:
+    def asks(seed: int) -> list[bytes]:
+        rng = Random(seed)
+        mix = Mix(rng, fake_bases(draw_prompts(rng, TEXT, 8)), TEXT)
+        return [mix.draw().message.SerializeToString(deterministic=True) for _ in range(50)]
+
+    assert asks(3) == asks(3) != asks(4)
+    strikes = draw_strikes(Random(3), 60.0, (3.0, 8.0), list(Kind))
+    assert strikes == draw_strikes(Random(3), 60.0, (3.0, 8.0), list(Kind))
+    assert {strike.kind for strike in strikes[: len(Kind)]} == set(Kind)
+
+
+def test_one_bad_answer_or_one_block_left_over_makes_a_run_unclean() -> None:
+    assert is_clean(summary([outcome(), cut_off(1, cancelled=True)], [], left=""))
+    assert not is_clean(summary([outcome()], [], left="1 block"))
+    for bad in (outcome(ends=2), outcome(text=""), cut_off(3, code=grpc.StatusCode.INTERNAL)):
+        assert not is_clean(summary([outcome(), bad], [], left=""))
+
+
+def test_a_silence_belongs_to_what_happened_in_it() -> None:
+    silent = outcome(silence_s=3.0, silent_from_s=10.0, ended_s=20.0)
+    pool = Struck(Kind.POOL, "", 10.5, 10.5)
+    frozen = Struck(Kind.FREEZE, "", 12.0, 16.0)
+    late = Struck(Kind.REPLICA, "", 14.0, 14.0)
+    assert silence_by_cause([silent], [pool, frozen, late]) == {"freeze+pool": 3.0}
+    assert silence_by_cause([silent], [late]) == {"none": 3.0}
+
+
+def test_added_latency_is_over_the_median_of_undisturbed_requests_of_the_sort() -> None:
+    calm = [outcome(ended_s=seconds) for seconds in (1.0, 2.0, 3.0)]
+    again = pb.End(finish_reason=pb.FINISH_REASON_LENGTH, recovered=1)
+    hit = outcome(began_s=10.0, ended_s=17.0, end=again)
+    spared = outcome(began_s=10.0, ended_s=12.0)
+    struck = [Struck(Kind.REPLICA, "", 11.0, 11.0)]
+    killed, undisturbed = added_latency([*calm, hit, spared], struck)
+    assert (killed.requests, killed.p50_s) == (1, 5.0)
+    assert (undisturbed.requests, undisturbed.p50_s, undisturbed.p99_s) == (3, 0.0, 1.0)

@@ -1,0 +1,90 @@
+"""Proves: losing a whole node, with replicas or with the pool on it, loses no request and no token.
+
+Several Ray nodes run on this machine; Serve's proxy and the ingress are on the head node, which
+stays. All processes of a node that is lost are killed at once, without a word to the others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from benchmarks.processes import KINDS
+from tests.chaos.hosted import HostedCluster, Plan, cluster_config
+from tests.chaos.load import Outcome, all_right, fake_asks, serve
+from tests.cluster.fakes import fake_loader, load_fake_text
+
+pytestmark = pytest.mark.ray
+
+STREAMS = 24
+TOKENS = 220
+
+
+def plan(pool_on_worker: bool) -> Plan:
+    """A head node with proxy and ingress, two more with a replica each.
+
+    The ingress asks for more CPUs than a worker has, the replicas for a GPU, which in Ray's books
+    the workers have and the head has not.
+    """
+    config = cluster_config(
+        replicas=2,
+        actors={"replica_gpus": 1.0, "ingress_cpus": 3.0},
+        scheduler={"steps_per_order_max": 2},
+    )
+    return Plan(
+        config,
+        fake_loader(step_s=0.05, prefill_s=0.05),
+        load_fake_text,
+        worker_nodes=2,
+        pool_on_worker=pool_on_worker,
+    )
+
+
+def lose_while_streams_run(hosted: HostedCluster, node_id: str) -> list[Outcome]:
+    """Also asserts that what ran on the node is dead."""
+    there = [one.pid for kind in KINDS for one in hosted.processes(kind) if one.node_id == node_id]
+    assert there
+
+    def lose() -> None:
+        hosted.wait_for(lambda status: status.tokens_committed > 600)
+        hosted.lose_node(node_id)
+
+    outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), lose)
+    assert not [pid for pid in there if os.path.exists(f"/proc/{pid}")]
+    return outcomes
+
+
+def longest_silence_s(outcomes: list[Outcome]) -> float:
+    return max(outcome.silence_s for outcome in outcomes)
+
+
+def test_a_node_with_a_replica_is_lost() -> None:
+    with HostedCluster(plan(pool_on_worker=False)) as hosted:
+        head = hosted.process("ingress").node_id
+        pool = hosted.process("pool").node_id
+        nodes = {process.node_id for process in hosted.processes("replica")}
+        assert len(nodes) == 2
+        assert head not in nodes
+        gone = next(node for node in nodes if node != pool)
+        outcomes = lose_while_streams_run(hosted, gone)
+        all_right(outcomes)
+        assert any(outcome.end and outcome.end.recovered for outcome in outcomes)
+        print(f"node with a replica lost: silence {longest_silence_s(outcomes):.2f} s")
+        hosted.add_node()
+        hosted.wait_for_replicas(2, 90.0)
+        all_right(serve(hosted.address, fake_asks(8)))
+        hosted.wait_until_idle()
+
+
+def test_the_node_with_the_pool_is_lost() -> None:
+    with HostedCluster(plan(pool_on_worker=True)) as hosted:
+        gone = hosted.process("pool").node_id
+        assert gone != hosted.process("ingress").node_id
+        assert gone in {process.node_id for process in hosted.processes("replica")}
+        outcomes = lose_while_streams_run(hosted, gone)
+        all_right(outcomes)
+        assert all(outcome.end and outcome.end.recovered for outcome in outcomes)
+        assert hosted.process("pool").node_id != gone
+        print(f"node with the pool lost: silence {longest_silence_s(outcomes):.2f} s")
+        hosted.wait_until_idle()
