@@ -1,0 +1,86 @@
+"""A replica without a model whose steps take a given time: it measures the cluster, not the CPU.
+
+It wraps the simulator's replica, which asserts what a real one would, into what a replica process
+hosts. Its tokens are those of `scheduler.fake_replica.perfect_world`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from replicas.config import ReplicaConfig
+from scheduler.fake_replica import FakeReplica
+from scheduler.messages import Order, OrderKind, Release, ReplicaSpec, StepResult
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a synthetic replica takes; seconds."""
+
+    step_s: float
+    """One step, whatever the number of its rows."""
+    prefill_s: float
+    """One prefill order."""
+    start_s: float
+    """Loading the models."""
+    acceptance: float
+    """Probability that a draft token is accepted, if those before it are."""
+
+    def tokens_per_s(self, rows: int, draft_len: int) -> float:
+        """What full groups of so many rows commit, without prefills."""
+        per_step = sum(self.acceptance**position for position in range(draft_len + 1))
+        return rows * per_step / self.step_s
+
+
+class SyntheticReplica:
+    """Implements HostedReplica."""
+
+    def __init__(self, spec: ReplicaSpec, speed: Speed) -> None:
+        self.spec = spec
+        self._speed = speed
+        self._rng = Random(0)
+        self._fake = FakeReplica("", spec, speed.acceptance, self._rng)
+        self._ids: set[str] = set()
+
+    @property
+    def residents(self) -> tuple[str, ...]:
+        return tuple(self._ids)
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        """Sequences that are not resident are passed over."""
+        gone = tuple(each for each in sequence_ids if each in self._ids)
+        self._fake.release(Release(self._fake.id, gone))
+        self._ids.difference_update(gone)
+
+    def step(self, order: Order, interrupted: Callable[[], bool]) -> StepResult:
+        """Sleeps through the order's steps. Raises AssertionError for an order that is wrong."""
+        if order.replica_id != self._fake.id:
+            # A new membership; the residents of the old one were released before.
+            assert not self._ids, "residents of an earlier membership"
+            self._fake = FakeReplica(order.replica_id, self.spec, self._speed.acceptance, self._rng)
+        prefill = order.kind is OrderKind.PREFILL
+        each_s = self._speed.prefill_s if prefill else self._speed.step_s
+        self._fake.receive(order)
+        run = self._fake.begin(order)
+        self._ids.update(row.sequence_id for row in order.prefill)
+        time.sleep(each_s)
+        while run.advance() and not interrupted():
+            time.sleep(each_s)
+        self._fake.end(order)
+        return run.result(each_s)
+
+
+def synthetic_loader(
+    spec: ReplicaSpec, speed: Speed
+) -> Callable[[ReplicaConfig], SyntheticReplica]:
+    """A factory that can be sent to the replicas' processes."""
+    return partial(_load, spec=spec, speed=speed)
+
+
+def _load(_config: ReplicaConfig, spec: ReplicaSpec, speed: Speed) -> SyntheticReplica:
+    time.sleep(speed.start_s)
+    return SyntheticReplica(spec, speed)
