@@ -47,6 +47,8 @@ class Script:
     trailing: tuple[tuple[str, str], ...] = ()
     silent: bool = False
     """End with OK where it breaks, as a generator that was closed would."""
+    refuses: bool = False
+    """Begin a call that breaks before its first chunk with an empty one, as an ingress does."""
     asked: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
 
@@ -69,6 +71,8 @@ class Server(lockstep_pb2_grpc.LockstepServicer):
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateChunk]:
         cut = self._begin(request, context)
+        if cut is not None and cut[0] == 0 and self.script.refuses:
+            yield pb.GenerateChunk()
         for number, chunk in enumerate(chunks_of(self.script, request)):
             if cut is not None and number == cut[0]:
                 break

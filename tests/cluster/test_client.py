@@ -87,6 +87,7 @@ def worlds(draw: st.DrawFn) -> tuple[Script, pb.GenerateRequest]:
         sizes=draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)),
         cuts=list(draw(st.lists(cut, max_size=6))),
         silent=draw(st.booleans()),
+        refuses=draw(st.booleans()),
     )
     request = pb.GenerateRequest(
         prompt=PROMPT,
@@ -110,6 +111,7 @@ def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
     with Client(first.address, retry=QUICK) as client:
         chunks = read(client, request)
     assert joined(chunks) == whole
+    assert all(chunk.text or chunk.token_ids or chunk.HasField("end") for chunk in chunks)
     assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     end = chunks[-1].end
     assert end.usage.completion_tokens == len(whole[1])

@@ -7,6 +7,7 @@ Pool, replica and ingress run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from grpc import StatusCode
@@ -42,6 +43,12 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             assert await stop(made) == 1
+            with pytest.MonkeyPatch.context() as patch:
+                # The ingress knows by itself: nobody is asked, nothing is tokenized.
+                patch.setattr(made, "_link", SimpleNamespace(stopping=made._link.stopping))
+                at_the_door = Context()
+                await made.Generate(LONG, at_the_door)
+                assert at_the_door.details == STOPPING
             for refused in (Context(), Context()):
                 await made.Generate(LONG, refused)
                 assert (refused.code, refused.details) == (StatusCode.UNAVAILABLE, STOPPING)
@@ -59,7 +66,7 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
 
 def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
     async def test() -> None:
-        async with ingress(step_s=0.01) as made:
+        async with ingress(step_s=0.05) as made:
             streamed, unary = Context(), Context()
             running = asyncio.ensure_future(stream(made, LONG, streamed))
             asking = asyncio.ensure_future(made.Generate(LONG, unary))
@@ -77,9 +84,10 @@ def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
             tokens = [token for chunk in chunks for token in chunk.token_ids]
             assert tokens == perfect(PROMPT_IDS, len(tokens))
             assert 0 < len(tokens) < 300
-            # The pool forgets them, too.
-            while await stop(made, cut=True):
-                await asyncio.sleep(0.01)
+            # The pool forgets them, too, long before they would have ended.
+            async with asyncio.timeout(0.5):
+                while await stop(made, cut=True):
+                    await asyncio.sleep(0.01)
 
     asyncio.run(test())
 

@@ -6,6 +6,7 @@ The pair is tiny and random; the reference is transformers' own `generate` of it
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +24,16 @@ Expected = Callable[[list[str], int], list[list[int]]]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below the range from which the system gives ports to whoever asks for any: of those, Ray's
+    processes take dozens between this call and the use of the port."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from cluster.client import AsyncClient, Client
 from protos import lockstep_pb2 as pb
+from protos import lockstep_pb2_grpc
 from tests.cluster.test_ingress import INVALID
 from tests.integration.conftest import Expected, RunningCluster
 
@@ -130,12 +131,12 @@ def test_a_cancel_by_the_client_frees_the_blocks(
     cluster: RunningCluster, client: Client, streaming: bool
 ) -> None:
     request = pb.GenerateRequest(prompt=PROMPTS[4], max_new_tokens=450, ignore_eos=True)
-    with Client(cluster.address) as leaving:
+    with Client(cluster.address) as leaving, grpc.insecure_channel(cluster.address) as raw:
         if streaming:
             for _chunk in leaving.stream(request):
                 break
         else:
-            call = leaving._stub.Generate.future(request)
+            call = lockstep_pb2_grpc.LockstepStub(raw).Generate.future(request)
             until(lambda: client.status().running == 1, 5.0)
             call.cancel()
     until(lambda: idle(client), 3.0)
