@@ -121,7 +121,10 @@ class ActorsConfig(_Settings):
     start_s: float = Field(600.0, gt=0, description="How long `serve` waits for the first replica.")
     drain_s: float = Field(20.0, gt=0, description="Grace of a process that is told to go.")
     failures_max: int = Field(
-        3, ge=1, description="Orders in a row that may fail before a replica counts as unhealthy."
+        8,
+        ge=1,
+        description="Orders of a kind in a row that may fail before a replica counts as unhealthy; "
+        "more than it takes to halve a full group down to the one row that breaks it.",
     )
     order_s_max: float = Field(
         120.0, gt=0, description="An order that runs for longer hangs; the replica is replaced."

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Protocol
 
 from scheduler.config import SchedulerConfig
-from scheduler.errors import InvalidRequest, Overloaded
+from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import (
     Action,
     Cancel,
@@ -118,8 +118,15 @@ class LocalEngine:
         actions = self.scheduler.step(event, now_s)
         if self._check:
             self.scheduler.check_integrity()
+        refused: LockstepError | None = None
         for action in actions:
-            self._act(action, now_s)
+            if isinstance(action, Reject):
+                del self.outputs[action.request_id]
+                refused = _error_of(action)
+            else:
+                self._act(action, now_s)
+        if refused is not None:
+            raise refused
 
     def _act(self, action: Action, now_s: float) -> None:
         match action:
@@ -137,8 +144,9 @@ class LocalEngine:
                 assert output.reason is None, "a request finishes once"
                 output.reason, output.usage, output.message = reason, usage, message
                 output.finished_s = now_s
-            case Reject(request_id, code, field_name, message, retry_after_s):
-                del self.outputs[request_id]
-                if code is RejectCode.OVERLOADED:
-                    raise Overloaded(message, retry_after_s)
-                raise InvalidRequest(field_name, message)
+
+
+def _error_of(reject: Reject) -> LockstepError:
+    if reject.code is RejectCode.OVERLOADED:
+        return Overloaded(reject.message, reject.retry_after_s)
+    return InvalidRequest(reject.field, reject.message)

@@ -287,12 +287,16 @@ class ReplicaRunner:
             return StepFailed(order.replica_id, order.id, "the replica has joined again")
         self._order_began_s = time.monotonic()
         try:
-            return replica.step(order, lambda: order.id <= self._interrupted)
+            return replica.step(order, lambda: self._ends_early(order))
         except Exception as error:
             log.exception("order %d failed", order.id)
             return StepFailed(order.replica_id, order.id, f"{type(error).__name__}: {error}")
         finally:
             self._order_began_s = None
+
+    def _ends_early(self, order: Order) -> bool:
+        """Somebody waits for the end of the order, or nobody any more for its result."""
+        return order.id <= self._interrupted or order.replica_id != self.replica_id
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:
         try:

@@ -11,43 +11,66 @@ A replica that dies takes the truth with it: any row of any order in flight may 
 the one queued second, for a result may die with the process that made it. All are suspects; with n
 of them they run in orders of sqrt(n) rows, after a second death alone. So a row that kills every
 replica it touches is known after three deaths, and the others have lost little: each is cleared by
-the first token it commits.
+the first token beyond what was in flight when the replica died. A row that goes on for a while
+between its kills stays a suspect the longer, the more replicas died with it, and so is found alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isqrt
 
+from scheduler.messages import Order
 from scheduler.sequence import Sequence
 
 KILLS_MAX_FACTOR = 4
-"""A row that commits between its kills is never alone to blame for long; after `failures_max` times
-this many kills in all it fails nevertheless."""
+"""A row that kills alone `failures_max` times this often fails, though it commits in between."""
+ATTEMPTS_MAX_FACTOR = 4
+"""A row fails after `failures_max` times so many failed attempts alone, whoever is to blame."""
+PROBATION_TOKENS = 4
+"""For so many tokens more it stays a suspect, for each death after the first."""
 
 
-def failed(rows: Iterable[Sequence], order_size: int, replica_id: str) -> None:
-    """An order of `order_size` rows failed on a replica that lives; `rows` are the live ones."""
+def failed(rows: Iterable[Sequence], order_size: int, replica_id: str, counts: bool) -> None:
+    """An order of `order_size` rows failed on a replica that lives; `rows` are the live ones.
+
+    `counts`: the replica has run such orders since one failed last; otherwise it may be the replica
+    that is broken, and the row gets more attempts, also on the one that replaces it.
+    """
     for sequence in rows:
         limit = max(order_size // 2, 1)
         sequence.rows_limit = min(sequence.rows_limit or limit, limit)
         if order_size == 1:
-            sequence.failures += 1
+            sequence.failures += counts
+            sequence.attempts += 1
             if replica_id not in sequence.shuns:
                 sequence.shuns.append(replica_id)
 
 
-def killed(rows: list[Sequence]) -> None:
-    """A replica died with these live rows in flight."""
+def killed(rows: list[Sequence], in_flight: int, orders: Mapping[int, Order]) -> None:
+    """A replica died with these live rows, of `in_flight`, in these orders."""
+    ahead = {
+        row.sequence_id: order.steps * (row.draft_len + 1)
+        for order in orders.values()
+        for row in order.rows
+        if order.steps > 1
+    }
     for sequence in rows:
         sequence.failures += 1
-        sequence.kills += 1
+        sequence.deaths += 1
+        sequence.kills += in_flight == 1
         limit = max(isqrt(len(rows)), 1) if sequence.failures == 1 else 1
         sequence.rows_limit = min(sequence.rows_limit or limit, limit)
+        # The tokens of an order of several steps died, too: it may have been any of them.
+        sequence.broke_at = max(sequence.broke_at, sequence.length + ahead.get(sequence.id, 0))
+        probation = PROBATION_TOKENS * (sequence.deaths - 1)
+        sequence.suspect_until = max(sequence.suspect_until, sequence.broke_at + probation)
 
 
 def is_guilty(sequence: Sequence, in_flight: int, failures_max: int) -> bool:
     """Whether a row fails for good, after `in_flight` rows were in flight with it."""
     if sequence.kills >= KILLS_MAX_FACTOR * failures_max:
+        return True
+    if sequence.attempts >= ATTEMPTS_MAX_FACTOR * failures_max:
         return True
     return in_flight == 1 and sequence.failures >= failures_max

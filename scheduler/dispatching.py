@@ -14,7 +14,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.grouping import groups_needed, ideal_size, may_step
 from scheduler.messages import Action, Dispatch, Interrupt, Order, OrderKind, Release
 from scheduler.orders import prefill_order, speculate_order
-from scheduler.placement import Choice, next_rows
+from scheduler.placement import Choice, best_replica, next_rows, shunned
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import Move, Sequence
@@ -49,17 +49,18 @@ class Dispatcher:
         """Appends the orders of every replica that the event concerns."""
         self._out = out
         replicas = self._pool.replicas
-        for replica_id in self._touched:
-            if replica_id in replicas:
-                self._fill_pipeline(replicas[replica_id])
-        self._touched.clear()
-        # Blocks may run out while orders are made; then somebody waits again.
-        while self._offer_to_all:
-            self._offer_to_all = False
-            for _, replica_id in list(self._pool.open):
-                if not self._pool.waiting:
-                    break
-                self._fill_pipeline(replicas[replica_id])
+        # While orders are made blocks may run out and claims end: then others are touched.
+        while self._touched or self._offer_to_all:
+            touched, self._touched = self._touched, {}
+            for replica_id in touched:
+                if replica_id in replicas:
+                    self._fill_pipeline(replicas[replica_id])
+            if self._offer_to_all:
+                self._offer_to_all = False
+                for _, replica_id in list(self._pool.open):
+                    if not self._pool.waiting:
+                        break
+                    self._fill_pipeline(replicas[replica_id])
 
     def interrupt(self, replica: Replica, out: list[Action]) -> None:
         """Ends the order of several steps, if one is in flight."""
@@ -84,10 +85,17 @@ class Dispatcher:
     def _next_order(self, replica: Replica) -> Order | None:
         """Suspects first, by themselves. Then free places are filled, but never by two prefill
         orders in a row while rows are ready, so that neither waiting nor ready rows starve."""
-        if replica.alone is not None or (replica.orders and self._clears(replica)):
+        if replica.alone is not None:
+            return None
+        self._drop_vain_claim(replica)
+        if replica.orders and self._clears(replica):
+            self.interrupt(replica, self._out)
             return None
         if replica.suspects:
             return self._step_suspects(replica)
+        if replica.fails and replica.ready and not replica.orders:
+            # Is it the replica or the row? Others show it before the row comes back.
+            return self._step_ready(replica, someone_waits=True)
         pool = self._pool
         ready = len(replica.ready)
         choice = Choice()
@@ -96,6 +104,7 @@ class Dispatcher:
             if choice.claim is not None:
                 pool.claim(choice.claim, replica)
                 if replica.orders and self._clears(replica):
+                    self.interrupt(replica, self._out)
                     return None
         if choice.rows and not (ready and replica.last_kind is OrderKind.PREFILL):
             return self._prefill(replica, choice)
@@ -104,10 +113,20 @@ class Dispatcher:
             replica.stepping,
             replica.prefilling,
             len(replica.orders),
-            self._config.rows_max,
+            replica.rows_max(self._config.rows_max),
         ):
             return self._step_ready(replica, someone_waits=bool(choice.rows))
         return None
+
+    def _drop_vain_claim(self, replica: Replica) -> None:
+        """Who claimed a replica when it was the only one may have failed on it, and there are
+        others now: then it goes to one of them."""
+        if replica.claimed_by is None:
+            return
+        claimant = self._pool.waiting[replica.claimed_by]
+        if shunned(replica, claimant, self._pool.open, self._pool.replicas):
+            self._pool.drop_claim(claimant)
+            self._offer_to_all = True
 
     def _clears(self, replica: Replica) -> bool:
         """Whether the replica finishes what is in flight because suspects go next."""
@@ -121,6 +140,8 @@ class Dispatcher:
         for sequence, count in choice.overtaken:
             sequence.overtaken += count
         for sequence in choice.rows:
+            if sequence.claim is not None:
+                self.touch(sequence.claim)
             self._pool.place(sequence, replica)
             sequence.order_id = order_id
         if choice.rows[0].rows_limit is not None:
@@ -129,12 +150,13 @@ class Dispatcher:
 
     def _step_ready(self, replica: Replica, someone_waits: bool) -> Order | None:
         config = self._config
+        rows_max = replica.rows_max(config.rows_max)
         count = len(replica.ready) + replica.stepping
         alone = not (someone_waits or replica.stepping or replica.prefilling)
         chosen = replica.ready.choose(
-            ideal_size(count, config.rows_max),
-            config.rows_max,
-            groups_needed(count, config.rows_max),
+            ideal_size(count, rows_max),
+            rows_max,
+            groups_needed(count, rows_max),
             config.passes_max,
         )
         # Rows that wait would wait longer; where there are none, round trips are saved.
@@ -144,7 +166,7 @@ class Dispatcher:
 
     def _step_suspects(self, replica: Replica) -> Order | None:
         rows: list[Sequence] = []
-        limit = self._config.rows_max
+        limit = replica.rows_max(self._config.rows_max)
         for sequence in replica.suspects.values():
             assert sequence.rows_limit is not None
             limit = min(limit, sequence.rows_limit)
@@ -178,15 +200,19 @@ class Dispatcher:
 
     def _preempt(self, replica: Replica) -> None:
         """KV blocks ran out: the youngest sequence of the lowest priority waits again with its
-        tokens, in the order of its class. One that is alone fits, so it never comes to that."""
-        residents = replica.residents.values()
-        assert len(residents) > 1, f"replica {replica.id}: one sequence has not enough blocks"
+        tokens, in the order of its class. But none goes twice: whoever was sent back once has all
+        blocks that it may need, so it is not the cause, and there is another who is."""
+        residents = [one for one in replica.residents.values() if not one.preempted]
+        assert residents, f"replica {replica.id}: blocks ran out though all are set aside"
         victim = max(residents, key=lambda one: (one.request.priority, one.number))
         self._pool.send_back([victim], first=False)
         self._pool.preempted += 1
         victim.preempted = True
         self._out.append(Release(replica.id, (victim.id,)))
-        self._offer_to_all = True
+        pool = self._pool
+        best = best_replica(victim, pool.open, pool.free, pool.replicas, self._config)
+        if best is not None:
+            self.touch(best.id)
 
     def _new_order_id(self) -> int:
         self._order_id += 1

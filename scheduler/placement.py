@@ -37,6 +37,10 @@ CANDIDATES_MAX = 16
 """Replicas with room, lightest first, whose lengths are compared for one sequence."""
 
 
+SKIPS_FACTOR = 16
+"""Bounds the search of a small replica behind requests that only larger ones could hold."""
+
+
 @dataclass(slots=True)
 class Choice:
     """What a replica takes next; nothing has been changed yet."""
@@ -120,15 +124,15 @@ def next_rows(
 ) -> Choice:
     """What this replica takes from the front of the queue for one prefill order.
 
-    `waiting` is the queue by id, front first; waiting_scan_max sequences at most are looked at,
-    not counting those that an empty replica of this spec could not hold. A row beyond the order's
-    token budget ends the order; the first row always goes, however long.
+    `waiting` is the queue by id, front first; waiting_scan_max sequences at most are looked at, not
+    counting SKIPS_FACTOR times as many that an empty replica of this spec could not hold. A row
+    beyond the order's token budget ends the order; the first row always goes, however long.
     """
     choice = Choice()
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
     if replica.draining or rows_most <= 0:
         return choice
-    tokens = taken = 0
+    tokens = taken = taken_most = 0
     passed_over: list[tuple[Sequence, int]] = []
     # Asked once: a lighter replica's load does not change while this one chooses.
     lighter = _lighter(replica, open_replicas, replicas, config)
@@ -136,10 +140,12 @@ def next_rows(
     queue: Iterable[Sequence] = waiting.values()
     if replica.claimed_by is not None:
         queue = (waiting[replica.claimed_by],)
-    for sequence in queue:
+    for seen, sequence in enumerate(queue):
         if len(choice.rows) >= rows_most or looked_at == config.waiting_scan_max:
             break
         if not replica.could_hold(sequence):
+            if seen >= SKIPS_FACTOR * config.waiting_scan_max:
+                break
             continue
         looked_at += 1
         if sequence.rows_limit is not None:
@@ -158,7 +164,7 @@ def next_rows(
                 break
         elif choice.rows and choice.rows[0].rows_limit is not None:
             continue
-        if not replica.has_blocks(sequence, taken):
+        if not replica.has_blocks(sequence, taken, taken_most):
             passed_over.append((sequence, len(choice.rows)))
             if sequence.claim is None:
                 if sequence.overtaken >= config.passes_max:
@@ -172,12 +178,15 @@ def next_rows(
             break
         load = replica.load + len(choice.rows)
         if any(
-            other.load + config.rows_max < load and has_room(other, sequence, config)
+            other.load + config.rows_max < load
+            and other.id not in sequence.shuns
+            and has_room(other, sequence, config)
             for other in lighter
         ):
             break
         choice.rows.append(sequence)
         taken += replica.blocks_for(sequence)
+        taken_most += replica.blocks_limit(sequence)
         tokens += sequence.length
     choice.overtaken = [
         (sequence, len(choice.rows) - before)

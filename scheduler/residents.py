@@ -15,6 +15,9 @@ from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTi
 from scheduler.orders import order_spread
 from scheduler.sequence import RESIDENT, Sequence, State
 
+CAP_ORDERS = 64
+"""Orders after which a lowered number of rows is doubled again."""
+
 
 @dataclass(slots=True)
 class ReplicaFigures:
@@ -77,6 +80,12 @@ class Replica:
     """Orders in flight by id."""
     rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
     """How many residents are in each state."""
+    fails: set[OrderKind] = field(default_factory=set)
+    """Kinds of order of which the last one failed."""
+    rows_cap: int | None = None
+    """Orders of more rows have failed: memory may not last for them. None: none has."""
+    below_cap: int = 0
+    """Orders as large as the cap that were done since it was set."""
     alone: int | None = None
     """The order in flight, if it is one of suspects: nothing goes beside it."""
     long: int | None = None
@@ -114,14 +123,34 @@ class Replica:
         length = sequence.length + math.ceil(share * sequence.tokens_left)
         return blocks_needed(length, self.spec.block_size)
 
-    def has_blocks(self, sequence: Sequence, taken: int = 0) -> bool:
-        """Whether its reservation is free, with `taken` blocks gone to others.
+    def lower_rows_cap(self, rows: int) -> None:
+        """An order of more rows has failed."""
+        self.rows_cap = min(self.rows_cap or rows, rows)
+        self.below_cap = 0
+
+    def raise_rows_cap(self, order: Order) -> None:
+        """An order was done; after many of the cap's size twice as many rows are tried again."""
+        if self.rows_cap is None or len(order.rows) < self.rows_cap:
+            return
+        self.below_cap += 1
+        if self.below_cap >= CAP_ORDERS:
+            self.rows_cap *= 2
+            self.below_cap = 0
+
+    def rows_max(self, rows_max: int) -> int:
+        """Rows of a group here, where `rows_max` is the config's."""
+        return rows_max if self.rows_cap is None else min(rows_max, self.rows_cap)
+
+    def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
+        """Whether its reservation is free, with `taken` blocks gone to others, who would have
+        `taken_most` at their limits.
 
         One that was preempted comes back only where none will have to go for it: without that a
         full replica would prefill and preempt it for every step of the others.
         """
         if sequence.preempted:
-            return self.blocks_most + taken + self.blocks_for(sequence) <= self.spec.kv_blocks
+            most = self.blocks_most + taken_most + self.blocks_for(sequence)
+            return most <= self.spec.kv_blocks
         return self.blocks_for(sequence) <= self.blocks_free - taken
 
     def blocks_limit(self, sequence: Sequence) -> int:

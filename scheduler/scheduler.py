@@ -126,7 +126,9 @@ class Scheduler:
             self._reject(request, RejectCode.OVERLOADED, "", message)
             return
         sequence = pool.accept(request, now_s)
-        pool.waiting.add(sequence)
+        sequence.checked = bool(self._specs) or event.accepted_before
+        # A client may be reading the stream of one that carries tokens.
+        pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
         reason = finished_before_start(request)
         if reason is not None:
             self._finish(sequence, reason)
@@ -148,8 +150,11 @@ class Scheduler:
         self._policy.joined(event.replica_id, event.spec)
         self._note_specs()
         if unchecked:
-            # These came while no replica was known that could have refused them.
             for sequence in list(self._pool.waiting.values()):
+                # Others came while no replica was known that could have refused them.
+                if sequence.checked:
+                    continue
+                sequence.checked = True
                 try:
                     self._check(sequence.request)
                 except InvalidRequest as error:
@@ -161,6 +166,7 @@ class Scheduler:
         if replica is None or replica.draining:
             return
         self._pool.drain(replica)
+        self._dispatcher.interrupt(replica, self._out)
         self._hand_back(replica)
         # A sequence that had claimed this replica may fit elsewhere.
         self._dispatcher.offer_to_all()
@@ -171,9 +177,10 @@ class Scheduler:
             return
         in_flight = replica.rows_in_flight()
         live = [one for one in in_flight if one.live]
+        orders = dict(replica.orders)
         self._pool.lose(replica)
         if event.blamed:
-            blame.killed(live)
+            blame.killed(live, len(in_flight), orders)
             self._fail_the_guilty(live, len(in_flight), "the replicas that ran it died")
         self._policy.lost(replica.id)
         self._note_specs()
@@ -195,6 +202,8 @@ class Scheduler:
                 row = rows.get(sequence.id, RowResult(sequence.id))
                 committed += self._commit(sequence, row)
         replica.figures.note(order, result, committed)
+        replica.fails.discard(order.kind)
+        replica.raise_rows_cap(order)
         if replica.draining:
             self._hand_back(replica)
         else:
@@ -208,7 +217,10 @@ class Scheduler:
         size = len(order_rows(order))
         rows = self._rows_back(replica, order)
         # Before they move: a suspect is ready apart from the others.
-        blame.failed(rows, size, replica.id)
+        blame.failed(rows, size, replica.id, counts=order.kind not in replica.fails)
+        replica.fails.add(order.kind)
+        if order.kind is OrderKind.SPECULATE and size > 1:
+            replica.lower_rows_cap(size // 2)
         guilty = [one for one in rows if blame.is_guilty(one, size, self.config.failures_max)]
         back = [one for one in rows if one not in guilty]
         if order.kind is OrderKind.SPECULATE:
@@ -270,7 +282,7 @@ class Scheduler:
     def _fail_the_guilty(self, rows: list[Sequence], in_flight: int, why: str) -> None:
         for sequence in rows:
             if blame.is_guilty(sequence, in_flight, self.config.failures_max):
-                message = f"{sequence.id}: {why}, {sequence.kills} in all"
+                message = f"{sequence.id}: {why}, {sequence.deaths} in all"
                 self._finish(sequence, FinishReason.FAILED, message)
 
     def _note_specs(self) -> None:
@@ -348,6 +360,8 @@ class Scheduler:
         rows = balance.rows_to_move(replica, target, self.config)
         if rows:
             self._pool.moved += len(rows)
+            for sequence in rows:
+                self._release(replica.id, sequence.id)
+            self._pool.send_back(rows)
             # The lighter one takes them before this one could take them back.
             self._dispatcher.touch_first(target.id)
-            self._send_back(replica, rows)

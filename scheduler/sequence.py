@@ -97,18 +97,28 @@ class Sequence:
     """How many later requests were placed while this one waited and did not fit."""
     claim: str | None = None
     """The replica that takes nobody else until this sequence fits."""
+    checked: bool = False
+    """Whether a known replica could take it when it came, or an earlier pool's."""
     charged: bool = False
     """Whether its tenant was charged for it."""
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
     failures: int = 0
-    """Since it last committed a token: orders with this row alone that failed, and replicas that
-    died with it in flight."""
-    kills: int = 0
+    """Since it got further than where it broke something: orders with this row alone that failed on
+    a replica that had run others before, and replicas that died with it in flight."""
+    attempts: int = 0
+    """The same for all orders with this row alone that failed."""
+    deaths: int = 0
     """Replicas that died with it in flight, ever."""
+    kills: int = 0
+    """Those of them that died with nothing else in flight."""
     rows_limit: int | None = None
     """It is a suspect: it runs in orders of at most so many rows, of suspects only, with nothing
     else in flight on the replica. None: it is not. See `blame`."""
+    broke_at: int = 0
+    """Content length up to which the last replica that died with it in flight may have got."""
+    suspect_until: int = 0
+    """It stays a suspect until its content is longer than that."""
     shuns: list[str] = field(default_factory=list)
     """Replicas on which it failed alone; it goes to others while there are any."""
     steps: int = 0
@@ -167,10 +177,11 @@ class Sequence:
             self.accepted_at.extend([0] * missing)
         for position, count in enumerate(row.accepted_at):
             self.accepted_at[position] += count
-        if kept:
-            self.failures = 0
-            self.rows_limit = None
-            self.shuns.clear()
+        if kept and self.length > self.broke_at:
+            self.failures = self.attempts = 0
+            if self.length > self.suspect_until:
+                self.rows_limit = None
+                self.shuns.clear()
         return kept, reason
 
     def usage(self) -> Usage:

@@ -4,9 +4,9 @@ Knows priorities, tenants, arrivals and deadlines; nothing of replicas.
 
 1. Sequences that lost their place through no fault of their own come first, by arrival: a client
    is reading their stream.
-2. Classes by the arrival of their oldest sequence plus `age_s` for each step of priority. So a
-   class is overtaken by higher ones only until its oldest has waited `age_s` (or twice that) longer
-   than theirs, and none starves.
+2. Classes by the arrival of their oldest sequence plus `age_s` for each step of priority. So higher
+   classes overtake a sequence only until it has waited `age_s` (or twice that) longer than theirs,
+   and none starves. A class that is ahead in this way gives its oldest sequence and no other.
 3. Within a class tenants share by start-time fair queueing: the tenant that was served least goes
    first, one that comes back after a pause gets no credit for it. Served are a request's tokens,
    prompt and limit, charged once, when it is placed.
@@ -27,41 +27,48 @@ from scheduler.sequence import Sequence
 
 _SLACK = 64
 
-_Due = tuple[float, int, str]
-"""(due [s], number, id)."""
+_Key = tuple[float, int, str]
+"""(time [s], number, id): when it is due, or when it arrived."""
+
+
+class _Ordered:
+    """Keys in rising order; emptied from the front mostly, which costs no move of the others."""
+
+    def __init__(self) -> None:
+        self._keys: list[_Key] = []
+        self._head = 0
+        """Keys before it are gone."""
+
+    def __len__(self) -> int:
+        return len(self._keys) - self._head
+
+    def add(self, key: _Key) -> None:
+        insort(self._keys, key, lo=self._head)
+
+    def remove(self, key: _Key) -> None:
+        at = bisect_left(self._keys, key, lo=self._head)
+        assert self._keys[at] == key, f"{key[2]} does not wait"
+        if at != self._head:
+            del self._keys[at]
+            return
+        self._head += 1
+        if self._head > _SLACK and 2 * self._head > len(self._keys):
+            del self._keys[: self._head]
+            self._head = 0
+
+    def at(self, index: int) -> _Key | None:
+        """The key at this place in the order, or None beyond the last."""
+        index += self._head
+        return self._keys[index] if index < len(self._keys) else None
 
 
 class _Tenant:
-    """One tenant's waiting sequences of one class."""
+    """One tenant's waiting sequences of one class, by when they are due."""
 
     def __init__(self, served: float) -> None:
         self.served = served
         """Tokens charged, on the class's scale of virtual time."""
-        self._due: list[_Due] = []
-        self._head = 0
-        """Entries before it are gone: a queue is emptied from its front mostly."""
-
-    def __len__(self) -> int:
-        return len(self._due) - self._head
-
-    def add(self, key: _Due) -> None:
-        insort(self._due, key, lo=self._head)
-
-    def remove(self, key: _Due) -> None:
-        at = bisect_left(self._due, key, lo=self._head)
-        assert self._due[at] == key, f"{key[2]} does not wait"
-        if at == self._head:
-            self._head += 1
-            if self._head > _SLACK and 2 * self._head > len(self._due):
-                del self._due[: self._head]
-                self._head = 0
-        else:
-            del self._due[at]
-
-    def at(self, index: int) -> _Due | None:
-        """The entry at this place in the order, or None beyond the last."""
-        index += self._head
-        return self._due[index] if index < len(self._due) else None
+        self.due = _Ordered()
 
 
 class _Class:
@@ -73,27 +80,24 @@ class _Class:
         self.order: list[tuple[float, str]] = []
         """(served, tenant) of those who wait, the least served first."""
         self.served = 0.0
-        """The class's virtual time: where the tenant served last stood before."""
-        self.arrivals: list[tuple[float, int, str]] = []
-        """A heap; entries of sequences that wait no longer go when they come up."""
-        self.size = 0
+        """The class's virtual time: where a tenant begins that comes anew."""
+        self.arrivals = _Ordered()
 
-    def add(self, tenant_name: str, key: _Due, arrived_s: float) -> None:
+    def add(self, tenant_name: str, due: _Key, arrival: _Key) -> None:
         tenant = self.tenants.get(tenant_name)
         if tenant is None:
             tenant = self.tenants[tenant_name] = _Tenant(self.served)
-        if not len(tenant):
+        if not len(tenant.due):
             tenant.served = max(tenant.served, self.served)
             insort(self.order, (tenant.served, tenant_name))
-        tenant.add(key)
-        heapq.heappush(self.arrivals, (arrived_s, key[1], key[2]))
-        self.size += 1
+        tenant.due.add(due)
+        self.arrivals.add(arrival)
 
-    def remove(self, tenant_name: str, key: _Due) -> None:
+    def remove(self, tenant_name: str, due: _Key, arrival: _Key) -> None:
         tenant = self.tenants[tenant_name]
-        tenant.remove(key)
-        self.size -= 1
-        if not len(tenant):
+        tenant.due.remove(due)
+        self.arrivals.remove(arrival)
+        if not len(tenant.due):
             del self.order[bisect_left(self.order, (tenant.served, tenant_name))]
             self._forget(tenant_name)
         self._forget_all_if_idle()
@@ -104,25 +108,31 @@ class _Class:
         if tenant is None:
             tenant = self.tenants[tenant_name] = _Tenant(self.served)
         before = tenant.served
-        self.served = max(self.served, before)
+        # A request may be placed out of turn, because it fits where those before it do not: time
+        # never passes the least served one that waits.
+        least = self.order[0][0] if self.order else before
+        self.served = max(self.served, min(before, least))
         tenant.served += tokens
-        if len(tenant):
+        if len(tenant.due):
             del self.order[bisect_left(self.order, (before, tenant_name))]
             insort(self.order, (tenant.served, tenant_name))
+        if len(self.tenants) > 2 * len(self.order) + _SLACK:
+            for name in list(self.tenants):
+                self._forget(name)
         self._forget_all_if_idle()
-
-    def _forget_all_if_idle(self) -> None:
-        """Where nobody waits nobody is owed anything."""
-        if not self.size and self.tenants:
-            self.served = max(tenant.served for tenant in self.tenants.values())
-            self.tenants.clear()
 
     def _forget(self, tenant_name: str) -> None:
         tenant = self.tenants[tenant_name]
-        if not len(tenant) and tenant.served <= self.served:
+        if not len(tenant.due) and tenant.served <= self.served:
             del self.tenants[tenant_name]
 
-    def in_order(self, cost: Mapping[str, Sequence]) -> Iterator[str]:
+    def _forget_all_if_idle(self) -> None:
+        """Where nobody waits nobody is owed anything."""
+        if not len(self.arrivals) and self.tenants:
+            self.served = max(tenant.served for tenant in self.tenants.values())
+            self.tenants.clear()
+
+    def in_order(self, waiting: Mapping[str, Sequence]) -> Iterator[str]:
         """Ids as they would be served, one after the other. O(log n) for each."""
         order = self.order
         upcoming = 0
@@ -135,13 +145,38 @@ class _Class:
                 place = 0
             else:
                 served, name, place = heapq.heappop(ahead)
-            tenant = self.tenants[name]
-            key = tenant.at(place)
+            due = self.tenants[name].due
+            key = due.at(place)
             assert key is not None
             yield key[2]
-            if tenant.at(place + 1) is not None:
-                served += _tokens(cost[key[2]])
+            if due.at(place + 1) is not None:
+                served += _tokens(waiting[key[2]])
                 heapq.heappush(ahead, (served, name, place + 1))
+
+
+class _Scan:
+    """One class as a scan of the queue goes through it: whoever was given out is not again."""
+
+    def __init__(self, priority: Priority, one: _Class, waiting: Mapping[str, Sequence]) -> None:
+        self.priority = priority
+        self._arrivals = one.arrivals
+        self._arrival = 0
+        self._in_order = one.in_order(waiting)
+        self._given: set[str] = set()
+
+    def oldest(self) -> _Key | None:
+        """The one that arrived first of those not given out."""
+        while (key := self._arrivals.at(self._arrival)) is not None and key[2] in self._given:
+            self._arrival += 1
+        return key
+
+    def give(self, sequence_id: str) -> str:
+        self._given.add(sequence_id)
+        return sequence_id
+
+    def give_next(self) -> str:
+        """The one whose turn it is. Only while there is an oldest."""
+        return self.give(next(one for one in self._in_order if one not in self._given))
 
 
 class WaitingQueue(Mapping[str, Sequence]):
@@ -168,8 +203,14 @@ class WaitingQueue(Mapping[str, Sequence]):
     def __iter__(self) -> Iterator[str]:
         for _, sequence_id in self._first:
             yield sequence_id
-        for one in sorted(self._classes, key=self._urgency):
-            yield from self._classes[one].in_order(self._sequences)
+        scans = [_Scan(name, one, self._sequences) for name, one in self._classes.items()]
+        while ranked := [(oldest, scan) for scan in scans if (oldest := scan.oldest())]:
+            oldest, scan = min(ranked, key=lambda pair: self._urgency(*pair))
+            if scan is ranked[0][1]:
+                yield scan.give_next()
+            else:
+                # It has waited long enough to pass a higher class; the rest of its class has not.
+                yield scan.give(oldest[2])
 
     def values(self) -> ValuesView[Sequence]:
         return ValuesView(self)
@@ -183,9 +224,8 @@ class WaitingQueue(Mapping[str, Sequence]):
             insort(self._first, (sequence.number, sequence.id))
         else:
             request = sequence.request
-            self._classes[request.priority].add(
-                request.tenant, self._key(sequence), sequence.arrived_s
-            )
+            one = self._classes[request.priority]
+            one.add(request.tenant, self._due(sequence), _arrival(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """It waits no longer, for whatever reason."""
@@ -197,33 +237,21 @@ class WaitingQueue(Mapping[str, Sequence]):
             return
         request = sequence.request
         one = self._classes[request.priority]
-        one.remove(request.tenant, self._key(sequence))
-        if len(one.arrivals) > 2 * one.size + _SLACK:
-            one.arrivals = [entry for entry in one.arrivals if self._waits(entry)]
-            heapq.heapify(one.arrivals)
+        one.remove(request.tenant, self._due(sequence), _arrival(sequence))
 
     def charge(self, sequence: Sequence) -> None:
         """It has been placed: its tenant was served. Call it once for each request."""
         request = sequence.request
         self._classes[request.priority].charge(request.tenant, _tokens(sequence))
 
-    def _key(self, sequence: Sequence) -> _Due:
+    def _due(self, sequence: Sequence) -> _Key:
         due_s = sequence.arrived_s + self._age_s
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
         return (due_s, sequence.number, sequence.id)
 
-    def _urgency(self, priority: Priority) -> tuple[float, Priority]:
-        arrivals = self._classes[priority].arrivals
-        while arrivals and not self._waits(arrivals[0]):
-            heapq.heappop(arrivals)
-        oldest_s = arrivals[0][0] if arrivals else float("inf")
-        return (oldest_s + self._age_s * priority, priority)
-
-    def _waits(self, entry: tuple[float, int, str]) -> bool:
-        """Whether an entry of the arrivals is of a sequence that waits; the id may be reused."""
-        sequence = self._sequences.get(entry[2])
-        return sequence is not None and sequence.number == entry[1]
+    def _urgency(self, oldest: _Key, scan: _Scan) -> tuple[float, Priority]:
+        return (oldest[0] + self._age_s * scan.priority, scan.priority)
 
     def check_integrity(self) -> None:
         """Every waiting sequence is in exactly one place; for tests."""
@@ -233,9 +261,14 @@ class WaitingQueue(Mapping[str, Sequence]):
         assert self.tokens == sum(one.length_max for one in self._sequences.values()), "tokens"
         for one in self._classes.values():
             assert one.order == sorted(one.order), "tenants are out of order"
-            waiting = {name for name, tenant in one.tenants.items() if len(tenant)}
+            waiting = {name for name, tenant in one.tenants.items() if len(tenant.due)}
             assert {name for _, name in one.order} == waiting, "tenants differ"
-            assert one.size == sum(map(len, one.tenants.values())), "the size of a class"
+            size = sum(len(tenant.due) for tenant in one.tenants.values())
+            assert len(one.arrivals) == size, "arrivals differ"
+
+
+def _arrival(sequence: Sequence) -> _Key:
+    return (sequence.arrived_s, sequence.number, sequence.id)
 
 
 def _tokens(sequence: Sequence) -> int:

@@ -162,14 +162,107 @@ def test_a_token_clears_a_suspect() -> None:
 
 def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> None:
     hand = Hand(failures_max=2, draft_len=0, steps_per_order_max=1)
-    hand.join("r0")
-    hand.submit("a", max_new_tokens=400)
     name = "r0"
-    for deaths in range(1, 50):
-        order = hand.settle(name)[0]
-        hand.done(order)
-        name = kill(hand, name, deaths)
-        if hand.finishes:
-            break
+    hand.join(name)
+    for one in ("a", "b", "c"):
+        hand.submit(one, max_new_tokens=400)
+    deaths = rounds = 0
+    while "a" not in hand.finishes:
+        rounds += 1
+        order = hand.in_flight(name)[0]
+        # It kills at every fifth token of its content.
+        row = next((one for one in order.rows if one.sequence_id == "a"), None)
+        if row is not None and row.length % 5 == 0 and rounds % 3:
+            deaths += 1
+            name = kill(hand, name, deaths)
+        else:
+            hand.done(order)
+        assert rounds < 1000
     assert hand.finishes["a"].reason is FinishReason.FAILED
-    assert deaths == 8
+    assert set(hand.finishes) == {"a"}, "the others live"
+    assert deaths <= 12
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+@pytest.mark.parametrize("companions", [0, 1, 7])
+def test_a_row_that_kills_at_one_place_is_known_after_three_deaths(
+    steps: int, companions: int
+) -> None:
+    """Orders of several steps lose more tokens than one when they die."""
+    for place in range(20, 20 + steps):
+        hand = Hand(rows_max=8, draft_len=0, steps_per_order_max=steps)
+        name = "r0"
+        hand.join(name)
+        for one in ("poison", *(f"q{index}" for index in range(companions))):
+            hand.submit(one, max_new_tokens=60)
+        deaths = 0
+        while orders := hand.in_flight(name):
+            order = min(orders, key=lambda one: one.id)
+            row = next((one for one in order.rows if one.sequence_id == "poison"), None)
+            if row is not None and row.length + order.steps > place:
+                deaths += 1
+                name = kill(hand, name, deaths)
+                continue
+            hand.done(order, **{one.sequence_id: (1,) * order.steps for one in order.rows})
+        assert deaths == 3
+        failed = [one for one, end in hand.finishes.items() if end.reason is FinishReason.FAILED]
+        assert failed == ["poison"]
+        assert len(hand.finishes) == companions + 1
+
+
+def test_a_broken_replica_costs_no_request_while_another_is_sound() -> None:
+    hand = crowd(8)
+    hand.join("s")
+    for _ in range(300):
+        orders = [order for name in hand.replicas() for order in hand.in_flight(name)]
+        if not orders:
+            break
+        order = min(orders, key=lambda one: one.id)
+        if order.replica_id == "r" and order.kind is OrderKind.SPECULATE:
+            hand.fail(order)
+        else:
+            hand.done(order)
+    assert not any(one.reason is FinishReason.FAILED for one in hand.finishes.values())
+
+
+def test_a_row_that_always_fails_on_the_only_replica_fails_in_the_end() -> None:
+    hand = crowd(1, failures_max=2)
+    attempts = 0
+    while not hand.finishes:
+        order = hand.settle()[0]
+        hand.fail(order, "out of memory")
+        attempts += 1
+        assert attempts <= 8
+    assert hand.finishes["q0"].message == "out of memory"
+
+
+def test_who_claimed_the_only_replica_and_failed_there_goes_to_the_next_one() -> None:
+    """A claim may not hold a replica for a sequence that will never go there."""
+    hand = Hand(draft_len=0, steps_per_order_max=1)
+    for name, old in (("d1", "old1"), ("d2", "old2")):
+        hand.join(name)
+        hand.submit(old, max_new_tokens=60)
+        hand.settle(name)
+    hand.join("r")
+    hand.submit("s", max_new_tokens=60)
+    hand.settle("r")
+    hand.drain("d1")
+    hand.drain("d2")
+    hand.fail(hand.in_flight("r")[0])
+    for name in ("d1", "d2"):
+        hand.done(hand.in_flight(name)[0])
+    hand.join("t")
+    for number in range(200):
+        for name in hand.replicas():
+            for order in hand.in_flight(name)[:1]:
+                hand.done(order)
+        if "s" in hand.finishes:
+            break
+        hand.submit(f"q{number}", max_new_tokens=5)
+    assert hand.finishes["s"].reason is FinishReason.LENGTH
+
+
+def test_a_group_that_was_too_large_is_not_tried_again_at_once() -> None:
+    hand = crowd(8)
+    sizes = play(hand, set(), rows_max=4, rounds=200)
+    assert len(sizes) <= 5, sizes

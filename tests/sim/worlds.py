@@ -55,6 +55,8 @@ class Watcher:
     def __init__(self) -> None:
         self.world: World | None = None
         self.rows_peak: Counter[str] = Counter()
+        self.rows_max: dict[str, int] = {}
+        """The fewest rows that groups of a replica were limited to."""
         self.next_index: dict[str, int] = {}
         self.passes_most = 0
 
@@ -72,14 +74,14 @@ class Watcher:
         for replica in scheduler._pool.replicas.values():
             rows = len(replica.ready) + replica.stepping
             self.rows_peak[replica.id] = max(self.rows_peak[replica.id], rows)
+            limit = replica.rows_max(scheduler.config.rows_max)
+            limit = self.rows_max[replica.id] = min(self.rows_max.get(replica.id, limit), limit)
             oldest = next(iter(replica.ready), None)
             if oldest is None:
                 continue
             passes = replica.ready.passes(oldest)
             self.passes_most = max(self.passes_most, passes)
-            bound = passes_bound(
-                self.rows_peak[replica.id], scheduler.config.rows_max, scheduler.config.passes_max
-            )
+            bound = passes_bound(self.rows_peak[replica.id], limit, scheduler.config.passes_max)
             assert passes <= bound, f"{oldest} was passed over {passes} times, bound {bound}"
 
 
