@@ -125,7 +125,12 @@ def test_any_tokens_of_a_byte_fallback_tokenizer_have_a_text(
             if not whole.startswith(part):
                 break
     else:
-        assert text == whole
+        # A bad byte may change the text of the prompt's bytes, too: then there is no whole.
+        before = FALLBACK.decode(context)
+        if FALLBACK.decode(context + tokens).startswith(before):
+            assert text == whole
+        else:
+            agreed = 0
     assert text[:agreed] == whole[:agreed]
     # Nothing is lost and nothing repeated.
     for word in ("a", "bc", "d", "ef"):
