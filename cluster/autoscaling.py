@@ -65,7 +65,7 @@ class PoolPolicy:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-autoscaling")
         self._answer: Future[PoolStatus] | None = None
         self._asked_s = float("-inf")
-        self._answers = True
+        self._answers = False
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
         """The number of replicas, and what Serve should remember for us: nothing."""
@@ -92,7 +92,10 @@ class PoolPolicy:
         error = answer.exception()
         if (error is None) != self._answers:
             self._answers = error is None
-            log.warning("autoscaling: the pool %s", f"does not answer: {error}" if error else "is")
+            if error is None:
+                log.info("autoscaling: the pool answers")
+            else:
+                log.warning("autoscaling: the pool does not answer: %s", error)
         return answer.result() if error is None else None
 
     def _decide(self, status: PoolStatus, wanted: int) -> int:
