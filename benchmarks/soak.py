@@ -165,7 +165,8 @@ async def mixed_load(
         while True:
             await asyncio.sleep(60)
             passed_s = time.monotonic() - start_s
-            print(f"{passed_s / 60:.0f} min: {sum(ends.values())} requests, {received} tokens")
+            count = sum(ends.values())
+            print(f"{passed_s / 60:.0f} min: {count} requests, {received} tokens", flush=True)
 
     telling = asyncio.create_task(tell())
     try:

@@ -296,7 +296,9 @@ class _Held:
         # A wish only, so that it can restart elsewhere; and a wish for a node that the head has
         # not heard of yet would be lost.
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ray.get(ray.remote(lambda: None).options(scheduling_strategy=there).remote(), timeout=START_S)
+        ray.get(
+            ray.remote(lambda: None).options(scheduling_strategy=there).remote(), timeout=START_S
+        )
         pool = (
             ray.remote(PoolProcess)
             .options(

@@ -11,6 +11,7 @@ from typing import Any
 from tests.chaos.kills import Kind, Struck
 from tests.chaos.load import GOOD, Outcome, Verdict
 
+_CENTRAL = (Kind.POOL, Kind.INGRESS, Kind.PROXY)
 _AFTERMATH_S = 1.0
 """A silence belongs to the strikes within it or so shortly before it."""
 
@@ -49,19 +50,23 @@ def silence_by_cause(outcomes: Iterable[Outcome], struck: Sequence[Struck]) -> d
 
 
 def added_latency(outcomes: Iterable[Outcome], struck: Sequence[Struck]) -> tuple[Added, Added]:
-    """(of requests that lost their place while a replica was killed and nothing else happened,
-    of undisturbed ones)."""
+    """(of requests whose replica was killed under them, of undisturbed ones).
+
+    Not counted are those that a killed pool, ingress or proxy disturbed as well.
+    """
     calm: dict[tuple[int, bool], list[float]] = defaultdict(list)
     hit: list[Outcome] = []
     undisturbed: list[Outcome] = []
     for outcome in outcomes:
         if outcome.verdict() is not Verdict.RIGHT or outcome.end is None:
             continue
-        kinds = {one.kind for one in struck if _overlap(outcome, one)}
-        if not kinds and not outcome.end.recovered:
+        around = [one for one in struck if _overlap(outcome, one)]
+        if not around and not outcome.end.recovered:
             undisturbed.append(outcome)
             calm[_sort(outcome)].append(outcome.total_s)
-        elif kinds == {Kind.REPLICA} and outcome.end.recovered:
+        elif not any(one.kind in _CENTRAL for one in around) and any(
+            one.kind is Kind.REPLICA and _served(outcome, one) for one in around
+        ):
             hit.append(outcome)
     usual_s = {sort: median(seconds) for sort, seconds in calm.items()}
 
@@ -70,6 +75,13 @@ def added_latency(outcomes: Iterable[Outcome], struck: Sequence[Struck]) -> tupl
         return Added.of([one.total_s - usual_s[_sort(one)] for one in known])
 
     return added(hit), added(undisturbed)
+
+
+def _served(outcome: Outcome, struck: Struck) -> bool:
+    """Whether the process that was struck is one of those that served the request."""
+    assert outcome.end is not None
+    serve_id = struck.name.rpartition("#")[2]
+    return any(name.startswith(serve_id + ".") for name in outcome.end.replicas)
 
 
 def _overlap(outcome: Outcome, struck: Struck) -> bool:
