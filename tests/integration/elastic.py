@@ -140,5 +140,8 @@ class ElasticCluster:
 
     def _answer(self, bound_s: float) -> None:
         assert self._pipe.poll(bound_s), "the driver does not answer"
-        error = self._pipe.recv()
+        try:
+            error = self._pipe.recv()
+        except EOFError:
+            error = "the driver has ended; its own output says why"
         assert error is None, error
