@@ -47,9 +47,11 @@ protos: $(SETUP)  ## generate the gRPC code anew
 demo-pair: $(SETUP)  ## train the demo pair anew (over half an hour on two cores)
 	$(BIN)/python -m replicas.demo.train --out replicas/demo
 
-bench: $(SETUP)  ## the figures of the README (about a quarter of an hour on two cores)
+bench: $(SETUP)  ## the figures of the README (about twenty minutes on two cores)
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.cluster --json benchmarks/results/cluster.json
+	$(BIN)/python -m benchmarks.scheduler --json benchmarks/results/scheduler.json
+	$(BIN)/python -m benchmarks.autoscaling --json benchmarks/results/autoscaling.json --plot benchmarks/results/autoscaling.svg
 
 worlds: SEED ?= 1
 worlds: N ?= 20000
