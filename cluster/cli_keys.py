@@ -27,7 +27,7 @@ File = Annotated[Path, typer.Option("--file", help="The file of keys.", dir_okay
 
 @keys.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Whom the key is for; stands in logs.")],
+    name: Annotated[str, typer.Argument(help="Whom its requests count for.")],
     file: File,
     priority_max: Annotated[
         PriorityName, typer.Option(help="The highest class that it may ask for.")

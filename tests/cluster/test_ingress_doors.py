@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config import ClusterConfig, from_args
-from cluster.http import HTTP_STATUS, http_app
+from cluster.http import http_app
 from cluster.ingress import Ingress
 from cluster.keys import add
-from cluster.wire import STATUS
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Order, Priority, Request, StepResult
 from tests.cluster import test_ingress
 from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.test_http import http
 from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
 
 AWAY = "ipv4:192.0.2.7:5000"
@@ -238,180 +237,6 @@ def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with
             assert door._addresses == {}
 
     asyncio.run(test())
-
-
-# --------------------------------------------------------------------------- HTTP
-
-
-class Answer:
-    """What an ASGI application sent."""
-
-    def __init__(self, sent: list[dict[str, Any]]) -> None:
-        self.status: int = sent[0]["status"]
-        self.headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        self.body = b"".join(message.get("body", b"") for message in sent[1:])
-
-
-async def http(
-    app: FastAPI,
-    body: bytes = b"",
-    path: str = "/v1/generate",
-    headers: dict[str, str] | None = None,
-    client: str | None = "127.0.0.1",
-    parts: int = 1,
-) -> Answer:
-    """One request, its body in so many parts."""
-    size = -(-len(body) // parts) or 1
-    chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
-    incoming = [
-        {"type": "http.request", "body": chunk, "more_body": n + 1 < len(chunks)}
-        for n, chunk in enumerate(chunks)
-    ]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(dict(message))
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST" if path == "/v1/generate" else "GET",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "scheme": "http",
-        "server": ("127.0.0.1", 8000),
-        "client": None if client is None else (client, 5000),
-        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
-    }
-    await app(scope, receive, send)
-    return Answer(sent)
-
-
-def test_http_serves_and_refuses_as_grpc_does(keys: Path) -> None:
-    key = add(keys, "alice", tokens_per_minute=100)
-    body = json.dumps({"prompt": PROMPT, "max_new_tokens": 8}).encode()
-
-    async def test() -> None:
-        async with ingress(config=keyed(keys)) as made:
-            app = http_app(made)
-            headers = {"authorization": f"Bearer {key}"}
-            good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
-            assert good.status == 200
-            assert json.loads(good.body)["token_ids"] == perfect(PROMPT_IDS, 8)
-            for wrong in (None, {"authorization": "Bearer x"}):
-                refused = await http(app, body, headers=wrong)
-                assert refused.status == 401
-                assert refused.headers["www-authenticate"] == "Bearer"
-            high = json.dumps({"prompt": "x", "priority": "PRIORITY_HIGH"}).encode()
-            assert (await http(app, high, headers=headers)).status == 403
-            big = json.dumps({"prompt": PROMPT, "max_new_tokens": 300}).encode()
-            over = await http(app, big, headers=headers)
-            assert over.status == 429
-            assert int(over.headers["retry-after"]) >= 1
-            for path in ("/healthz", "/readyz"):
-                assert (await http(app, path=path, client="192.0.2.7")).status == 200
-
-    asyncio.run(test())
-
-
-def test_http_without_keys_serves_this_machine_only() -> None:
-    body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
-
-    async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
-            assert (await http(app, body)).status == 200
-            assert (await http(app, body, client="::1")).status == 200
-            for client in ("192.0.2.7", None):
-                assert (await http(app, body, client=client)).status == 401
-            forwarded = {"x-forwarded-for": "127.0.0.1"}
-            assert (await http(app, body, headers=forwarded)).status == 401
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"x"',
-        b"[" * 200_000,
-        b'{"a":' * 100_000,
-        b'{"prompt": "' + b"x" * 5_000_000 + b'"}',
-        b'{"prompt": "x", "nonsense": 1}',
-        b'{"prompt": 5}',
-        b'{"prompt": "\\ud800"}',
-        b'{"nonsense\\ud800": 1}',
-        b'{"prompt": "x", "temperature": NaN}',
-        b'{"prompt": "x", "temperature": "hot"}',
-        b'{"prompt": "x", "max_new_tokens": 1e400}',
-        b'{"prompt": "x", "max_new_tokens": ' + b"9" * 6000 + b"}",
-        b'{"prompt": "x", "seed": 1e300}',
-        b'{"prompt": "x", "priority": 77}',
-        b'{"prompt": "x", "priority": "PRIORITY_MAX"}',
-        b'{"prompt": "x", "stop": "y"}',
-        b'{"prompt": "x", "prompt_token_ids": {"ids": [1]}}',
-        b"\xff\xfe\x00",
-    ],
-    ids=str,
-)
-def test_http_refuses_any_bad_body_as_such(body: bytes) -> None:
-    async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
-            answer = await http(app, body, parts=3)
-            assert answer.status == 400
-            error = json.loads(answer.body)["error"]
-            assert error["code"] == "INVALID_ARGUMENT"
-            assert len(error["message"]) < 1100
-            good = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
-            assert (await http(app, good)).status == 200
-
-    asyncio.run(test())
-
-
-def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.http._BODY_S", 0.1)
-
-    async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
-            sent: list[dict[str, Any]] = []
-            first = [{"type": "http.request", "body": b"{", "more_body": True}]
-
-            async def receive() -> dict[str, Any]:
-                if first:
-                    return first.pop()
-                await asyncio.sleep(60)
-                raise AssertionError("waited")
-
-            async def send(message: Any) -> None:
-                sent.append(dict(message))
-
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/v1/generate",
-                "query_string": b"",
-                "headers": [],
-                "client": ("127.0.0.1", 5000),
-            }
-            await app(scope, receive, send)
-            assert Answer(sent).status == 400
-
-    asyncio.run(test())
-
-
-def test_every_status_of_ours_has_one_over_http() -> None:
-    assert set(STATUS.values()) - {StatusCode.OK} <= set(HTTP_STATUS)
 
 
 # --------------------------------------------------------------------------- logs and figures
