@@ -31,7 +31,7 @@ def draw(seed: int, number: int) -> tuple[int, Knobs]:
         "passes_max": rng.randint(1, 6),
         "steps_per_order_max": rng.choice([1, 2, 4, 8]),
         "residents_max": rng.choice([1, 2, 5, 16, 64]),
-        "waiting_requests_max": rng.choice([3, 20, 4096, 4096]),
+        "waiting_requests_max": rng.choice([3, 20, *[4096] * 6]),
         "trouble": rng.random() < 0.7,
         "deaths": rng.choice([0, 0, 1, 2, 4, 8]),
         "drains": rng.choice([0, 0, 1, 2, 4]),
