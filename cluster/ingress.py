@@ -137,7 +137,7 @@ class Ingress(HealthService):
                 return
             chunk.text = text
             chunk.end.CopyFrom(self._to_end(call, finish))
-            refusal = None if call.stop else refusal_of_finish(finish)
+            refusal = None if call.stop else refusal_of_finish(finish, call.ask.client_id)
             if refusal is not None:
                 refuse(grpc_context, refusal)
             self._meter.chunk()
@@ -184,7 +184,7 @@ class Ingress(HealthService):
                 texts.append(text)
             text, finish = await self._end(call)
             texts.append(text)
-            refusal = None if call.stop else refusal_of_finish(finish)
+            refusal = None if call.stop else refusal_of_finish(finish, call.ask.client_id)
             if refusal is not None:
                 raise Refused(refusal)
             return pb.GenerateResponse(

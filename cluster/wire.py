@@ -98,12 +98,13 @@ def refusal_of_reject(reject: Reject, ask: Ask) -> Refusal:
     return Refusal(STATUS[reject.code], message, reject.retry_after_s)
 
 
-def refusal_of_finish(finish: Finish) -> Refusal | None:
-    """None for a request that was served in full."""
+def refusal_of_finish(finish: Finish, client_id: str) -> Refusal | None:
+    """None for a request that was served in full. `client_id`: the client's name for it."""
     code = STATUS[finish.reason]
     if code is StatusCode.OK:
         return None
-    return Refusal(code, finish.message or _SENTENCES[finish.reason])
+    message = finish.message or _SENTENCES[finish.reason]
+    return Refusal(code, f"request {client_id}: {message}" if client_id else message)
 
 
 def rename_field(error: InvalidRequest, message: pb.GenerateRequest) -> InvalidRequest:

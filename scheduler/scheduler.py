@@ -282,7 +282,7 @@ class Scheduler:
     def _fail_the_guilty(self, rows: list[Sequence], in_flight: int, why: str) -> None:
         for sequence in rows:
             if blame.is_guilty(sequence, in_flight, self.config.failures_max):
-                message = f"{sequence.id}: {why}, {sequence.deaths} in all"
+                message = f"{why}, {sequence.deaths} in all"
                 self._finish(sequence, FinishReason.FAILED, message)
 
     def _note_specs(self) -> None:
