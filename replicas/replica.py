@@ -54,6 +54,7 @@ class _Tally:
     steps: int
     draft_tokens: int
     accepted_at: list[int]
+    tried_at: list[int]
 
 
 class Replica:
@@ -216,7 +217,7 @@ class Replica:
             most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
             self._own(row.sequence_id, row.blocks, row.length + most - 1)
         before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
-        tallies = [_Tally(0, 0, [0] * order.draft_len) for _ in rows]
+        tallies = [_Tally(0, 0, [0] * order.draft_len, [0] * order.draft_len) for _ in rows]
         table = self._blocks.table(ids, self._device)
         sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
         own = read = done = 0
@@ -260,6 +261,7 @@ class Replica:
                     steps=tally.steps,
                     draft_tokens=tally.draft_tokens,
                     accepted_at=tuple(tally.accepted_at),
+                    tried_at=tuple(tally.tried_at),
                 )
                 for row, resident, tally in zip(order.rows, rows, tallies, strict=True)
             ),
@@ -313,6 +315,8 @@ def _commit(
     tally.draft_tokens += cap
     for j in range(accepted):
         tally.accepted_at[j] += 1
+    for j in range(min(accepted + 1, cap)):
+        tally.tried_at[j] += 1
 
 
 def _finished(resident: Resident, committed: list[int]) -> bool:

@@ -184,6 +184,7 @@ class Run:
         self._tokens: list[list[int]] = [[] for _ in rows]
         self._drafted = [0] * len(rows)
         self._accepted_at = [[0] * order.draft_len for _ in rows]
+        self._tried_at = [[0] * order.draft_len for _ in rows]
         self._steps = self._own = self._read = 0
 
     def advance(self) -> bool:
@@ -198,7 +199,10 @@ class Run:
             widths.append(resident.length + draft_len)
             self._drafted[index] += draft_len
             accepted = 0
-            while accepted < draft_len and self._rng.random() < self._acceptance:
+            while accepted < draft_len:
+                self._tried_at[index][accepted] += 1
+                if self._rng.random() >= self._acceptance:
+                    break
                 self._accepted_at[index][accepted] += 1
                 accepted += 1
             new = self._commit(resident, accepted + 1)
@@ -224,6 +228,7 @@ class Run:
                 self._steps,
                 self._drafted[index],
                 tuple(self._accepted_at[index]),
+                tuple(self._tried_at[index]),
             )
             for index, row in enumerate(order.rows)
         )

@@ -53,6 +53,8 @@ class Request:
     priority: Priority = Priority.NORMAL
     tenant: str = ""
     """Whom the request counts for where tenants share a contended pool."""
+    cache_salt: str = ""
+    """KV blocks are shared only between requests of the same salt."""
 
 
 # --------------------------------------------------------------------------- orders
@@ -106,6 +108,10 @@ class Order:
     steps: int = 1
     """At most so many steps; the replica ends the order early once a row has finished, or when it
     is interrupted."""
+    verify_tokens: int | None = None
+    """Draft tokens of all rows together that the target checks per step, at least 0: those that
+    the draft itself believes in most, by its cumulated log-probability (TETRIS, arXiv 2502.15197).
+    None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,10 @@ class RowResult:
     draft_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
     """accepted_at[j]: in how many steps draft token j (from 0) was accepted."""
+    tried_at: tuple[int, ...] = ()
+    """tried_at[j]: in how many steps draft token j was checked and all before it were accepted, so
+    that accepted_at[j] / tried_at[j] is the acceptance at j. Not of steps that the draft's
+    confidence cut before j."""
 
 
 @dataclass(frozen=True, slots=True)
