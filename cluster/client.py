@@ -60,6 +60,11 @@ class Client:
 
         self._lanes = Lanes(open_channel, address, api_key, retry)
 
+    @property
+    def retries(self) -> int:
+        """How often a call was asked again, over all calls so far."""
+        return self._lanes.retries
+
     def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> pb.GenerateResponse:
@@ -182,6 +187,11 @@ class AsyncClient:
             return grpc.aio.secure_channel(each, credentials, options=OPTIONS)
 
         self._lanes = Lanes(open_channel, address, api_key, retry)
+
+    @property
+    def retries(self) -> int:
+        """How often a call was asked again, over all calls so far."""
+        return self._lanes.retries
 
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None

@@ -89,6 +89,8 @@ class Lanes(Generic[C]):
         self.metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self.reached = False
         """Whether any server has ever answered."""
+        self.retries = 0
+        """How often a call was asked again."""
 
     def __iter__(self) -> Iterator[Lane[C]]:
         """All of them, the one in use first."""
@@ -113,6 +115,7 @@ class Lanes(Generic[C]):
         )
         if pause_s is None:
             raise error
+        self.retries += 1
         # Another call may have moved on already.
         if self.current is lane:
             self._index = (self._index + 1) % len(self._lanes)

@@ -198,6 +198,10 @@ class Totals:
     """accepted_tokens / draft_tokens; 0 when nothing was drafted."""
     spread_mean: float
     """Longest minus shortest row of a group in tokens, weighted by the replicas' steps."""
+    groups: int
+    spread_sum: int
+    kv_positions_own: int
+    kv_positions_read: int
 
     @classmethod
     def of(cls, status: PoolStatus) -> Totals:
@@ -216,6 +220,10 @@ class Totals:
             committed_tokens=sum(replica.committed_tokens for replica in replicas),
             acceptance=accepted / draft if draft else 0.0,
             spread_mean=spread / steps if steps else 0.0,
+            groups=sum(replica.groups for replica in replicas),
+            spread_sum=sum(replica.spread_sum for replica in replicas),
+            kv_positions_own=sum(replica.kv_positions_own for replica in replicas),
+            kv_positions_read=sum(replica.kv_positions_read for replica in replicas),
         )
 
 

@@ -286,6 +286,10 @@ def to_status(view: PoolView) -> pb.StatusResponse:
         preempted=status.preempted,
         moved=status.moved,
         recovered=status.recovered,
+        groups=totals.groups,
+        group_spread_sum=totals.spread_sum,
+        kv_positions_own=totals.kv_positions_own,
+        kv_positions_read=totals.kv_positions_read,
     )
 
 
@@ -304,4 +308,5 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         draft=spec.draft,
         device=spec.device,
         dtype=spec.dtype,
+        vocab_size=spec.vocab_size,
     )

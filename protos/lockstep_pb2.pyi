@@ -152,7 +152,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype")
+    __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size")
     ID_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RESIDENTS_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class ReplicaStatus(_message.Message):
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     id: str
     draining: bool
     residents: int
@@ -177,10 +178,11 @@ class ReplicaStatus(_message.Message):
     draft: str
     device: str
     dtype: str
-    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping")
+    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read")
     READY_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POOL_UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +204,10 @@ class StatusResponse(_message.Message):
     MOVED_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SPREAD_SUM_FIELD_NUMBER: _ClassVar[int]
+    KV_POSITIONS_OWN_FIELD_NUMBER: _ClassVar[int]
+    KV_POSITIONS_READ_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     pool_incarnation: str
     pool_uptime_s: float
@@ -223,4 +229,8 @@ class StatusResponse(_message.Message):
     moved: int
     recovered: int
     stopping: bool
-    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ...) -> None: ...
+    groups: int
+    group_spread_sum: int
+    kv_positions_own: int
+    kv_positions_read: int
+    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., groups: _Optional[int] = ..., group_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ...) -> None: ...

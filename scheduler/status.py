@@ -37,6 +37,9 @@ class ReplicaStatus:
     kv_positions_own: int
     kv_positions_read: int
     last_times: StepTimes
+    groups: int = 0
+    """Speculate orders answered, and the sum of their groups' spreads in tokens."""
+    spread_sum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +104,6 @@ def _replica_status(replica: Replica) -> ReplicaStatus:
         kv_positions_own=figures.kv_positions_own,
         kv_positions_read=figures.kv_positions_read,
         last_times=figures.last_times,
+        groups=figures.groups,
+        spread_sum=figures.spread_sum,
     )

@@ -111,6 +111,7 @@ def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
     with Client(first.address, retry=QUICK) as client:
         chunks = read(client, request)
     assert joined(chunks) == whole
+    assert client.retries == len(script.asked) - 1
     assert all(chunk.text or chunk.token_ids or chunk.HasField("end") for chunk in chunks)
     assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     end = chunks[-1].end

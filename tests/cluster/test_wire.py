@@ -1,12 +1,16 @@
-"""Proves that an error at a request's end has the right status and the client's name for it."""
+"""Proves that an error at a request's end has the right status and the client's name for it, and
+that a status answer sums over the replicas.
+"""
 
 from __future__ import annotations
 
 import pytest
 from grpc import StatusCode
 
-from cluster.wire import Refusal, refusal_of_finish
-from scheduler.messages import Finish, FinishReason
+from cluster.protocol import PoolView
+from cluster.wire import Refusal, refusal_of_finish, to_status
+from scheduler.messages import Finish, FinishReason, ReplicaSpec, StepTimes
+from scheduler.status import PoolStatus, ReplicaStatus
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
@@ -30,3 +34,37 @@ def test_others_are_named_as_the_client_named_them(reason: FinishReason, code: S
     assert unsaid is not None
     assert len(unsaid.message) > len("request mine: ")
     assert "pool-1" not in unsaid.message
+
+
+def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:
+    return ReplicaStatus(
+        id=name,
+        spec=ReplicaSpec(kv_blocks=100, block_size=16, context_len=512, vocab_size=320),
+        draining=False,
+        residents=0,
+        orders_in_flight=0,
+        kv_blocks_used=0,
+        kv_blocks_total=100,
+        orders=groups,
+        busy_s=1.0,
+        steps=groups,
+        row_steps=groups,
+        draft_tokens=0,
+        accepted_tokens=0,
+        committed_tokens=0,
+        spread_mean=spread_sum / groups,
+        kv_positions_own=own,
+        kv_positions_read=read,
+        last_times=StepTimes(),
+        groups=groups,
+        spread_sum=spread_sum,
+    )
+
+
+def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
+    replicas = (replica_status("a", 3, 12, 900, 1000), replica_status("b", 1, 5, 50, 70))
+    view = PoolView("one", 2.0, 1, PoolStatus(0, 0, replicas, finished={}, rejected=0))
+    answer = to_status(view)
+    assert (answer.groups, answer.group_spread_sum) == (4, 17)
+    assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
+    assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
