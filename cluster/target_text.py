@@ -45,7 +45,13 @@ class TargetText:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         from replicas.pair import resolve
+        from replicas.shapes import is_planted
 
+        if is_planted(config.target):
+            raise OSError(
+                f"{config.target}: a planted model has no tokenizer; it serves benchmarks within"
+                " one process, not a cluster"
+            )
         path = resolve(config.target)
         options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         encoder = AutoTokenizer.from_pretrained(path, **options)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from replicas.shapes import is_planted, parse_planted
 
 DEMO = "demo"
 """The name of the embedded pair, wherever a directory or hub name is asked for."""
@@ -16,7 +18,9 @@ class ReplicaConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(
-        DEMO, min_length=1, description="Target: 'demo', a local directory or a hub name."
+        DEMO,
+        min_length=1,
+        description="Target: 'demo', a local directory, a hub name or 'planted:SHAPE'.",
     )
     draft: str | None = Field(
         DEMO, description="Draft, likewise; null serves the target without speculation."
@@ -42,3 +46,10 @@ class ReplicaConfig(BaseModel):
         None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
+
+    @field_validator("target", "draft")
+    @classmethod
+    def _a_planted_name_is_whole(cls, name: str | None) -> str | None:
+        if name is not None and is_planted(name):
+            parse_planted(name)
+        return name

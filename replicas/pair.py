@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from replicas.config import DEMO, ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.model import ATTENTION
+from replicas.planted import plant, planted_config
+from replicas.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
 
 
 class PairRefused(ValueError):
@@ -70,8 +72,9 @@ def load_pair(config: ReplicaConfig) -> Pair:
     # Only the target's output counts: a draft that sees more than it was trained for drafts worse.
     check_attention(target_config, context_len)
     return Pair(
-        target=_load_model(target_path, config, device),
-        draft=None if draft_path is None else _load_model(draft_path, config, device),
+        target=_load_model(target_path, config, device, ACCEPTANCE),
+        # A planted draft always follows the map: acceptance is the target's business.
+        draft=None if draft_path is None else _load_model(draft_path, config, device, 1.0),
         context_len=context_len,
         vocab_size=vocab_size,
         target_name=config.target,
@@ -108,6 +111,8 @@ def check_attention(config: Any, context_len: int) -> None:
 
 
 def _load_config(path: str, config: ReplicaConfig) -> Any:
+    if is_planted(path):
+        return planted_config(parse_planted(path))
     loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     if getattr(loaded, "is_encoder_decoder", False):
         raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
@@ -126,6 +131,8 @@ def _context_len(target_config: Any, wanted: int | None) -> int:
 
 def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig) -> int:
     """Compare token for token; returns one more than the highest id."""
+    if is_planted(target_path) or is_planted(draft_path):
+        return _check_planted(target_path, draft_path, config)
     remote = config.trust_remote_code
     target = AutoTokenizer.from_pretrained(target_path, trust_remote_code=remote)
     draft = AutoTokenizer.from_pretrained(draft_path, trust_remote_code=remote)
@@ -156,7 +163,30 @@ def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig
     return int(max(ours.values())) + 1
 
 
-def _load_model(path: str, config: ReplicaConfig, device: torch.device) -> PreTrainedModel:
+def _check_planted(target_path: str, draft_path: str, config: ReplicaConfig) -> int:
+    """Planted models have no tokenizer: what they share is the map over their vocabulary."""
+    if not (is_planted(target_path) and is_planted(draft_path)):
+        raise PairRefused(
+            f"target {target_path} and draft {draft_path}: a planted model has no tokenizer and"
+            " goes with another planted model only"
+        )
+    ours = int(_load_config(target_path, config).vocab_size)
+    theirs = int(_load_config(draft_path, config).vocab_size)
+    if ours != theirs:
+        raise PairRefused(
+            f"target and draft have different vocabularies: {ours} and {theirs} tokens"
+        )
+    return ours
+
+
+def _load_model(
+    path: str, config: ReplicaConfig, device: torch.device, acceptance: float
+) -> PreTrainedModel:
+    if is_planted(path):
+        try:
+            return plant(path, device, getattr(torch, config.dtype), ATTENTION, acceptance).model
+        except BadPlantedName as error:
+            raise PairRefused(str(error)) from None
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=getattr(torch, config.dtype),

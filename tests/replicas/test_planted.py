@@ -1,0 +1,180 @@
+"""Proves that a planted pair has the wanted acceptance, is exact, and is what its name says."""
+
+from __future__ import annotations
+
+import json
+from math import gcd
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cluster.local_engine import LocalEngine, Output
+from replicas.config import ReplicaConfig
+from replicas.pair import PairRefused, load_pair
+from replicas.planted import map_shift, plant, planted_config, share_following
+from replicas.replica import Replica
+from replicas.shapes import DRAFTS, SHAPES, BadPlantedName, parse_planted
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request
+from tests.reference import plain_greedy
+
+CPU = torch.device("cpu")
+
+
+def config(target: str, draft: str | None = "planted:tiny-draft", **more: object) -> ReplicaConfig:
+    return ReplicaConfig(
+        target=target, draft=draft, device="cpu", **{"kv_blocks": 1024, "block_size": 8, **more}
+    )
+
+
+def generate(
+    replica: Replica, draft_len: int, n: int = 12, new: int = 40
+) -> tuple[LocalEngine, list[Output]]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(512, (5 + 3 * i,), generator=generator).tolist() for i in range(n)]
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=draft_len))
+    outputs = engine.generate([Request(str(i), tuple(p), new) for i, p in enumerate(prompts)])
+    return engine, outputs
+
+
+@pytest.mark.parametrize("wanted", [0.02, 0.4, 0.7, 0.9])
+def test_a_served_pair_accepts_what_its_name_says(wanted: float) -> None:
+    replica = Replica.load(config(f"planted:tiny?acceptance={wanted}"))
+    engine, _ = generate(replica, draft_len=4, n=24, new=60)
+    rows = [row for result in engine.results for row in result.rows]
+    # Of the drafts that were looked at, not of all: a draft after a wrong one never is.
+    accepted = sum(sum(row.accepted_at) for row in rows)
+    assert accepted / sum(sum(row.tried_at) for row in rows) == pytest.approx(wanted, abs=0.05)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_target_follows_the_map_as_often_on_prompts_that_it_was_not_calibrated_on(
+    seed: int,
+) -> None:
+    planted = plant("planted:tiny?acceptance=0.6", CPU, torch.float32, "sdpa", 0.7)
+    assert planted.follows == pytest.approx(0.6, abs=0.011)
+    assert share_following(planted.model, seed) == pytest.approx(0.6, abs=0.05)
+
+
+def test_output_is_that_of_transformers_generate_whatever_the_draft_length() -> None:
+    replica = Replica.load(config("planted:tiny?acceptance=0.5"))
+    reference = plant("planted:tiny?acceptance=0.5", CPU, torch.float32, "sdpa", 0.7).model
+    outputs = {k: [output.tokens for output in generate(replica, k, n=6)[1]] for k in (0, 2, 5)}
+    generator = torch.Generator().manual_seed(3)
+    for i in range(6):
+        prompt = torch.randint(512, (5 + 3 * i,), generator=generator).tolist()
+        expected = plain_greedy(reference, prompt, 40)
+        for k in outputs:
+            assert outputs[k][i] == expected
+
+
+def test_a_target_that_strays_depends_on_its_whole_context() -> None:
+    """Else a broken cache would go unseen: the first token decides what follows much later."""
+    model = plant("planted:tiny?acceptance=0.3", CPU, torch.float32, "sdpa", 0.7).model
+    tail = list(range(40, 60))
+    outputs = {tuple(plain_greedy(model, [first, *tail], 12)) for first in range(1, 9)}
+    assert len(outputs) > 4
+
+
+def test_a_scale_in_the_name_is_the_calibrated_model_without_calibration() -> None:
+    found = plant("planted:tiny?acceptance=0.8", CPU, torch.float32, "sdpa", 0.7)
+    given = plant(f"planted:tiny?scale={found.scale!r}", CPU, torch.float32, "sdpa", 0.7)
+    assert given.follows is None
+    for ours, theirs in zip(found.model.parameters(), given.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_same_name_is_the_same_model_and_another_seed_another() -> None:
+    models = [
+        plant(f"planted:tiny?scale=1&seed={seed}", CPU, torch.bfloat16, "sdpa", 0.7).model
+        for seed in (5, 5, 6)
+    ]
+    a, b, c = [next(model.parameters()) for model in models]
+    assert a.dtype is torch.bfloat16
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_another_depth_has_the_same_first_layers() -> None:
+    deep = plant("planted:tiny?scale=1", CPU, torch.float32, "sdpa", 0.7).model
+    thin = plant("planted:tiny?scale=1&layers=2", CPU, torch.float32, "sdpa", 0.7).model
+    weights = dict(deep.named_parameters())
+    assert thin.config.num_hidden_layers == 2
+    for name, weight in thin.named_parameters():
+        assert torch.equal(weight, weights[name])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "glm4"])
+def test_any_config_directory_can_be_planted(tmp_path: Path, model_type: str) -> None:
+    sizes = {**SHAPES["tiny"], "model_type": model_type, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    name = f"planted:{tmp_path}?acceptance=0.5"
+    planted = plant(name, CPU, torch.float32, "sdpa", 0.7)
+    assert planted.model.config.model_type == model_type
+    assert share_following(planted.model, 9) == pytest.approx(0.5, abs=0.06)
+
+
+@pytest.mark.parametrize("target", DRAFTS)
+def test_the_usual_draft_shares_the_map_and_costs_a_fraction(target: str) -> None:
+    sizes = {}
+    for shape in (target, DRAFTS[target]):
+        loaded = planted_config(parse_planted(f"planted:{shape}"))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(loaded)
+        sizes[loaded.vocab_size, shape] = sum(p.numel() for p in model.parameters())
+    assert len({vocab for vocab, _ in sizes}) == 1
+    big, small = sizes.values()
+    assert big > 4 * small
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [("qwen3-8b", 8.19), ("qwen3-0.6b", 0.752), ("glm4-9b", 9.4), ("vicuna-7b", 6.74)],
+)
+def test_shapes_have_the_published_number_of_weights(shape: str, billions: float) -> None:
+    """Qwen3-0.6B ties its embedding: the 0.596 that are published, and 0.156 for the output."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(planted_config(parse_planted(f"planted:{shape}")))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize("vocab", [2, 97, 512, 32_000, 151_552, 151_936])
+def test_the_map_runs_through_all_tokens(vocab: int) -> None:
+    assert 1 <= map_shift(vocab) < vocab
+    assert gcd(map_shift(vocab), vocab) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("planted:", "neither a directory"),
+        ("planted:qwen3-9b", "neither a directory.*qwen3-8b"),
+        ("planted:tiny?aceptance=0.5", "'aceptance' is none of acceptance, layers"),
+        ("planted:tiny?acceptance=high", "acceptance is no number: 'high'"),
+        ("planted:tiny?acceptance=nan", "acceptance lies between 0 and 1"),
+        ("planted:tiny?acceptance=1.1", "acceptance lies between 0 and 1"),
+        ("planted:tiny?layers=0", "layers is at least 1"),
+        ("planted:tiny?seed=-1", "seed is at least 0"),
+        ("planted:tiny?scale=0", "scale is positive"),
+    ],
+)
+def test_bad_names_are_refused_with_the_field(name: str, message: str) -> None:
+    with pytest.raises(BadPlantedName, match=message):
+        parse_planted(name)
+    for field in ("target", "draft"):
+        with pytest.raises(ValidationError, match=rf"{field}\n.*{message}"):
+            ReplicaConfig(**{field: name})
+
+
+def test_a_planted_model_goes_with_another_planted_model_of_its_vocabulary_only() -> None:
+    with pytest.raises(PairRefused, match="has no tokenizer"):
+        load_pair(config("planted:tiny", "demo"))
+    with pytest.raises(PairRefused, match="151936 tokens"):
+        load_pair(config("planted:tiny", "planted:qwen3-0.6b"))
+    pair = load_pair(config("planted:tiny?scale=1", None))
+    assert pair.draft is None
+    assert pair.vocab_size == AutoConfig.for_model(**SHAPES["tiny"]).vocab_size
