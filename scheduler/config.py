@@ -27,8 +27,15 @@ class SchedulerConfig(BaseModel):
         default=4,
         ge=1,
         le=1000,
-        description="Groups that may pass over a resident before it anchors the next one; also"
-        " later requests that may be placed before a waiting one that does not fit.",
+        description="Later requests that may be placed before a waiting one that does not fit.",
+    )
+    wait_rounds: int = Field(
+        default=4,
+        ge=1,
+        le=1000,
+        description="Rounds (groups that hold all residents once) that a resident waits at most"
+        " between two steps; the more, the less its length differs from its group's. 1: residents"
+        " step in order of arrival.",
     )
     prefill_rows_max: int = Field(
         default=8, ge=1, le=1024, description="Prompts of one prefill order."

@@ -157,7 +157,7 @@ class Dispatcher:
             ideal_size(count, rows_max),
             rows_max,
             groups_needed(count, rows_max),
-            config.passes_max,
+            config.wait_rounds,
         )
         # Rows that wait would wait longer; where there are none, round trips are saved.
         long = alone and len(chosen) == len(replica.ready)

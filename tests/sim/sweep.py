@@ -38,6 +38,7 @@ def draw(seed: int, number: int) -> tuple[int, Knobs]:
         "cancels": rng.choice([0, 0, 2, 6, 20]),
         "deadly": rng.choice([0, 0, 0, 1, 2]),
         "kv_reserve": rng.choice([0.0, 0.25, 0.5, 1.0]),
+        "wait_rounds": rng.choice([1, 2, 4, 4, 7]),
     }
     known = {field.name for field in fields(Knobs)}
     assert set(drawn) <= known, f"no such knobs: {set(drawn) - known}"

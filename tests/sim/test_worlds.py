@@ -26,6 +26,7 @@ seeds = st.integers(0, 2**32 - 1)
         rows_max=st.sampled_from([1, 2, 3, 8]),
         orders_in_flight_max=st.integers(1, 4),
         passes_max=st.integers(1, 4),
+        wait_rounds=st.integers(1, 5),
         steps_per_order_max=st.sampled_from([1, 4]),
         residents_max=st.sampled_from([1, 5, 64]),
         waiting_requests_max=st.sampled_from([3, 4096]),

@@ -37,6 +37,7 @@ class Knobs:
     rows_max: int = 4
     orders_in_flight_max: int = 2
     passes_max: int = 3
+    wait_rounds: int = 4
     steps_per_order_max: int = 4
     residents_max: int = 16
     waiting_requests_max: int = 4096
@@ -81,7 +82,7 @@ class Watcher:
                 continue
             passes = replica.ready.passes(oldest)
             self.passes_most = max(self.passes_most, passes)
-            bound = passes_bound(self.rows_peak[replica.id], limit, scheduler.config.passes_max)
+            bound = passes_bound(self.rows_peak[replica.id], limit, scheduler.config.wait_rounds)
             assert passes <= bound, f"{oldest} was passed over {passes} times, bound {bound}"
 
 
@@ -137,6 +138,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         steps_per_order_max=knobs.steps_per_order_max,
         orders_in_flight_max=knobs.orders_in_flight_max,
         passes_max=knobs.passes_max,
+        wait_rounds=knobs.wait_rounds,
         prefill_rows_max=rng.choice([1, 4, 8]),
         prefill_tokens_max=rng.choice([16, 2048]),
         residents_max=knobs.residents_max,
