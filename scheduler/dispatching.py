@@ -17,7 +17,7 @@ from scheduler.orders import prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows, shunned
 from scheduler.pool import Pool
 from scheduler.residents import Replica
-from scheduler.sequence import Move, Sequence
+from scheduler.sequence import Sequence
 from scheduler.speculation import DraftPolicy
 
 
@@ -182,20 +182,17 @@ class Dispatcher:
     def _step(self, replica: Replica, rows: list[Sequence], steps: int) -> Order | None:
         """Up to `steps` steps of these ready rows, by rising length; None if blocks ran out."""
         draft_len = min(self._policy.draft_len(replica.id, rows), replica.spec.draft_len_max)
-        if steps > 1 and _growth(replica, rows, steps, draft_len) > replica.blocks_free:
+        blocks = _blocks_after(replica, rows, steps, draft_len)
+        if steps > 1 and _growth(rows, blocks) > replica.blocks_free:
             steps = 1
-        if _growth(replica, rows, steps, draft_len) > replica.blocks_free:
+            blocks = _blocks_after(replica, rows, steps, draft_len)
+        if _growth(rows, blocks) > replica.blocks_free:
             # What is in flight may end and free blocks; and its rows may be the ones to go.
             if not replica.orders:
                 self._preempt(replica)
             return None
         order_id = self._new_order_id()
-        if rows[0].rows_limit is None:
-            replica.ready.take([sequence.id for sequence in rows])
-        for sequence in rows:
-            self._pool.grow(sequence, _blocks_after(replica, sequence, steps, draft_len))
-            self._pool.move(sequence, Move.STEP)
-            sequence.order_id = order_id
+        self._pool.step(replica, rows, blocks, order_id)
         return speculate_order(order_id, replica.id, rows, draft_len, steps)
 
     def _preempt(self, replica: Replica) -> None:
@@ -219,15 +216,17 @@ class Dispatcher:
         return self._order_id
 
 
-def _blocks_after(replica: Replica, sequence: Sequence, steps: int, draft_len: int) -> int:
-    """Blocks for all that the row can hold after so many steps."""
-    length = min(sequence.length + steps * (draft_len + 1), sequence.length_max)
-    return blocks_needed(length, replica.spec.block_size)
+def _blocks_after(replica: Replica, rows: list[Sequence], steps: int, draft_len: int) -> list[int]:
+    """Blocks for all that each row can hold after so many steps."""
+    ahead = steps * (draft_len + 1)
+    block_size = replica.spec.block_size
+    return [blocks_needed(min(one.length + ahead, one.length_max), block_size) for one in rows]
 
 
-def _growth(replica: Replica, rows: list[Sequence], steps: int, draft_len: int) -> int:
-    """Blocks that the rows lack for so many steps."""
-    return sum(
-        max(_blocks_after(replica, sequence, steps, draft_len) - sequence.blocks, 0)
-        for sequence in rows
-    )
+def _growth(rows: list[Sequence], blocks: list[int]) -> int:
+    """Blocks that the rows lack, where each is to have those at its place."""
+    lacking = 0
+    for sequence, most in zip(rows, blocks, strict=True):
+        if most > sequence.blocks:
+            lacking += most - sequence.blocks
+    return lacking

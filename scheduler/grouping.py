@@ -36,10 +36,11 @@ EQSPEC without grouping does (arXiv 2510.22876).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import sub
 
 LEVEL = 0.4
 """Share of an even window's spread up to which a window is tight. Tried from 0.2 to 1."""
@@ -91,6 +92,8 @@ class ReadyRows:
 
     def __init__(self) -> None:
         self._by_length: list[_Key] = []
+        self._lengths: list[int] = []
+        """The lengths alone: a window is sought in every order, among all ready rows."""
         self._by_age: OrderedDict[str, tuple[_Key, int]] = OrderedDict()
         self._ready_number = 0
         self.orders = 0
@@ -108,18 +111,22 @@ class ReadyRows:
 
     def lengths(self) -> list[int]:
         """Lengths of all ready rows, rising."""
-        return [key[0] for key in self._by_length]
+        return list(self._lengths)
 
     def add(self, sequence_id: str, length: int) -> None:
         """The row is ready, from now on the youngest. Takes O(log n) comparisons."""
         self._ready_number += 1
         key = (length, self._ready_number, sequence_id)
-        insort(self._by_length, key)
+        # It is the youngest, so it stands behind all of its length.
+        at = bisect_right(self._lengths, length)
+        self._lengths.insert(at, length)
+        self._by_length.insert(at, key)
         self._by_age[sequence_id] = (key, self.orders)
 
     def remove(self, sequence_id: str) -> None:
         key, _ = self._by_age.pop(sequence_id)
-        del self._by_length[bisect_left(self._by_length, key)]
+        at = bisect_left(self._by_length, key)
+        del self._by_length[at], self._lengths[at]
 
     def passes(self, sequence_id: str) -> int:
         """How often the row was passed over since it became ready."""
@@ -145,22 +152,31 @@ class ReadyRows:
     def take(self, sequence_ids: Iterable[str]) -> None:
         """Removes the rows of an order that is dispatched: it passes the others over."""
         self.orders += 1
-        for sequence_id in sequence_ids:
-            self.remove(sequence_id)
+        keys = [self._by_age.pop(sequence_id)[0] for sequence_id in sequence_ids]
+        keys.sort()
+        first = bisect_left(self._by_length, keys[0])
+        last = first + len(keys)
+        if self._by_length[last - 1 : last] == keys[-1:]:
+            # A window, nearly always.
+            del self._by_length[first:last], self._lengths[first:last]
+            return
+        for key in keys:
+            at = bisect_left(self._by_length, key)
+            del self._by_length[at], self._lengths[at]
 
     def _window(self, size: int, anchor: _Key | None) -> int:
         """Start of the window: with an anchor the tightest that holds it, else by rule 1."""
-        rows = self._by_length
-        first, last = 0, len(rows) - size
+        lengths = self._lengths
+        first, last = 0, len(lengths) - size
         if anchor is not None:
-            at = bisect_left(rows, anchor)
+            at = bisect_left(self._by_length, anchor)
             first, last = max(first, at - size + 1), min(last, at)
-        shortest = rows[first : last + 1]
-        longest = rows[first + size - 1 : last + size]
-        spreads = [high[0] - low[0] for low, high in zip(shortest, longest, strict=True)]
+        shortest = lengths[first : last + 1]
+        longest = lengths[first + size - 1 : last + size]
+        spreads = list(map(sub, longest, shortest))
         least = min(spreads)
         if anchor is None:
-            tight = LEVEL * (rows[-1][0] - rows[0][0]) * size / len(rows)
+            tight = LEVEL * (lengths[-1] - lengths[0]) * size / len(lengths)
             if least <= tight:
                 return next(start for start, spread in enumerate(spreads) if spread <= tight)
         start = spreads.index(least)
@@ -183,6 +199,7 @@ class ReadyRows:
 
     def check_integrity(self) -> None:
         assert self._by_length == sorted(self._by_length), "ready rows are out of order"
+        assert self._lengths == [key[0] for key in self._by_length], "lengths of ready rows"
         assert {key[2] for key in self._by_length} == set(self._by_age), "ready rows differ"
         numbers = [key[1] for key, _ in self._by_age.values()]
         assert numbers == sorted(numbers), "ready rows are not in order of age"

@@ -50,6 +50,8 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
     assert sequence.state is not State.FINISHED, f"{name}: finished but kept"
     assert (sequence.order_id is not None) == (sequence.state in IN_FLIGHT), f"{name}: order"
     assert (sequence.replica_id is not None) == (sequence.state in RESIDENT), f"{name}: replica"
+    content = sequence.content()
+    assert sequence.length == len(content), f"{name}: length"
     if sequence.replica_id is not None:
         replica = pool.replicas.get(sequence.replica_id)
         assert replica is not None, f"{name}: on an unknown replica"

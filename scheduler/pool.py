@@ -85,24 +85,36 @@ class Pool:
         self.move(sequence, Move.PREFILL)
         self._reindex(replica)
 
-    def grow(self, sequence: Sequence, blocks: int) -> None:
-        """Reserves more blocks on its replica; fewer than it has change nothing."""
-        assert sequence.replica_id is not None
-        more = max(blocks - sequence.blocks, 0)
-        sequence.blocks += more
-        self.replicas[sequence.replica_id].blocks_used += more
+    def step(
+        self, replica: Replica, rows: list[Sequence], blocks: list[int], order_id: int
+    ) -> None:
+        """A speculate order takes these ready rows, all suspects or none.
+
+        Each gets the blocks that stand at its place in `blocks`; fewer than it has change nothing.
+        """
+        if rows[0].rows_limit is None:
+            replica.ready.take([sequence.id for sequence in rows])
+        else:
+            for sequence in rows:
+                del replica.suspects[sequence.id]
+        for sequence, most in zip(rows, blocks, strict=True):
+            if most > sequence.blocks:
+                replica.blocks_used += most - sequence.blocks
+                sequence.blocks = most
+            sequence.move(Move.STEP)
+            sequence.order_id = order_id
+        replica.rows_in[State.READY] -= len(rows)
+        replica.rows_in[State.STEPPING] += len(rows)
 
     def commit(
-        self, sequence: Sequence, row: RowResult, now_s: float
+        self, replica: Replica, sequence: Sequence, row: RowResult
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Books what a step committed; returns what `Sequence.commit` does."""
-        assert sequence.replica_id is not None
-        replica = self.replicas[sequence.replica_id]
-        replica.lengths_remove(sequence.length)
+        """Books what a step on its replica committed; returns what `Sequence.commit` does."""
+        before = sequence.length
         tokens, reason = sequence.commit(row)
-        replica.lengths_add(sequence.length)
+        if tokens:
+            replica.lengths_replace(before, sequence.length)
         self.outstanding_tokens -= len(tokens)
-        self.rate.add(len(tokens), now_s)
         return tokens, reason
 
     def move(self, sequence: Sequence, move: Move) -> None:
@@ -112,16 +124,17 @@ class Pool:
         if sequence.replica_id is None:
             return
         replica = self.replicas[sequence.replica_id]
+        after = sequence.state
         if before in RESIDENT:
             replica.rows_in[before] -= 1
-        if sequence.state in RESIDENT:
-            replica.rows_in[sequence.state] += 1
-        # `ReadyRows.take` has removed a row that steps by itself.
+        if after in RESIDENT:
+            replica.rows_in[after] += 1
         if before is State.READY:
-            replica.suspects.pop(sequence.id, None)
             if sequence.id in replica.ready:
                 replica.ready.remove(sequence.id)
-        if sequence.state is State.READY:
+            else:
+                del replica.suspects[sequence.id]
+        elif after is State.READY:
             if sequence.rows_limit is None:
                 replica.ready.add(sequence.id, sequence.length)
             else:

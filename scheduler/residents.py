@@ -185,3 +185,9 @@ class Replica:
 
     def lengths_remove(self, length: int) -> None:
         del self.lengths[bisect_left(self.lengths, length)]
+
+    def lengths_replace(self, before: int, after: int) -> None:
+        """A resident has grown."""
+        lengths = self.lengths
+        del lengths[bisect_left(lengths, before)]
+        insort(lengths, after)

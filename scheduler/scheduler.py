@@ -199,8 +199,10 @@ class Scheduler:
             if order.kind is OrderKind.PREFILL:
                 self._pool.move(sequence, Move.FILLED)
             else:
-                row = rows.get(sequence.id, RowResult(sequence.id))
-                committed += self._commit(sequence, row)
+                row = rows.get(sequence.id) or RowResult(sequence.id)
+                committed += self._commit(replica, sequence, row)
+        if committed:
+            self._pool.rate.add(committed, now_s)
         replica.figures.note(order, result, committed)
         replica.fails.discard(order.kind)
         replica.raise_rows_cap(order)
@@ -313,10 +315,10 @@ class Scheduler:
                 live.append(sequence)
         return live
 
-    def _commit(self, sequence: Sequence, row: RowResult) -> int:
+    def _commit(self, replica: Replica, sequence: Sequence, row: RowResult) -> int:
         """Books one row's tokens; returns how many count."""
         start = len(sequence.committed)
-        tokens, reason = self._pool.commit(sequence, row, self._now_s)
+        tokens, reason = self._pool.commit(replica, sequence, row)
         if tokens:
             self._out.append(Emit(sequence.id, start, tokens))
         self._pool.move(sequence, Move.STEPPED)

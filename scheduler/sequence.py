@@ -126,24 +126,21 @@ class Sequence:
     accepted_at: list[int] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
+    # Read many times in every order, and so kept instead of computed.
+    id: str = field(init=False)
+    length: int = field(init=False)
+    """Content length: prompt and committed tokens, padding never."""
+    length_max: int = field(init=False)
+    """Content length when the limit is reached."""
 
-    @property
-    def id(self) -> str:
-        return self.request.id
-
-    @property
-    def length(self) -> int:
-        """Content length: prompt and committed tokens, padding never."""
-        return len(self.request.prompt) + len(self.committed)
-
-    @property
-    def length_max(self) -> int:
-        """Content length when the limit is reached."""
-        return len(self.request.prompt) + self.request.max_new_tokens
+    def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.length = len(self.request.prompt) + len(self.committed)
+        self.length_max = len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def tokens_left(self) -> int:
-        return self.request.max_new_tokens - len(self.committed)
+        return self.length_max - self.length
 
     @property
     def live(self) -> bool:
@@ -170,13 +167,15 @@ class Sequence:
         assert self.live, f"{self.id}: a finished sequence never changes"
         kept, reason = truncate(row.tokens, self.tokens_left, self.request.stop_token_ids)
         self.committed.extend(kept)
+        self.length += len(kept)
         self.steps += row.steps
         self.draft_tokens += row.draft_tokens
-        missing = len(row.accepted_at) - len(self.accepted_at)
+        accepted_at = self.accepted_at
+        missing = len(row.accepted_at) - len(accepted_at)
         if missing > 0:
-            self.accepted_at.extend([0] * missing)
+            accepted_at.extend([0] * missing)
         for position, count in enumerate(row.accepted_at):
-            self.accepted_at[position] += count
+            accepted_at[position] += count
         if kept and self.length > self.broke_at:
             self.failures = self.attempts = 0
             if self.length > self.suspect_until:
