@@ -23,43 +23,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, ValuesView
 
 from scheduler.messages import Priority
+from scheduler.ordered import Key, Ordered
 from scheduler.sequence import Sequence
 
 _SLACK = 64
-
-_Key = tuple[float, int, str]
-"""(time [s], number, id): when it is due, or when it arrived."""
-
-
-class _Ordered:
-    """Keys in rising order; emptied from the front mostly, which costs no move of the others."""
-
-    def __init__(self) -> None:
-        self._keys: list[_Key] = []
-        self._head = 0
-        """Keys before it are gone."""
-
-    def __len__(self) -> int:
-        return len(self._keys) - self._head
-
-    def add(self, key: _Key) -> None:
-        insort(self._keys, key, lo=self._head)
-
-    def remove(self, key: _Key) -> None:
-        at = bisect_left(self._keys, key, lo=self._head)
-        assert self._keys[at] == key, f"{key[2]} does not wait"
-        if at != self._head:
-            del self._keys[at]
-            return
-        self._head += 1
-        if self._head > _SLACK and 2 * self._head > len(self._keys):
-            del self._keys[: self._head]
-            self._head = 0
-
-    def at(self, index: int) -> _Key | None:
-        """The key at this place in the order, or None beyond the last."""
-        index += self._head
-        return self._keys[index] if index < len(self._keys) else None
 
 
 class _Tenant:
@@ -68,7 +35,8 @@ class _Tenant:
     def __init__(self, served: float) -> None:
         self.served = served
         """Tokens charged, on the class's scale of virtual time."""
-        self.due = _Ordered()
+        self.due = Ordered()
+        """(time [s], number, id)"""
 
 
 class _Class:
@@ -81,9 +49,10 @@ class _Class:
         """(served, tenant) of those who wait, the least served first."""
         self.served = 0.0
         """The class's virtual time: where a tenant begins that comes anew."""
-        self.arrivals = _Ordered()
+        self.arrivals = Ordered()
+        """(time [s], number, id)"""
 
-    def add(self, tenant_name: str, due: _Key, arrival: _Key) -> None:
+    def add(self, tenant_name: str, due: Key, arrival: Key) -> None:
         tenant = self.tenants.get(tenant_name)
         if tenant is None:
             tenant = self.tenants[tenant_name] = _Tenant(self.served)
@@ -93,7 +62,7 @@ class _Class:
         tenant.due.add(due)
         self.arrivals.add(arrival)
 
-    def remove(self, tenant_name: str, due: _Key, arrival: _Key) -> None:
+    def remove(self, tenant_name: str, due: Key, arrival: Key) -> None:
         tenant = self.tenants[tenant_name]
         tenant.due.remove(due)
         self.arrivals.remove(arrival)
@@ -136,22 +105,21 @@ class _Class:
         """Ids as they would be served, one after the other. O(log n) for each."""
         order = self.order
         upcoming = 0
-        ahead: list[tuple[float, str, int]] = []
-        """(served, tenant, place): tenants of whom one or more were given out already."""
+        ahead: list[tuple[float, str, Key, Iterator[Key]]] = []
+        """(served, tenant, next, those after it): tenants of whom somebody was given out."""
         while upcoming < len(order) or ahead:
             if upcoming < len(order) and (not ahead or order[upcoming] <= ahead[0][:2]):
                 served, name = order[upcoming]
                 upcoming += 1
-                place = 0
+                others = iter(self.tenants[name].due)
+                key = next(others)
             else:
-                served, name, place = heapq.heappop(ahead)
-            due = self.tenants[name].due
-            key = due.at(place)
-            assert key is not None
+                served, name, key, others = heapq.heappop(ahead)
             yield key[2]
-            if due.at(place + 1) is not None:
+            following = next(others, None)
+            if following is not None:
                 served += _tokens(waiting[key[2]])
-                heapq.heappush(ahead, (served, name, place + 1))
+                heapq.heappush(ahead, (served, name, following, others))
 
 
 class _Scan:
@@ -159,16 +127,16 @@ class _Scan:
 
     def __init__(self, priority: Priority, one: _Class, waiting: Mapping[str, Sequence]) -> None:
         self.priority = priority
-        self._arrivals = one.arrivals
-        self._arrival = 0
+        self._arrivals = iter(one.arrivals)
+        self._oldest = next(self._arrivals, None)
         self._in_order = one.in_order(waiting)
         self._given: set[str] = set()
 
-    def oldest(self) -> _Key | None:
+    def oldest(self) -> Key | None:
         """The one that arrived first of those not given out."""
-        while (key := self._arrivals.at(self._arrival)) is not None and key[2] in self._given:
-            self._arrival += 1
-        return key
+        while self._oldest is not None and self._oldest[2] in self._given:
+            self._oldest = next(self._arrivals, None)
+        return self._oldest
 
     def give(self, sequence_id: str) -> str:
         self._given.add(sequence_id)
@@ -203,7 +171,11 @@ class WaitingQueue(Mapping[str, Sequence]):
     def __iter__(self) -> Iterator[str]:
         for _, sequence_id in self._first:
             yield sequence_id
-        scans = [_Scan(name, one, self._sequences) for name, one in self._classes.items()]
+        classes = [(name, one) for name, one in self._classes.items() if len(one.arrivals)]
+        if len(classes) == 1:
+            yield from classes[0][1].in_order(self._sequences)
+            return
+        scans = [_Scan(name, one, self._sequences) for name, one in classes]
         while ranked := [(oldest, scan) for scan in scans if (oldest := scan.oldest())]:
             oldest, scan = min(ranked, key=lambda pair: self._urgency(*pair))
             if scan is ranked[0][1]:
@@ -244,13 +216,13 @@ class WaitingQueue(Mapping[str, Sequence]):
         request = sequence.request
         self._classes[request.priority].charge(request.tenant, _tokens(sequence))
 
-    def _due(self, sequence: Sequence) -> _Key:
+    def _due(self, sequence: Sequence) -> Key:
         due_s = sequence.arrived_s + self._age_s
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
         return (due_s, sequence.number, sequence.id)
 
-    def _urgency(self, oldest: _Key, scan: _Scan) -> tuple[float, Priority]:
+    def _urgency(self, oldest: Key, scan: _Scan) -> tuple[float, Priority]:
         return (oldest[0] + self._age_s * scan.priority, scan.priority)
 
     def check_integrity(self) -> None:
@@ -267,7 +239,7 @@ class WaitingQueue(Mapping[str, Sequence]):
             assert len(one.arrivals) == size, "arrivals differ"
 
 
-def _arrival(sequence: Sequence) -> _Key:
+def _arrival(sequence: Sequence) -> Key:
     return (sequence.arrived_s, sequence.number, sequence.id)
 
 
