@@ -37,12 +37,15 @@ from scheduler.messages import (
 
 @dataclass
 class Resident:
-    """A sequence whose KV cache is here. Target KV is always valid for len(content) - 1."""
+    """A sequence whose KV cache is here. Target KV is valid for len(content) - 1 positions, but for
+    `to_fill` while it is being prefilled."""
 
     content: list[int]
     tokens_left: int
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    to_fill: int = 0
+    """KV positions of both models that prefill orders are still to fill; 0 before any step."""
     draft_kv: int = 0
     """Valid draft KV positions: len(content) - 1 or - 2 after a step, less after draft_len 0."""
 
@@ -149,17 +152,16 @@ class Replica:
         for resident in self._residents.values():
             assert 0 <= resident.draft_kv <= len(resident.content) - 1
             assert resident.tokens_left >= 0
+            assert 0 <= resident.to_fill < len(resident.content)
 
     # ------------------------------------------------------------------ prefill
 
     def _prefill(self, order: Order) -> StepResult:
         start = perf_counter()
         watch = Stopwatch(self._device)
+        ids = [row.sequence_id for row in order.prefill]
         try:
-            for row in order.prefill:
-                self._admit(row)
-            ids = [row.sequence_id for row in order.prefill]
-            spans = [(0, len(row.tokens) - 1) for row in order.prefill]
+            spans = [self._span(row) for row in order.prefill]
             with watch.section("prefill"):
                 self._fill(self._target, ids, spans)
                 if self._draft is not None:
@@ -167,11 +169,13 @@ class Replica:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except BaseException:
-            self.release(row.sequence_id for row in order.prefill)
+            self.release(ids)
             raise
-        if self._draft is not None:
-            for sequence_id, (_, end) in zip(ids, spans, strict=True):
-                self._residents[sequence_id].draft_kv = end
+        for sequence_id, (_, end) in zip(ids, spans, strict=True):
+            resident = self._residents[sequence_id]
+            resident.to_fill = len(resident.content) - 1 - end
+            if self._draft is not None:
+                resident.draft_kv = end
         return StepResult(
             order_id=order.id,
             replica_id=order.replica_id,
@@ -179,15 +183,31 @@ class Replica:
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
         )
 
-    def _admit(self, row: PrefillRow) -> None:
-        assert row.sequence_id not in self._residents, f"{row.sequence_id} is resident already"
+    def _span(self, row: PrefillRow) -> tuple[int, int]:
+        """The KV positions [begin, end) that this order fills of a row, which is resident now."""
+        resident = self._residents.get(row.sequence_id)
+        assert bool(row.tokens) == (resident is None), f"{row.sequence_id}: resident already, or not"
+        resident = resident or self._admit(row)
+        most = len(resident.content) - 1
+        begin = most - resident.to_fill
+        end = most if row.until is None else row.until
+        assert row.begin == begin <= end <= most, (
+            f"{row.sequence_id}: the pool fills {row.begin} to {row.until},"
+            f" {begin} of {most} positions are filled"
+        )
+        return begin, end
+
+    def _admit(self, row: PrefillRow) -> Resident:
         self._own(row.sequence_id, row.blocks, len(row.tokens))
-        self._residents[row.sequence_id] = Resident(
+        resident = Resident(
             content=list(row.tokens),
             tokens_left=row.tokens_left,
             sampling=row.sampling,
             stop_token_ids=frozenset(row.stop_token_ids),
+            to_fill=len(row.tokens) - 1,
         )
+        self._residents[row.sequence_id] = resident
+        return resident
 
     def _own(self, sequence_id: str, blocks: int, positions: int) -> None:
         """Give the sequence its blocks; the pool has set them aside and says how many."""
@@ -282,6 +302,7 @@ class Replica:
             f"{row.sequence_id}: the pool says {row.length} tokens,"
             f" {len(resident.content)} are here"
         )
+        assert resident.to_fill == 0, f"{row.sequence_id} is filled in part only"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
         assert row.draft_len == 0 or self._draft is not None, "drafting needs a draft"
         return resident

@@ -33,7 +33,7 @@ def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica |
         return None
     if groups_needed(load + 1, config.rows_max) >= groups_needed(replica.load, config.rows_max):
         return None
-    if target.alone is not None or target.suspects:
+    if target.alone is not None or target.suspects or target.partial:
         return None
     if target.ready and target.last_kind is OrderKind.PREFILL:
         return None

@@ -38,12 +38,16 @@ class SchedulerConfig(BaseModel):
         " step in order of arrival.",
     )
     prefill_rows_max: int = Field(
-        default=8, ge=1, le=1024, description="Prompts of one prefill order."
+        default=8,
+        ge=1,
+        le=1024,
+        description="Prompts of one prefill order; two at least while a long one is being filled.",
     )
     prefill_tokens_max: int = Field(
         default=2048,
         ge=1,
-        description="Tokens of one prefill order; a single longer prompt still goes alone.",
+        description="Tokens of one prefill order; a longer prompt is filled over several, with "
+        "decode orders between them.",
     )
     residents_max: int = Field(
         default=256, ge=1, description="Sequences whose KV cache a replica holds at once."

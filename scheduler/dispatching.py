@@ -12,10 +12,11 @@ from __future__ import annotations
 from scheduler.admission import blocks_needed
 from scheduler.config import SchedulerConfig
 from scheduler.grouping import groups_needed, ideal_size, may_step
-from scheduler.messages import Action, Dispatch, Interrupt, Order, OrderKind, Release
+from scheduler.messages import Action, Dispatch, Interrupt, Order, Release
 from scheduler.orders import prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows, shunned
 from scheduler.pool import Pool
+from scheduler.prefilling import chunks, goes_first, room_for_waiting
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
 from scheduler.speculation import DraftPolicy
@@ -83,8 +84,8 @@ class Dispatcher:
             self._out.append(Dispatch(order))
 
     def _next_order(self, replica: Replica) -> Order | None:
-        """Suspects first, by themselves. Then free places are filled, but never by two prefill
-        orders in a row while rows are ready, so that neither waiting nor ready rows starve."""
+        """Suspects first, by themselves. Then free places are filled, in chunks that take turns
+        with steps; see `prefilling`."""
         if replica.alone is not None:
             return None
         self._drop_vain_claim(replica)
@@ -98,24 +99,27 @@ class Dispatcher:
             return self._step_ready(replica, someone_waits=True)
         pool = self._pool
         ready = len(replica.ready)
+        budget = self._policy.prefill_tokens(replica.id, ready, self._config.prefill_tokens_max)
         choice = Choice()
         if pool.waiting:
-            choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self._config)
+            room = room_for_waiting(replica, budget, self._config)
+            choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self._config, room)
             if choice.claim is not None:
                 pool.claim(choice.claim, replica)
                 if replica.orders and self._clears(replica):
                     self.interrupt(replica, self._out)
                     return None
-        if choice.rows and not (ready and replica.last_kind is OrderKind.PREFILL):
-            return self._prefill(replica, choice)
+        to_fill = bool(choice.rows or replica.partial)
+        if to_fill and goes_first(replica):
+            return self._prefill(replica, choice, budget)
         if may_step(
             ready,
             replica.stepping,
-            replica.prefilling,
+            replica.joining,
             len(replica.orders),
             replica.rows_max(self._config.rows_max),
         ):
-            return self._step_ready(replica, someone_waits=bool(choice.rows))
+            return self._step_ready(replica, someone_waits=to_fill)
         return None
 
     def _drop_vain_claim(self, replica: Replica) -> None:
@@ -135,18 +139,22 @@ class Dispatcher:
         claimant = replica.claimed_by
         return claimant is not None and self._pool.waiting[claimant].rows_limit is not None
 
-    def _prefill(self, replica: Replica, choice: Choice) -> Order:
+    def _prefill(self, replica: Replica, choice: Choice, budget: int) -> Order:
+        """Chunks of the chosen rows and of those that were begun."""
         order_id = self._new_order_id()
         for sequence, count in choice.overtaken:
             sequence.overtaken += count
+        given = chunks(replica, choice.rows, budget, self._config)
         for sequence in choice.rows:
             if sequence.claim is not None:
                 self.touch(sequence.claim)
             self._pool.place(sequence, replica)
+        for sequence, _, until in given:
+            self._pool.fill(sequence, until)
             sequence.order_id = order_id
-        if choice.rows[0].rows_limit is not None:
+        if given[0][0].rows_limit is not None:
             replica.alone = order_id
-        return prefill_order(order_id, replica.id, choice.rows)
+        return prefill_order(order_id, replica.id, given)
 
     def _step_ready(self, replica: Replica, someone_waits: bool) -> Order | None:
         config = self._config

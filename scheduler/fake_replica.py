@@ -71,6 +71,8 @@ class _Row:
     stop_token_ids: tuple[int, ...]
     blocks: int
     """Blocks that it owns."""
+    to_fill: int = 0
+    """KV positions that its prefill has not filled yet."""
 
 
 class FakeReplica:
@@ -101,7 +103,10 @@ class FakeReplica:
         assert bool(order.prefill) == prefill, "prefill rows and kind differ"
         assert bool(order.rows) != prefill, "step rows and kind differ"
         for prefill_row in order.prefill:
-            assert prefill_row.sequence_id not in self._residents, "prefill of a resident"
+            resident = self._residents.get(prefill_row.sequence_id)
+            assert bool(prefill_row.tokens) == (resident is None), "prefill of a resident"
+            if resident is not None:
+                assert resident.to_fill > 0, "prefill of what is filled"
             self._hold(prefill_row.sequence_id)
         lengths = [row.length for row in order.rows]
         assert lengths == sorted(lengths), "rows do not rise by length"
@@ -128,8 +133,10 @@ class FakeReplica:
                 del self._residents[sequence_id]
 
     def fail(self, order: Order) -> None:
-        """The order could not be run; its rows are as they were before."""
-        self._unfilled.update(row.sequence_id for row in order.prefill)
+        """The order could not be run; its rows are as they were before, those of a prefill gone."""
+        for row in order.prefill:
+            self._residents.pop(row.sequence_id, None)
+            self._unfilled.add(row.sequence_id)
 
     def run(self, order: Order, step_s: float) -> StepResult:
         """Runs a received order, which holds its rows until `end`.
@@ -149,19 +156,29 @@ class FakeReplica:
         for row in order.rows:
             resident = self._residents[row.sequence_id]
             assert row.length == resident.length, "the pool's length differs from the replica's"
+            assert resident.to_fill == 0, "a step for a row that is not filled"
             most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
             self._own(resident, row.blocks, row.length + most - 1)
         rows = [self._residents[row.sequence_id] for row in order.rows]
         return Run(order, rows, self.acceptance, self._rng, self.spec.vocab_size)
 
     def _fill(self, row: PrefillRow) -> None:
+        resident = self._residents.get(row.sequence_id) or self._admit(row)
+        filled = resident.length - 1 - resident.to_fill
+        until = resident.length - 1 if row.until is None else row.until
+        assert row.begin == filled <= until < resident.length, "a chunk does not follow the last"
+        resident.to_fill = resident.length - 1 - until
+
+    def _admit(self, row: PrefillRow) -> _Row:
         assert row.tokens_left >= 1, "a complete sequence was prefilled"
         assert len(row.tokens) + row.tokens_left <= self.spec.context_len, "beyond the context"
         state = fold(0, row.tokens)
         seed, stops = row.sampling.seed, row.stop_token_ids
-        resident = _Row(len(row.tokens), state, row.tokens_left, seed, stops, 0)
+        length = len(row.tokens)
+        resident = _Row(length, state, row.tokens_left, seed, stops, 0, length - 1)
         self._residents[row.sequence_id] = resident
-        self._own(resident, row.blocks, len(row.tokens))
+        self._own(resident, row.blocks, length)
+        return resident
 
     def _own(self, resident: _Row, blocks: int, positions: int) -> None:
         assert blocks_needed(positions, self.spec.block_size) <= blocks, "too few blocks"

@@ -66,6 +66,12 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
             assert kind is None or kind is order.kind, f"{name}: order of another kind"
     else:
         assert sequence.blocks == 0, f"{name}: blocks without a replica"
+        assert sequence.filled == 0, f"{name}: filled without a replica"
+    if sequence.state is State.PARTIAL:
+        assert 0 < sequence.filled < sequence.fill, f"{name}: filled in part"
+        assert sequence.rows_limit is None, f"{name}: a suspect is filled at once"
+    if sequence.state in (State.READY, State.STEPPING):
+        assert 0 <= sequence.filled <= sequence.fill, f"{name}: not filled"
     if sequence.claim is not None:
         assert sequence.state is State.WAITING, f"{name}: claims a replica without waiting"
         assert pool.replicas[sequence.claim].claimed_by == sequence.id, f"{name}: claim"
@@ -89,6 +95,8 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
     assert replica.lengths == sorted(one.length for one in residents), f"{name}: lengths"
     for state, count in replica.rows_in.items():
         assert count == sum(one.state is state for one in residents), f"{name}: count of {state}"
+    partial = {one.id for one in residents if one.state is State.PARTIAL}
+    assert set(replica.partial) == partial, f"{name}: rows that are filled in part"
     ready = {one.id: one.length for one in residents if one.state is State.READY}
     suspects = {one.id for one in residents if one.state is State.READY and one.rows_limit}
     assert set(replica.suspects) == suspects, f"{name}: suspects"
@@ -108,10 +116,10 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
     in_flight = {one.id for one in residents if one.state in IN_FLIGHT}
     assert set(held) == in_flight, f"{name}: rows of its orders"
     if replica.draining:
-        assert not ready, f"{name}: drains but keeps ready rows"
+        assert not ready and not partial, f"{name}: drains but keeps rows"
         assert replica.claimed_by is None, f"{name}: drains but is claimed"
-    if ready:
-        assert replica.orders, f"{name}: ready rows and no order"
+    if ready or partial:
+        assert replica.orders, f"{name}: rows that could go on and no order"
     if replica.claimed_by is not None:
         claimant = pool.waiting.get(replica.claimed_by)
         assert claimant is not None, f"{name}: claimed by nobody who waits"

@@ -67,17 +67,24 @@ class OrderKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """A sequence that becomes a resident: its KV cache is filled for all tokens but the last."""
+    """A sequence that becomes a resident: its KV cache is filled for all tokens but the last.
+
+    A long one is filled over several orders. Between them it is a resident that no step takes.
+    """
 
     sequence_id: str
     tokens: tuple[int, ...]
-    """All content: prompt, then committed tokens."""
+    """All content: prompt, then committed tokens. Empty in all its orders but the first."""
     tokens_left: int
     """How many more tokens the sequence may commit, at least 1."""
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     blocks: int
     """KV blocks that the sequence owns from now on."""
+    begin: int = 0
+    """KV positions that earlier orders have filled."""
+    until: int | None = None
+    """KV positions that are valid after this order. None: all of `tokens` but the last."""
 
 
 @dataclass(frozen=True, slots=True)

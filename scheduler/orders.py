@@ -7,18 +7,25 @@ from scheduler.sequence import Sequence
 from scheduler.speculation import row_draft_len
 
 
-def prefill_order(order_id: int, replica_id: str, sequences: list[Sequence]) -> Order:
-    """All content of these sequences, for a replica that holds nothing of them."""
+def prefill_order(
+    order_id: int, replica_id: str, chunks: list[tuple[Sequence, int, int]]
+) -> Order:
+    """Fills each of these sequences (sequence, begin, until).
+
+    One that begins at 0 is new to the replica and comes with all its content.
+    """
     rows = tuple(
         PrefillRow(
             sequence_id=sequence.id,
-            tokens=sequence.content(),
+            tokens=() if begin else sequence.content(),
             tokens_left=sequence.tokens_left,
             sampling=sequence.request.sampling,
             stop_token_ids=sequence.request.stop_token_ids,
             blocks=sequence.blocks,
+            begin=begin,
+            until=until,
         )
-        for sequence in sequences
+        for sequence, begin, until in chunks
     )
     return Order(order_id, replica_id, OrderKind.PREFILL, prefill=rows)
 
@@ -50,6 +57,14 @@ def order_rows(order: Order) -> list[str]:
     if order.kind is OrderKind.PREFILL:
         return [prefill_row.sequence_id for prefill_row in order.prefill]
     return [step_row.sequence_id for step_row in order.rows]
+
+
+def prefill_tokens(order: Order) -> int:
+    """KV positions that an order fills, those included that the replica may find filled."""
+    return sum(
+        (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
+        for row in order.prefill
+    )
 
 
 def order_spread(order: Order) -> int:

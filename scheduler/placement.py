@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from scheduler.config import SchedulerConfig
+from scheduler.prefilling import Room
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
 
@@ -121,18 +122,20 @@ def next_rows(
     open_replicas: Iterable[tuple[int, str]],
     replicas: Mapping[str, Replica],
     config: SchedulerConfig,
+    room: Room,
 ) -> Choice:
     """What this replica takes from the front of the queue for one prefill order.
 
     `waiting` is the queue by id, front first; waiting_scan_max sequences at most are looked at, not
-    counting SKIPS_FACTOR times as many that an empty replica of this spec could not hold. A row
-    beyond the order's token budget ends the order; the first row always goes, however long.
+    counting SKIPS_FACTOR times as many that an empty replica of this spec could not hold. `room` is
+    what the order has for them: a row that is begun with what is left ends the order, and so does
+    one for which nothing is left.
     """
     choice = Choice()
-    rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
+    rows_most = min(room.rows, config.residents_max - replica.load)
     if replica.draining or rows_most <= 0:
         return choice
-    tokens = taken = taken_most = 0
+    taken = taken_most = 0
     passed_over: list[tuple[Sequence, int]] = []
     # Asked once: a lighter replica's load does not change while this one chooses.
     lighter = _lighter(replica, open_replicas, replicas, config)
@@ -174,7 +177,13 @@ def next_rows(
                     rows_most, len(choice.rows) + config.passes_max - sequence.overtaken
                 )
             continue
-        if choice.rows and tokens + sequence.length > config.prefill_tokens_max:
+        tokens = room.takes(sequence.fill)
+        if sequence.rows_limit is not None and tokens < sequence.fill:
+            # A suspect is filled at once, however long it is.
+            if choice.rows:
+                break
+            tokens = sequence.fill
+        elif tokens < 0:
             break
         load = replica.load + len(choice.rows)
         if any(
@@ -187,7 +196,9 @@ def next_rows(
         choice.rows.append(sequence)
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
-        tokens += sequence.length
+        if tokens < sequence.fill:
+            break
+        room = room.less(tokens)
     choice.overtaken = [
         (sequence, len(choice.rows) - before)
         for sequence, before in passed_over

@@ -82,8 +82,12 @@ class Pool:
         replica.blocks_used += sequence.blocks
         replica.blocks_most += replica.blocks_limit(sequence)
         replica.lengths_add(sequence.length)
-        self.move(sequence, Move.PREFILL)
         self._reindex(replica)
+
+    def fill(self, sequence: Sequence, until: int) -> None:
+        """A prefill order fills the placed sequence up to this KV position."""
+        self.move(sequence, Move.PREFILL)
+        sequence.filled = until
 
     def step(
         self, replica: Replica, rows: list[Sequence], blocks: list[int], order_id: int
@@ -129,6 +133,10 @@ class Pool:
             replica.rows_in[before] -= 1
         if after in RESIDENT:
             replica.rows_in[after] += 1
+        if before is State.PARTIAL:
+            del replica.partial[sequence.id]
+        elif after is State.PARTIAL:
+            replica.partial[sequence.id] = sequence
         if before is State.READY:
             if sequence.id in replica.ready:
                 replica.ready.remove(sequence.id)
@@ -182,7 +190,7 @@ class Pool:
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)
         replica.lengths_remove(sequence.length)
-        sequence.blocks = 0
+        sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
         sequence.order_id = None
         self._reindex(replica)

@@ -76,6 +76,8 @@ class Replica:
     """Ready rows, but for suspects."""
     suspects: dict[str, Sequence] = field(default_factory=dict)
     """Ready rows that may not run with others; see `blame`. The one that waits longest first."""
+    partial: dict[str, Sequence] = field(default_factory=dict)
+    """Rows between two prefill orders. A suspect is never among them: it is filled in one."""
     orders: dict[int, Order] = field(default_factory=dict)
     """Orders in flight by id."""
     rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
@@ -115,6 +117,14 @@ class Replica:
     @property
     def prefilling(self) -> int:
         return self.rows_in[State.PREFILLING]
+
+    @property
+    def joining(self) -> int:
+        """Rows that are ready once the prefill orders in flight are done."""
+        if not self.prefilling:
+            return 0
+        rows = (self.residents[row.sequence_id] for o in self.orders.values() for row in o.prefill)
+        return sum(one.state is State.PREFILLING and one.filled == one.fill for one in rows)
 
     def blocks_for(self, sequence: Sequence) -> int:
         """Blocks to reserve when it is placed. It may need more later, but never if it was

@@ -197,7 +197,8 @@ class Scheduler:
         rows = {row.sequence_id: row for row in result.rows}
         for sequence in self._rows_back(replica, order):
             if order.kind is OrderKind.PREFILL:
-                self._pool.move(sequence, Move.FILLED)
+                whole = sequence.filled == sequence.fill
+                self._pool.move(sequence, Move.FILLED if whole else Move.CHUNK)
             else:
                 row = rows.get(sequence.id) or RowResult(sequence.id)
                 committed += self._commit(replica, sequence, row)
@@ -350,9 +351,9 @@ class Scheduler:
             self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: Replica) -> None:
-        """A draining replica's ready rows wait again."""
-        ready = (*replica.ready, *replica.suspects)
-        self._send_back(replica, [replica.residents[row] for row in ready])
+        """A draining replica's rows wait again, but for those that orders hold."""
+        rows = (*replica.partial, *replica.ready, *replica.suspects)
+        self._send_back(replica, [replica.residents[row] for row in rows])
 
     def _balance(self, replica: Replica) -> None:
         """Moves ready rows to a replica with far fewer, where that is worth their prefill."""

@@ -22,8 +22,11 @@ class State(StrEnum):
     """In the queue, on no replica."""
     PREFILLING = "prefilling"
     """In a prefill order in flight; its blocks are reserved."""
+    PARTIAL = "partial"
+    """A resident between two prefill orders: its KV cache is filled in part and no order in flight
+    holds it."""
     READY = "ready"
-    """A resident that no order in flight holds."""
+    """A resident, filled, that no order in flight holds."""
     STEPPING = "stepping"
     """A resident in a speculate order in flight."""
     LEAVING = "leaving"
@@ -37,8 +40,10 @@ class Move(StrEnum):
 
     PREFILL = "prefill"
     """A prefill order with its row is dispatched."""
+    CHUNK = "chunk"
+    """That order is done, and there is more to fill."""
     FILLED = "filled"
-    """That order is done."""
+    """That order is done, and with it the prefill."""
     STEP = "step"
     """A speculate order with its row is dispatched."""
     STEPPED = "stepped"
@@ -55,13 +60,17 @@ class Move(StrEnum):
 LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
     {
         (State.WAITING, Move.PREFILL): State.PREFILLING,
+        (State.PREFILLING, Move.CHUNK): State.PARTIAL,
+        (State.PARTIAL, Move.PREFILL): State.PREFILLING,
         (State.PREFILLING, Move.FILLED): State.READY,
         (State.READY, Move.STEP): State.STEPPING,
         (State.STEPPING, Move.STEPPED): State.READY,
         (State.PREFILLING, Move.RETURN): State.WAITING,
+        (State.PARTIAL, Move.RETURN): State.WAITING,
         (State.READY, Move.RETURN): State.WAITING,
         (State.STEPPING, Move.RETURN): State.WAITING,
         (State.WAITING, Move.FINISH): State.FINISHED,
+        (State.PARTIAL, Move.FINISH): State.FINISHED,
         (State.READY, Move.FINISH): State.FINISHED,
         (State.PREFILLING, Move.FINISH): State.LEAVING,
         (State.STEPPING, Move.FINISH): State.LEAVING,
@@ -73,7 +82,9 @@ LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
 IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
 """States in which exactly one order in flight holds the row."""
 
-RESIDENT = frozenset({State.PREFILLING, State.READY, State.STEPPING, State.LEAVING})
+RESIDENT = frozenset(
+    {State.PREFILLING, State.PARTIAL, State.READY, State.STEPPING, State.LEAVING}
+)
 """States in which blocks of a replica are reserved."""
 
 
@@ -93,6 +104,8 @@ class Sequence:
     """The order in flight that holds the row, else None."""
     blocks: int = 0
     """Blocks reserved on its replica."""
+    filled: int = 0
+    """While it is being filled: its valid KV positions once the order in flight is done."""
     overtaken: int = 0
     """How many later requests were placed while this one waited and did not fit."""
     claim: str | None = None
@@ -141,6 +154,11 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         return self.length_max - self.length
+
+    @property
+    def fill(self) -> int:
+        """KV positions that its prefill fills: the last token has none yet."""
+        return self.length - 1
 
     @property
     def live(self) -> bool:

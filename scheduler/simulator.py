@@ -41,7 +41,7 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.orders import order_spread
+from scheduler.orders import order_spread, prefill_tokens
 from scheduler.scheduler import Scheduler
 
 StepTime = Callable[[Order], float]
@@ -54,7 +54,7 @@ Watch = Callable[[float, Event, list[Action]], None]
 def linear_step_time(order: Order) -> float:
     """A small fixed cost and a part per token, in seconds; for worlds that need just some time."""
     if order.kind is OrderKind.PREFILL:
-        return 0.002 + 5e-6 * sum(len(row.tokens) for row in order.prefill)
+        return 0.002 + 5e-6 * prefill_tokens(order)
     return 0.004 + 2e-5 * sum(row.draft_len + 1 for row in order.rows)
 
 

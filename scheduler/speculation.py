@@ -25,6 +25,10 @@ class DraftPolicy(Protocol):
     def draft_len(self, replica_id: str, rows: Rows[Sequence]) -> int:
         """k for the next order with these rows, at least 0; a request may cap its own row."""
 
+    def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
+        """KV positions that the next prefill order may fill, in [1, most], while so many rows are
+        ready: each of them waits for it."""
+
     def observe(self, order: Order, result: StepResult) -> None:
         """An order is done: its times, and what its rows accepted."""
 
@@ -43,6 +47,9 @@ class FixedDraft:
 
     def draft_len(self, replica_id: str, rows: Rows[Sequence]) -> int:
         return self._draft_len
+
+    def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
+        return most
 
     def observe(self, order: Order, result: StepResult) -> None:
         """A fixed choice learns nothing."""

@@ -117,8 +117,9 @@ class TroubledReplica(FakeReplica):
         self._serial = 0
 
     def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
-        firsts = [row.tokens[0] for row in order.prefill]
-        firsts += [self._residents[row.sequence_id].content[0] for row in order.rows]
+        firsts = [row.tokens[0] for row in order.prefill if row.tokens]
+        held = [row for row in (*order.prefill, *order.rows) if row.sequence_id in self._residents]
+        firsts += [self._residents[row.sequence_id].content[0] for row in held]
         self._serial += 1
         self._stage.write_doing(order.kind.value, firsts, self._serial)
         try:

@@ -83,10 +83,12 @@ class FakeReplica:
         if order.kind is OrderKind.PREFILL:
             time.sleep(self._prefill_s)
             for row in order.prefill:
-                assert row.sequence_id not in self._residents, "prefilled twice"
-                self._residents[row.sequence_id] = _Resident(
-                    list(row.tokens), row.tokens_left, row.stop_token_ids
-                )
+                known = row.sequence_id in self._residents
+                assert known != bool(row.tokens), "content comes with the first chunk, and once"
+                if not known:
+                    self._residents[row.sequence_id] = _Resident(
+                        list(row.tokens), row.tokens_left, row.stop_token_ids
+                    )
             rows = tuple(RowResult(row.sequence_id) for row in order.prefill)
             return StepResult(order.id, order.replica_id, rows)
         taken = {row.sequence_id: _Row(row.draft_len) for row in order.rows}

@@ -33,6 +33,7 @@ class Client:
         self.contents: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
+        self.filled: dict[str, int] = {}
         self._stop = stop
         self._orders = 0
 
@@ -52,6 +53,22 @@ class Client:
         self.prompts.update({name: len(tokens) for name, tokens in prompts.items()})
         self._orders += 1
         return self.replica.step(Order(self._orders, "r", OrderKind.PREFILL, prefill=rows))
+
+    def prefill_until(self, new: int = NEW, **untils: int) -> StepResult:
+        """Fill each of `prompts` up to this position, from where it stands."""
+        rows = []
+        for name, until in untils.items():
+            tokens = self.contents[name]
+            begin = self.filled.get(name, 0)
+            blocks = self._blocks(name, tokens, new)
+            sent = () if begin else tuple(tokens)
+            rows.append(PrefillRow(name, sent, new, SamplingParams(), (), blocks, begin, until))
+        self._orders += 1
+        order = Order(self._orders, "r", OrderKind.PREFILL, prefill=tuple(rows))
+        result = self.replica.step(order)
+        self.filled.update(untils)
+        self.replica.check_integrity()
+        return result
 
     def steps(self, k: int, n: int = 1, names: list[str] | None = None) -> StepResult:
         rows = tuple(
@@ -100,6 +117,38 @@ def test_a_draft_of_another_architecture_changes_nothing() -> None:
     for name, length in (("a", 9), ("b", 3)):
         tokens = client.new_tokens(name)
         assert tokens == plain_greedy(target_model("qwen3"), prompt(length), NEW)[: len(tokens)]
+
+
+def test_a_prefill_over_several_orders_is_prefill_whoever_steps_in_between() -> None:
+    client = Client(tiny_replica("llama"))
+    names = {"a": prompt(23), "b": prompt(9)}
+    client.prefill(new=60, c=prompt(4))
+    client.contents.update(names)
+    client.prompts.update({name: len(tokens) for name, tokens in names.items()})
+    client.prefill_until(a=5)
+    client.steps(3, 1, ["c"])
+    client.prefill_until(a=6, b=8)
+    client.steps(0, 3, ["b", "c"])
+    client.prefill_until(a=22)
+    client.steps(3, 4)
+    for name in "abc":
+        tokens = client.contents[name][: client.prompts[name]]
+        reference = plain_greedy(target_model("llama"), tokens, 60)
+        assert client.new_tokens(name) == reference[: len(client.new_tokens(name))]
+        assert len(client.new_tokens(name)) >= 4
+
+
+def test_a_row_that_is_filled_in_part_can_neither_step_nor_be_filled_from_elsewhere() -> None:
+    client = Client(tiny_replica("llama"))
+    client.contents["a"] = prompt(23)
+    client.prompts["a"] = 23
+    client.prefill_until(a=5)
+    with pytest.raises(AssertionError, match="filled in part"):
+        client.steps(2)
+    client.filled["a"] = 4
+    with pytest.raises(AssertionError, match="5 of 22"):
+        client.prefill_until(a=10)
+    assert client.replica.residents == (), "a failed prefill leaves nothing"
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])

@@ -97,17 +97,17 @@ def test_prefill_orders_do_not_follow_each_other_while_rows_are_ready() -> None:
     assert (OrderKind.PREFILL, OrderKind.PREFILL) not in set(itertools.pairwise(after_first_step))
 
 
-def test_a_prefill_order_keeps_its_budget_but_a_long_prompt_goes_alone() -> None:
-    hand = Hand(prefill_tokens_max=10, prefill_rows_max=3)
-    for name, length in [("long", 30), ("b", 4), ("c", 6), ("d", 1), ("e", 1), ("f", 1), ("g", 1)]:
+def test_a_prefill_order_keeps_its_budget_of_rows_and_tokens() -> None:
+    hand = Hand(prefill_tokens_max=9, prefill_rows_max=3)
+    for name, length in [("a", 9), ("b", 4), ("c", 6), ("d", 1), ("e", 1), ("f", 1), ("g", 1)]:
         hand.submit(name, length=length)
     first, second = orders_of(hand.join())
-    assert rows_of(first) == ["long"]
-    assert rows_of(second) == ["b", "c"]
+    assert rows_of(first) == ["a"]
+    assert rows_of(second) == ["b", "c", "d"], "all tokens but the last are filled: 3 + 5 + 0"
     assert orders_of(hand.done(first)) == [], "most of the group is still being filled"
     steps, third = orders_of(hand.done(second))
-    assert rows_of(steps) == ["b", "c", "long"]
-    assert rows_of(third) == ["d", "e", "f"]
+    assert rows_of(steps) == ["d", "b", "c", "a"]
+    assert rows_of(third) == ["e", "f", "g"]
 
 
 def test_several_steps_per_order_only_where_no_other_row_waits() -> None:

@@ -35,6 +35,7 @@ from scheduler.messages import (
     Interrupt,
     Order,
     OrderKind,
+    PrefillRow,
     Priority,
     Reject,
     Release,
@@ -159,7 +160,7 @@ def _show(action: Action) -> str:
     match action:
         case Dispatch(order):
             if order.kind is OrderKind.PREFILL:
-                rows = " ".join(f"{row.sequence_id}[{len(row.tokens)}]" for row in order.prefill)
+                rows = " ".join(_prefill_row(row) for row in order.prefill)
                 return f"dispatch {order.replica_id} {order.id} prefill {rows}"
             rows = " ".join(f"{r.sequence_id}[{r.length}]+{r.draft_len}" for r in order.rows)
             head = f"dispatch {order.replica_id} {order.id} speculate"
@@ -180,6 +181,13 @@ def _show(action: Action) -> str:
             return f"interrupt {replica_id} {order_id}"
         case Release(replica_id, sequence_ids):
             return f"release {replica_id} {' '.join(sequence_ids)}"
+
+
+def _prefill_row(row: PrefillRow) -> str:
+    """a[9] is all of 9 tokens, a[9]<4 the first 4 KV positions of 8, a<8 the rest."""
+    content = f"[{len(row.tokens)}]" if row.tokens else ""
+    whole = content and row.until in (None, len(row.tokens) - 1)
+    return f"{row.sequence_id}{content}" + ("" if whole else f"<{row.until}")
 
 
 def main() -> None:

@@ -1,0 +1,107 @@
+"""What the next prefill order of a replica fills, and whether it goes before a decode order.
+
+Prompts are filled in chunks of a budget of tokens, with decode orders between them, so that rows
+which step wait for one chunk at most and never for a whole long prompt. Of each budget
+
+1. the oldest row that was begun has the first half, so that it ends in bounded time;
+2. rows that wait come next, in the order of the queue: a short prompt passes long ones. One that
+   does not fit begins with what is left and is the last;
+3. what is left goes to the rows that were begun, the one with the least to fill first.
+
+A chunk that does not complete its row has at least CHUNK_SHARE of the budget, for a pass of the
+model over a few tokens costs as much as one over many.
+
+Knows lengths, ages and counts; nothing of blocks or of the queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import OrderKind
+from scheduler.residents import Replica
+from scheduler.sequence import Sequence
+
+CHUNK_SHARE = 4
+"""A part of a prompt has at least one in so many of the order's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What of a prefill order is left for rows that wait."""
+
+    rows: int
+    tokens: int
+    least: int
+    """Tokens of the smallest part of a prompt that is worth a place."""
+
+    def takes(self, fill: int) -> int:
+        """How many of a row's `fill` tokens it takes; -1 if the row has to wait."""
+        if fill <= self.tokens:
+            return fill
+        return self.tokens if self.tokens >= self.least else -1
+
+    def less(self, tokens: int) -> Room:
+        """After one more row with so many tokens."""
+        return Room(self.rows - 1, self.tokens - tokens, self.least)
+
+
+def oldest_partial(replica: Replica) -> Sequence | None:
+    """The row that arrived first of those that were begun."""
+    return min(replica.partial.values(), key=lambda one: one.number, default=None)
+
+
+def room_for_waiting(replica: Replica, budget: int, config: SchedulerConfig) -> Room:
+    """What a prefill order of `budget` tokens has for rows that wait: at least one row."""
+    rows, tokens = config.prefill_rows_max, budget
+    oldest = oldest_partial(replica)
+    if oldest is not None:
+        rows = max(rows - 1, 1)
+        tokens -= min(budget - budget // 2, oldest.fill - oldest.filled)
+    return Room(rows, tokens, max(budget // CHUNK_SHARE, 1))
+
+
+def chunks(
+    replica: Replica, chosen: list[Sequence], budget: int, config: SchedulerConfig
+) -> list[tuple[Sequence, int, int]]:
+    """(row, begin, until) of the next prefill order, with `chosen` rows that waited.
+
+    Suspects are filled at once and by themselves (see `blame`).
+    """
+    if chosen and chosen[0].rows_limit is not None:
+        return [(one, 0, one.fill) for one in chosen]
+    room = room_for_waiting(replica, budget, config)
+    given = []
+    for sequence in chosen:
+        tokens = room.takes(sequence.fill)
+        assert tokens >= 0, f"{sequence.id}: there is no room for it"
+        given.append((sequence, 0, tokens))
+        room = room.less(tokens)
+    oldest = oldest_partial(replica)
+    if oldest is None:
+        return given
+    left = budget - sum(tokens for _, _, tokens in given)
+    first = min(budget - budget // 2, oldest.fill - oldest.filled)
+    begun = {oldest.id: first}
+    left -= first
+    places = config.prefill_rows_max - len(given) - 1
+    for sequence in sorted(replica.partial.values(), key=lambda one: one.fill - one.filled):
+        has = begun.get(sequence.id, 0)
+        more = min(sequence.fill - sequence.filled - has, left)
+        worth = has or more >= room.least or sequence.filled + more == sequence.fill
+        if not worth or (not has and places <= 0):
+            continue
+        places -= not has
+        begun[sequence.id] = has + more
+        left -= more
+    for sequence_id, tokens in begun.items():
+        sequence = replica.partial[sequence_id]
+        given.append((sequence, sequence.filled, sequence.filled + tokens))
+    return given
+
+
+def goes_first(replica: Replica) -> bool:
+    """Whether a prefill order may go now: never two in a row while rows are ready, so that
+    neither those that wait nor those that are ready starve."""
+    return not (replica.ready and replica.last_kind is OrderKind.PREFILL)

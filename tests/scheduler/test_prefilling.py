@@ -1,0 +1,187 @@
+"""Proves that long prompts are filled in chunks between steps, and that nobody waits for long."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from scheduler.messages import FinishReason, Order, OrderKind, Release
+from tests.scheduler.hand import Hand, only, orders_of, released, rows_of
+
+
+def spans(order: Order) -> dict[str, tuple[int, int | None]]:
+    return {row.sequence_id: (row.begin, row.until) for row in order.prefill}
+
+
+def prefills(hand: Hand) -> list[Order]:
+    return [order for order in hand.orders.values() if order.kind is OrderKind.PREFILL]
+
+
+def work(hand: Hand, orders: int) -> None:
+    for _ in range(orders):
+        if hand.in_flight():
+            hand.done(hand.in_flight()[0])
+
+
+def test_a_long_prompt_is_filled_in_chunks_and_its_content_is_sent_once() -> None:
+    hand = Hand(prefill_tokens_max=10)
+    hand.join()
+    hand.submit("a", length=26)
+    work(hand, 3)
+    assert [spans(order)["a"] for order in prefills(hand)] == [(0, 10), (10, 20), (20, 25)]
+    assert [len(order.prefill[0].tokens) for order in prefills(hand)] == [26, 0, 0]
+    (order,) = hand.in_flight()
+    assert (order.kind, order.rows[0].length) == (OrderKind.SPECULATE, 26)
+
+
+def test_running_rows_step_between_two_chunks() -> None:
+    hand = Hand(prefill_tokens_max=10, rows_max=2)
+    hand.join()
+    hand.submit("a")
+    work(hand, 3)
+    hand.submit("long", length=101)
+    work(hand, 25)
+    kinds = [order.kind for order in hand.orders.values()][1:]
+    assert len(prefills(hand)) == 11
+    assert (OrderKind.PREFILL, OrderKind.PREFILL) not in itertools.pairwise(kinds)
+    stepped = [order for order in hand.orders.values() if order.rows]
+    assert len(rows_of(stepped[-1])) == 2, "the long one steps with the other in the end"
+
+
+def test_a_short_prompt_passes_a_long_one_that_is_being_filled() -> None:
+    hand = Hand(prefill_tokens_max=10)
+    hand.join()
+    hand.submit("long", length=201)
+    hand.submit("short", length=6)
+    assert spans(prefills(hand)[1]) == {"short": (0, 5)}, "behind the first chunk"
+    work(hand, 2)
+    hand.submit("later", length=6)
+    work(hand, 2)
+    first = next(order for order in prefills(hand) if "later" in rows_of(order))
+    assert spans(first)["later"] == (0, 5)
+    begin, until = spans(first)["long"]
+    assert until is not None
+    assert until - begin == 5, "the long one has its half all the same"
+
+
+def test_the_oldest_has_at_least_half_of_every_order_whatever_comes() -> None:
+    hand = Hand(prefill_tokens_max=8, prefill_rows_max=4, rows_max=64)
+    hand.join(kv_blocks=10_000)
+    hand.submit("long", length=81, max_new_tokens=400)
+    for index in range(120):
+        hand.submit(str(index), length=5, max_new_tokens=400)
+        work(hand, 1)
+    orders = [order for order in prefills(hand) if "long" in rows_of(order)]
+    assert sum(spans(order)["long"][1] == 80 for order in orders) == 1, "it was filled"
+    for order in orders[1:-1]:
+        begin, until = spans(order)["long"]
+        assert until is not None
+        assert until - begin >= 4
+        assert sum(u - b for b, u in spans(order).values() if u is not None) <= 8
+
+
+def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> None:
+    hand = Hand(prefill_tokens_max=8, orders_in_flight_max=3)
+    hand.submit("a", length=101)
+    hand.submit("b", length=61)
+    hand.submit("c", length=12)
+    first, second, third = orders_of(hand.join())
+    assert [spans(o) for o in (first, second, third)] == [{"a": (0, 8)}, {"b": (0, 8)}, {"c": (0, 8)}]
+    hand.done(third)
+    hand.done(second)
+    (order, _) = hand.in_flight()[1:]
+    assert spans(order) == {"c": (8, 11)}
+    hand.done(first)
+    work(hand, 2)
+    order = next(o for o in prefills(hand) if "a" in rows_of(o) and o is not first)
+    assert spans(order)["a"] == (8, 16)
+
+
+def test_a_part_too_small_to_be_worth_a_place_is_not_begun() -> None:
+    hand = Hand(prefill_tokens_max=8)
+    hand.submit("a", length=8)
+    hand.submit("b", length=40)
+    first, second = orders_of(hand.join())
+    assert spans(first) == {"a": (0, 7)}
+    assert spans(second) == {"b": (0, 8)}
+
+
+@pytest.mark.parametrize("rows_max", [1, 2])
+def test_a_new_prompt_has_a_place_beside_a_long_one_however_few_there_are(rows_max: int) -> None:
+    hand = Hand(prefill_tokens_max=8, prefill_rows_max=rows_max, orders_in_flight_max=1)
+    hand.join()
+    hand.submit("long", length=401, max_new_tokens=1)
+    hand.submit("a", length=3)
+    work(hand, 1)
+    assert set(rows_of(hand.in_flight()[0])) == {"long", "a"}
+
+
+class Partial:
+    """A hand on a replica that holds a row filled in part: 10 of 25 positions."""
+
+    def __init__(self) -> None:
+        self.hand = Hand(prefill_tokens_max=10, orders_in_flight_max=1, rows_max=2)
+        self.hand.join()
+        self.hand.submit("other")
+        work(self.hand, 1)
+        self.hand.submit("a", length=26)
+        while "a" not in rows_of(self.hand.in_flight()[0]):
+            work(self.hand, 1)
+        work(self.hand, 1)
+        (order,) = self.hand.in_flight()
+        assert rows_of(order) == ["other"]
+        self.order = order
+
+
+def test_cancelled_between_two_chunks_it_is_released_at_once() -> None:
+    world = Partial()
+    actions = world.hand.cancel("a")
+    assert released(actions) == ["a"]
+    assert world.hand.finishes["a"].reason is FinishReason.CANCELLED
+    world.hand.done(world.order)
+    assert all(rows_of(order) == ["other"] for order in world.hand.in_flight())
+
+
+def test_a_draining_replica_hands_back_what_is_filled_in_part() -> None:
+    world = Partial()
+    world.hand.join("r2")
+    actions = world.hand.drain()
+    assert "a" in released(actions)
+    order = orders_of(actions)[0]
+    assert order.replica_id == "r2"
+    assert spans(order)["a"] == (0, 10), "from the beginning: nothing of it is there"
+    assert len(order.prefill[0].tokens) == 26
+
+
+def test_with_its_replica_the_filled_part_is_lost_and_it_is_not_blamed() -> None:
+    world = Partial()
+    world.hand.join("r2")
+    world.hand.lose()
+    sequence = next(one for one in world.hand.sequences() if one.id == "a")
+    assert (sequence.deaths, sequence.rows_limit) == (0, None)
+    (order,) = world.hand.in_flight("r2")
+    while "a" not in rows_of(order):
+        (order,) = orders_of(world.hand.done(order))
+    assert spans(order)["a"] == (0, 10)
+
+
+def test_a_failed_chunk_sends_its_row_back_to_be_filled_at_once_and_alone() -> None:
+    world = Partial()
+    (chunk,) = orders_of(world.hand.done(world.order))
+    assert spans(chunk) == {"a": (10, 20)}
+    actions = world.hand.fail(chunk)
+    assert "a" in only(actions, Release).sequence_ids
+    while "a" not in rows_of(world.hand.in_flight()[0]):
+        work(world.hand, 1)
+    (order,) = world.hand.in_flight()
+    assert spans(order) == {"a": (0, 25)}, "a suspect has nothing beside it, not even in time"
+    world.hand.done(order)
+    work(world.hand, 5)
+    assert len(world.hand.tokens["a"]) > 0
+
+
+def test_blocks_of_the_whole_prompt_are_set_aside_with_the_first_chunk() -> None:
+    world = Partial()
+    row = prefills(world.hand)[1].prefill[0]
+    assert row.blocks == (26 + 100 + 3) // 4
