@@ -186,7 +186,9 @@ class Replica:
     def _span(self, row: PrefillRow) -> tuple[int, int]:
         """The KV positions [begin, end) that this order fills of a row, which is resident now."""
         resident = self._residents.get(row.sequence_id)
-        assert bool(row.tokens) == (resident is None), f"{row.sequence_id}: resident already, or not"
+        assert bool(row.tokens) == (resident is None), (
+            f"{row.sequence_id}: resident already, or not"
+        )
         resident = resident or self._admit(row)
         most = len(resident.content) - 1
         begin = most - resident.to_fill

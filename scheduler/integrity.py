@@ -116,7 +116,8 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
     in_flight = {one.id for one in residents if one.state in IN_FLIGHT}
     assert set(held) == in_flight, f"{name}: rows of its orders"
     if replica.draining:
-        assert not ready and not partial, f"{name}: drains but keeps rows"
+        assert not ready, f"{name}: drains but keeps ready rows"
+        assert not partial, f"{name}: drains but keeps rows filled in part"
         assert replica.claimed_by is None, f"{name}: drains but is claimed"
     if ready or partial:
         assert replica.orders, f"{name}: rows that could go on and no order"

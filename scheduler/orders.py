@@ -7,9 +7,7 @@ from scheduler.sequence import Sequence
 from scheduler.speculation import row_draft_len
 
 
-def prefill_order(
-    order_id: int, replica_id: str, chunks: list[tuple[Sequence, int, int]]
-) -> Order:
+def prefill_order(order_id: int, replica_id: str, chunks: list[tuple[Sequence, int, int]]) -> Order:
     """Fills each of these sequences (sequence, begin, until).
 
     One that begins at 0 is new to the replica and comes with all its content.

@@ -82,9 +82,7 @@ LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
 IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
 """States in which exactly one order in flight holds the row."""
 
-RESIDENT = frozenset(
-    {State.PREFILLING, State.PARTIAL, State.READY, State.STEPPING, State.LEAVING}
-)
+RESIDENT = frozenset({State.PREFILLING, State.PARTIAL, State.READY, State.STEPPING, State.LEAVING})
 """States in which blocks of a replica are reserved."""
 
 

@@ -18,7 +18,8 @@ class ReplicaStatus:
     spec: ReplicaSpec
     draining: bool
     residents: int
-    """Sequences with reserved blocks: prefilling, ready, stepping and leaving."""
+    """Sequences with reserved blocks: prefilling (or between two chunks), ready, stepping and
+    leaving."""
     orders_in_flight: int
     kv_blocks_used: int
     """Reserved blocks: what sequences own, and what is set aside for their next tokens."""

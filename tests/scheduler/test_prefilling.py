@@ -87,7 +87,11 @@ def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> 
     hand.submit("b", length=61)
     hand.submit("c", length=12)
     first, second, third = orders_of(hand.join())
-    assert [spans(o) for o in (first, second, third)] == [{"a": (0, 8)}, {"b": (0, 8)}, {"c": (0, 8)}]
+    assert [spans(o) for o in (first, second, third)] == [
+        {"a": (0, 8)},
+        {"b": (0, 8)},
+        {"c": (0, 8)},
+    ]
     hand.done(third)
     hand.done(second)
     (order, _) = hand.in_flight()[1:]
