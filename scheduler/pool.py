@@ -113,12 +113,19 @@ class Pool:
     def commit(
         self, replica: Replica, sequence: Sequence, row: RowResult
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Books what a step on its replica committed; returns what `Sequence.commit` does."""
+        """Books what a step on its replica committed: the row is ready again.
+
+        Returns what `Sequence.commit` does.
+        """
         before = sequence.length
         tokens, reason = sequence.commit(row)
         if tokens:
             replica.lengths_replace(before, sequence.length)
         self.outstanding_tokens -= len(tokens)
+        sequence.move(Move.STEPPED)
+        replica.rows_in[State.STEPPING] -= 1
+        replica.rows_in[State.READY] += 1
+        replica.ready_again(sequence)
         return tokens, reason
 
     def move(self, sequence: Sequence, move: Move) -> None:
@@ -143,10 +150,7 @@ class Pool:
             else:
                 del replica.suspects[sequence.id]
         elif after is State.READY:
-            if sequence.rows_limit is None:
-                replica.ready.add(sequence.id, sequence.length)
-            else:
-                replica.suspects[sequence.id] = sequence
+            replica.ready_again(sequence)
 
     def send_back(self, sequences: Iterable[Sequence], first: bool = True) -> None:
         """Residents that lost their place wait again; with `first` before all classes."""

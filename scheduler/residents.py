@@ -186,6 +186,13 @@ class Replica:
             return below if above is None else above  # type: ignore[return-value]
         return min(below, above)
 
+    def ready_again(self, sequence: Sequence) -> None:
+        """No order holds it any more; the youngest of the ready rows, or of the suspects."""
+        if sequence.rows_limit is None:
+            self.ready.add(sequence.id, sequence.length)
+        else:
+            self.suspects[sequence.id] = sequence
+
     def rows_in_flight(self) -> list[Sequence]:
         """Rows that orders hold, leaving ones included."""
         return [one for one in self.residents.values() if one.order_id is not None]

@@ -307,7 +307,7 @@ class Scheduler:
         """The live rows of an order that has ended; leaving ones are let go."""
         live = []
         for sequence_id in order_rows(order):
-            sequence = self._pool.sequences[sequence_id]
+            sequence = replica.residents[sequence_id]
             sequence.order_id = None
             if sequence.state is State.LEAVING:
                 self._release(replica.id, sequence_id)
@@ -322,7 +322,6 @@ class Scheduler:
         tokens, reason = self._pool.commit(replica, sequence, row)
         if tokens:
             self._out.append(Emit(sequence.id, start, tokens))
-        self._pool.move(sequence, Move.STEPPED)
         if reason is not None:
             self._finish(sequence, reason)
         return len(tokens)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
+from operator import add
 from types import MappingProxyType
 
 from scheduler.messages import FinishReason, Request, RowResult, Usage
@@ -187,11 +189,13 @@ class Sequence:
         self.steps += row.steps
         self.draft_tokens += row.draft_tokens
         accepted_at = self.accepted_at
-        missing = len(row.accepted_at) - len(accepted_at)
-        if missing > 0:
-            accepted_at.extend([0] * missing)
-        for position, count in enumerate(row.accepted_at):
-            accepted_at[position] += count
+        if len(row.accepted_at) == len(accepted_at):
+            accepted_at[:] = map(add, accepted_at, row.accepted_at)
+        else:
+            self.accepted_at = [
+                before + now
+                for before, now in zip_longest(accepted_at, row.accepted_at, fillvalue=0)
+            ]
         if kept and self.length > self.broke_at:
             self.failures = self.attempts = 0
             if self.length > self.suspect_until:
@@ -219,7 +223,7 @@ def truncate(
 
     A stop token that is also the last one allowed counts as STOP.
     """
-    kept = tokens[: max(tokens_left, 0)]
+    kept = tokens if len(tokens) <= tokens_left else tokens[: max(tokens_left, 0)]
     if stop_token_ids:
         for index, token in enumerate(kept):
             if token in stop_token_ids:
