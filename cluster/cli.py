@@ -8,7 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli_bench import bench
 from cluster.cli_keys import keys
+from cluster.cli_options import (
+    Address,
+    BatchSize,
+    Device,
+    Draft,
+    DraftLen,
+    Dtype,
+    KeyFile,
+    ReplicaCount,
+    Target,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    cluster_config,
+    given_options,
+    reached_server,
+)
 
 main = typer.Typer(
     name="lockstep",
@@ -18,35 +36,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 main.add_typer(keys, name="keys")
-
-Address = Annotated[
-    str | None,
-    typer.Option(help="host:port of the server; else LOCKSTEP_ADDRESS, else this machine."),
-]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(help="File with the API key; else LOCKSTEP_API_KEY.", exists=True, dir_okay=False),
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(help="Speak TLS; the server's authority, in PEM.", exists=True, dir_okay=False),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(help="Speak TLS; the client's own certificate.", exists=True, dir_okay=False),
-]
-TlsKey = Annotated[
-    Path | None, typer.Option(help="Key of --tls-cert, in PEM.", exists=True, dir_okay=False)
-]
-ReplicaCount = Annotated[int | None, typer.Option(min=1, help="Number of replicas.")]
-Target = Annotated[
-    str | None, typer.Option(help="Target: 'demo', a directory or a hub name.", metavar="NAME")
-]
-Draft = Annotated[str | None, typer.Option(help="Draft likewise; 'null' for none.", metavar="NAME")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of a group.")]
-DraftLen = Annotated[int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")]
+main.command()(bench)
 
 
 @main.command()
@@ -73,7 +63,7 @@ def serve(
     ] = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
-    given = _given(
+    given = given_options(
         target=target,
         draft=draft,
         device=device,
@@ -87,7 +77,7 @@ def serve(
         keys_file=str(keys_file.resolve()) if keys_file else None,
         allow_anyone=allow_anyone or None,
     )
-    settings = _cluster_config(config, given)
+    settings = cluster_config(config, given)
     _check_doors(settings)
     from cluster.cli_serve import serve_until_signal
 
@@ -128,7 +118,7 @@ def generate(
     """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
     from cluster import cli_generate
 
-    given = _given(
+    given = given_options(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -146,7 +136,7 @@ def generate(
         given["speculation"] = False
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts FILE")
-    server = _server(address, api_key_file, tls_ca, tls_cert, tls_key)
+    server = reached_server(address, api_key_file, tls_ca, tls_cert, tls_key)
     if prompt is not None:
         text = sys.stdin.read() if prompt == "-" else prompt
         code = cli_generate.one(server, text, given, as_json)
@@ -176,7 +166,7 @@ def verify(
     replica = {"target": target, "draft": draft, "device": device, "dtype": dtype}
     given = {"batch_size": batch_size, "draft_len": draft_len, **replica}
     sampling = {"temperature": temperature, "seed": seed}
-    config = _cluster_config(None, given)
+    config = cluster_config(None, given)
     raise typer.Exit(compare(config, prompts, limit, sampling, max_new_tokens))
 
 
@@ -192,7 +182,7 @@ def status(
     """What the pool and its replicas are doing."""
     from cluster.cli_serve import print_status
 
-    server = _server(address, api_key_file, tls_ca, tls_cert, tls_key)
+    server = reached_server(address, api_key_file, tls_ca, tls_cert, tls_key)
     raise typer.Exit(print_status(server, as_json))
 
 
@@ -206,37 +196,8 @@ def demo(
     """Start a cluster with the demo pair, stream answers, compare them, stop everything."""
     from cluster.demo import run_demo
 
-    given = _given(replicas=replicas, grpc_port=grpc_port, http_port=http_port)
-    raise typer.Exit(run_demo(_cluster_config(None, given), max_new_tokens))
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given; the others keep the defaults of the configuration."""
-    return {name: value for name, value in options.items() if value not in (None, [])}
-
-
-def _cluster_config(path: Path | None, given: dict[str, Any]) -> Any:
-    from cluster.config import ConfigError, from_args, from_file, overridden
-
-    try:
-        return from_args(given) if path is None else overridden(from_file(path), given)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _server(
-    address: str | None, key_file: Path | None, ca: Path | None, cert: Path | None, key: Path | None
-) -> Any:
-    from cluster.client_channel import Server, Tls
-    from cluster.config import ConfigError, api_key, server_address
-
-    try:
-        tls = Tls(ca, cert, key) if ca or cert or key else None
-        if tls is not None:
-            tls.credentials()
-        return Server(address or server_address(), api_key(key_file), tls)
-    except (ConfigError, OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
+    given = given_options(replicas=replicas, grpc_port=grpc_port, http_port=http_port)
+    raise typer.Exit(run_demo(cluster_config(None, given), max_new_tokens))
 
 
 def _check_doors(config: Any) -> None:

@@ -1,0 +1,221 @@
+"""The same prompts through several ways to generate, round by round, and who agreed with whom.
+
+Machines are shared and their speed drifts, so the ways take turns and every ratio is one of the
+same round; the median of the rounds is reported with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+
+from cluster.bench.transformers_runs import (
+    ASSISTANCES,
+    Assistance,
+    DoesNotRun,
+    Transformers,
+)
+from cluster.local_engine import LocalEngine, Runner
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request
+
+Way = Callable[[Sequence[Request]], list[list[int]]]
+"""New tokens of each request, in the requests' order. May raise DoesNotRun."""
+Note = Callable[[str, int], None]
+"""Called with the way that runs next and how many runs are done."""
+
+REFERENCE = "transformers generate, batch 1"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to generate, over all rounds."""
+
+    name: str
+    tokens_per_s: tuple[float, ...]
+    """One per round."""
+    identical: int
+    """Requests whose output was the reference's in every round."""
+    does_not_run: str = ""
+    """Why there are no figures."""
+
+    @property
+    def speed(self) -> float:
+        """Median of the rounds, tokens/s."""
+        return median(self.tokens_per_s)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One contender's speed over another's, round by round."""
+
+    name: str
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `--compare` found."""
+
+    prompts: int
+    new_tokens: int
+    """Per prompt; every way generates exactly so many."""
+    rounds: int
+    assistance: str
+    """How assisted generation drafted: the fastest of those tried."""
+    contenders: tuple[Contender, ...]
+    ratios: tuple[Ratio, ...]
+
+
+def take_turns(
+    ways: dict[str, Way],
+    requests: Sequence[Request],
+    rounds: int,
+    reference: str,
+    note: Note = lambda name, done: None,
+    clock: Callable[[], float] = perf_counter,
+) -> tuple[Contender, ...]:
+    """Run every way once per round. One that raises DoesNotRun is left out of later rounds.
+
+    Each run gets its own cache salt: what an earlier one has put into a prefix cache would let
+    Lockstep, and nobody else, skip the prompts.
+    """
+    assert reference in ways, reference
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    same: dict[str, list[bool]] = {name: [True] * len(requests) for name in ways}
+    broken: dict[str, str] = {}
+    done = 0
+    for number in range(rounds):
+        outputs: dict[str, list[list[int]]] = {}
+        for name, way in ways.items():
+            if name in broken:
+                continue
+            note(name, done)
+            salted = [replace(each, cache_salt=f"{name}, round {number}") for each in requests]
+            begun_s = clock()
+            try:
+                outputs[name] = way(salted)
+            except DoesNotRun as error:
+                broken[name] = str(error)
+                continue
+            tokens = sum(map(len, outputs[name]))
+            speeds[name].append(tokens / (clock() - begun_s))
+            done += 1
+        expected = outputs[reference]
+        for name, got in outputs.items():
+            same[name] = [
+                ok and mine == theirs
+                for ok, mine, theirs in zip(same[name], got, expected, strict=True)
+            ]
+    return tuple(
+        Contender(
+            name,
+            () if name in broken else tuple(speeds[name]),
+            0 if name in broken else sum(same[name]),
+            broken.get(name, ""),
+        )
+        for name in ways
+    )
+
+
+def ratio(contenders: Sequence[Contender], above: str, below: str) -> Ratio | None:
+    """Round by round; None where either has no figures."""
+    speeds = {each.name: each.tokens_per_s for each in contenders}
+    over, under = speeds.get(above, ()), speeds.get(below, ())
+    if not over or not under:
+        return None
+    values = tuple(a / b for a, b in zip(over, under, strict=True))
+    return Ratio(f"{above} over {below}", values)
+
+
+def fastest_assistance(
+    models: Transformers,
+    requests: Sequence[Request],
+    candidates: Sequence[Assistance] = ASSISTANCES,
+    clock: Callable[[], float] = perf_counter,
+) -> Assistance:
+    """The setting of assisted generation that is fastest on these requests."""
+
+    def seconds(how: Assistance) -> float:
+        begun_s = clock()
+        models.assisted(requests, how)
+        return clock() - begun_s
+
+    models.assisted(requests[:1], candidates[0])  # warm-up
+    # The better of two runs each, in turn: a pause of the machine must not decide.
+    turns = [[seconds(how) for how in candidates] for _ in range(2)]
+    best = [min(times) for times in zip(*turns, strict=True)]
+    return candidates[best.index(min(best))]
+
+
+def lockstep_way(runner: Runner, config: SchedulerConfig, draft_len: int | None) -> Way:
+    """All requests in one pool at once; `draft_len` caps every request's, 0 turns drafting off."""
+
+    def run(requests: Sequence[Request]) -> list[list[int]]:
+        engine = LocalEngine(runner, config)
+        capped = [replace(request, draft_len=draft_len) for request in requests]
+        return [output.tokens for output in engine.generate(capped)]
+
+    return run
+
+
+def compare(
+    runner: Runner,
+    config: SchedulerConfig,
+    models: Transformers,
+    requests: Sequence[Request],
+    rounds: int,
+    draft_len: int | None = None,
+    note: Note = lambda name, done: None,
+) -> Comparison:
+    """Lockstep at the config's batch size and at batch 1, with and without drafting, against
+    transformers' `generate`, assisted generation and continuous batching. Greedy."""
+    batch = config.rows_max
+    alone = config.model_copy(update={"rows_max": 1})
+    ours, ours_alone = f"Lockstep, batch {batch}", "Lockstep, batch 1"
+    plain = f"Lockstep, k = 0, batch {batch}"
+    batched = f"transformers generate, batch {batch}"
+    assisted = "transformers assisted, batch 1"
+    continuous = f"transformers continuous batching, batch {batch}"
+    ways: dict[str, Way] = {
+        ours: lockstep_way(runner, config, draft_len),
+        plain: lockstep_way(runner, config, 0),
+        batched: lambda asked: models.batched(asked, batch),
+        continuous: lambda asked: models.continuous(asked, batch),
+        ours_alone: lockstep_way(runner, alone, draft_len),
+        REFERENCE: lambda asked: models.batched(asked, 1),
+    }
+    how = ""
+    if models.has_draft:
+        note("transformers assisted, choosing its setting", 0)
+        best = fastest_assistance(models, requests[:4])
+        how = str(best)
+        ways[assisted] = lambda asked: models.assisted(asked, best)
+    for name, way in ways.items():
+        if name != continuous:  # it starts its own threads and cache each time, and counts so
+            note(f"{name}, warm-up", 0)
+            way(requests[:2])
+    contenders = take_turns(ways, requests, rounds, REFERENCE, note)
+    pairs = [
+        (ours, plain),
+        (ours, batched),
+        (ours, continuous),
+        (ours_alone, REFERENCE),
+        (ours_alone, assisted),
+        (ours, ours_alone),
+    ]
+    ratios = [ratio(contenders, above, below) for above, below in pairs if above != below]
+    return Comparison(
+        prompts=len(requests),
+        new_tokens=max(request.max_new_tokens for request in requests),
+        rounds=rounds,
+        assistance=how,
+        contenders=contenders,
+        ratios=tuple(each for each in ratios if each is not None),
+    )

@@ -1,0 +1,243 @@
+"""From what was seen of each request to the figures of a run. Pure: no clock, no I/O.
+
+Times are seconds since the load began. A latency counts from `due_s`, when the request should have
+been sent, never from when the driver got round to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass
+class Record:
+    """What one request has received so far."""
+
+    prompt: int
+    """Index among the prompts."""
+    due_s: float
+    """Intended arrival; in a closed loop when its place became free."""
+    sent_s: float
+    """When the call was made."""
+    prompt_tokens: int = 0
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many."""
+    end_s: float | None = None
+    error: str = ""
+    """Status code, or name of the error; empty for a request that was served in full."""
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+    recovered: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.chunks)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of times in seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution | None:
+        """None without values."""
+        if not values:
+            return None
+        ordered = sorted(values)
+        p50, p90, p95, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.95, 0.99))
+        mean = math.fsum(ordered) / len(ordered)
+        return cls(len(ordered), mean, p50, p90, p95, p99, ordered[-1])
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of the rising values lie, linear between neighbours."""
+    assert ordered, "no values"
+    assert 0 <= share <= 1, share
+    at = share * (len(ordered) - 1)
+    below = math.floor(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+
+
+@dataclass(frozen=True)
+class PoolSums:
+    """What the pool has counted so far; only differences of two mean anything for a run."""
+
+    groups: int
+    spread_sum: int
+    kv_positions_own: int
+    kv_positions_read: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one run. Requests that failed count in `requests` and `errors` alone."""
+
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    """Failed requests by code."""
+    retries: int
+    """Calls that the client asked again; a request that succeeded then has not failed."""
+    recovered: int
+    """How often requests lost their place on a replica and were taken up again."""
+    elapsed_s: float
+    """From the first intended arrival's origin to the last end."""
+    prompt_tokens: int
+    new_tokens: int
+    tokens_per_s: float
+    requests_per_s: float
+    latency_s: Distribution | None
+    """From the intended arrival to the last token."""
+    ttft_s: Distribution | None
+    """From the intended arrival to the first token."""
+    token_s: Distribution | None
+    """Time per output token of each request: first to last token, over the tokens after the first
+    arrival."""
+    gap_s: Distribution | None
+    """Inter-token latency: between two arrivals of tokens of one request, as a reader sees it;
+    several tokens may arrive at once."""
+    late_s: Distribution | None
+    """How long after the intended arrival the driver made the call; inside the latencies."""
+    steps: int
+    """Steps times rows."""
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance: float | None
+    """accepted_tokens / draft_tokens; None where nothing was drafted."""
+    accepted_per_step: float | None
+    committed_per_step: float | None
+    accepted_at: tuple[float, ...]
+    """Share of the steps in which draft token j, from 0, was accepted."""
+    spread_mean: float | None
+    """Longest minus shortest row of a group in tokens, averaged over the run's groups."""
+    padding: float | None
+    """Share of the KV positions read that are beyond a row's own. Both are None where the pool was
+    replaced or a replica left during the run, and spread where no group ran."""
+
+
+def summarise(
+    records: Sequence[Record], before: PoolSums, after: PoolSums, retries: int = 0
+) -> Summary:
+    """Figures of requests that have all ended."""
+    assert all(record.end_s is not None for record in records), "a request has not ended"
+    served = [record for record in records if not record.error]
+    elapsed_s = max((record.end_s or 0.0 for record in records), default=0.0)
+    new_tokens = sum(record.new_tokens for record in served)
+    steps = sum(record.steps for record in served)
+    drafted = sum(record.draft_tokens for record in served)
+    accepted = sum(record.accepted_tokens for record in served)
+    return Summary(
+        requests=len(records),
+        failed=len(records) - len(served),
+        errors=dict(Counter(record.error for record in records if record.error)),
+        retries=retries,
+        recovered=sum(record.recovered for record in served),
+        elapsed_s=elapsed_s,
+        prompt_tokens=sum(record.prompt_tokens for record in served),
+        new_tokens=new_tokens,
+        tokens_per_s=new_tokens / elapsed_s if elapsed_s else 0.0,
+        requests_per_s=len(served) / elapsed_s if elapsed_s else 0.0,
+        latency_s=Distribution.of(latencies(records)),
+        ttft_s=Distribution.of(first_token_times(records)),
+        token_s=Distribution.of([each for record in served for each in _token_times(record)]),
+        gap_s=Distribution.of(
+            [
+                later - earlier
+                for record in served
+                for (earlier, _), (later, _) in pairwise(record.chunks)
+            ]
+        ),
+        late_s=Distribution.of([record.sent_s - record.due_s for record in records]),
+        steps=steps,
+        draft_tokens=drafted,
+        accepted_tokens=accepted,
+        acceptance=accepted / drafted if drafted else None,
+        accepted_per_step=accepted / steps if steps else None,
+        committed_per_step=new_tokens / steps if steps else None,
+        accepted_at=tuple(count / steps for count in _summed(served)),
+        spread_mean=_share(before.groups, after.groups, before.spread_sum, after.spread_sum),
+        padding=_beyond(before, after),
+    )
+
+
+def latencies(records: Iterable[Record]) -> list[float]:
+    """Intended arrival to end, of the requests that were served."""
+    return [r.end_s - r.due_s for r in records if not r.error and r.end_s is not None]
+
+
+def first_token_times(records: Iterable[Record]) -> list[float]:
+    """Intended arrival to first token, likewise."""
+    return [r.chunks[0][0] - r.due_s for r in records if not r.error and r.chunks]
+
+
+def timeline(records: Iterable[Record], elapsed_s: float, bins: int) -> list[float]:
+    """Tokens per second that came in each of `bins` equal parts of the run."""
+    if elapsed_s <= 0:
+        return [0.0] * bins
+    width_s = elapsed_s / bins
+    tokens = [0] * bins
+    for record in records:
+        for at_s, count in record.chunks:
+            tokens[min(int(at_s / width_s), bins - 1)] += count
+    return [count / width_s for count in tokens]
+
+
+def histogram(values: Sequence[float], bins: int) -> list[tuple[float, float, int]]:
+    """(from, to, how many) in `bins` equal parts from 0 to the greatest value."""
+    most = max(values, default=0.0)
+    if most <= 0:
+        return []
+    width = most / bins
+    counts = [0] * bins
+    for value in values:
+        counts[min(int(value / width), bins - 1)] += 1
+    return [(n * width, (n + 1) * width, count) for n, count in enumerate(counts)]
+
+
+def _token_times(record: Record) -> Iterable[float]:
+    if len(record.chunks) > 1:
+        (first_s, first), (last_s, _) = record.chunks[0], record.chunks[-1]
+        yield (last_s - first_s) / (record.new_tokens - first)
+
+
+def _summed(records: Iterable[Record]) -> list[int]:
+    total: list[int] = []
+    for record in records:
+        total += [0] * (len(record.accepted_at) - len(total))
+        for j, count in enumerate(record.accepted_at):
+            total[j] += count
+    while total and total[-1] == 0:
+        total.pop()
+    return total
+
+
+def _share(whole_a: int, whole_b: int, part_a: int, part_b: int) -> float | None:
+    """The part's growth over the whole's; None where the whole has not grown or one has shrunk."""
+    if whole_b <= whole_a or part_b < part_a:
+        return None
+    return (part_b - part_a) / (whole_b - whole_a)
+
+
+def _beyond(before: PoolSums, after: PoolSums) -> float | None:
+    own = _share(
+        before.kv_positions_read,
+        after.kv_positions_read,
+        before.kv_positions_own,
+        after.kv_positions_own,
+    )
+    return None if own is None else 1.0 - own

@@ -1,0 +1,107 @@
+"""Load for a running cluster: streams through gRPC, many at once, from one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+
+from cluster.bench.arrivals import Arrivals, Closed, Extent
+from cluster.bench.figures import PoolSums, Record
+from cluster.bench.workload import Workload
+from cluster.client import AsyncClient
+from protos import lockstep_pb2 as pb
+
+Note = Callable[[int], None]
+"""Called with how many requests have ended."""
+
+
+def grpc_request(workload: Workload, number: int) -> pb.GenerateRequest:
+    """The request as the cluster takes it."""
+    prompt = workload.prompt(number)
+    sampling = workload.sampling_of(number)
+    request = pb.GenerateRequest(
+        max_new_tokens=workload.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed if sampling.temperature > 0 else None,
+        ignore_eos=workload.ignore_eos,
+        draft_len=workload.draft_len,
+    )
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    else:
+        request.prompt_token_ids.ids.extend(prompt)
+    return request
+
+
+async def drive(
+    client: AsyncClient,
+    make: Callable[[int], pb.GenerateRequest],
+    arrivals: Arrivals,
+    extent: Extent,
+    note: Note = lambda ended: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Record]:
+    """Send the requests `make(0)`, `make(1)`, ... and wait until all have ended.
+
+    A request that fails is noted with its status code; the load goes on.
+    """
+    begun_s = clock()
+    records: list[Record] = []
+    ended = 0
+
+    async def one(due_s: float | None) -> None:
+        nonlocal ended
+        number = len(records)
+        now_s = clock() - begun_s
+        record = Record(number, now_s if due_s is None else due_s, now_s)
+        records.append(record)
+        try:
+            async for chunk in client.stream(make(number)):
+                _take(record, chunk, clock() - begun_s)
+        except grpc.RpcError as error:
+            record.error = error.code().name
+        record.end_s = clock() - begun_s
+        ended += 1
+        note(ended)
+
+    async with asyncio.TaskGroup() as group:
+        if isinstance(arrivals, Closed):
+
+            async def place() -> None:
+                while not extent.ended(len(records), clock() - begun_s):
+                    await one(None)
+
+            for _ in range(arrivals.in_flight):
+                group.create_task(place())
+        else:
+            for sent, due_s in enumerate(arrivals.due_s()):
+                if extent.ended(sent, due_s):
+                    break
+                await asyncio.sleep(max(due_s - (clock() - begun_s), 0.0))
+                group.create_task(one(due_s))
+    return records
+
+
+def pool_sums(status: pb.StatusResponse) -> PoolSums:
+    """What the pool had counted when it gave this answer."""
+    return PoolSums(
+        status.groups, status.group_spread_sum, status.kv_positions_own, status.kv_positions_read
+    )
+
+
+def _take(record: Record, chunk: pb.GenerateChunk, now_s: float) -> None:
+    if chunk.token_ids:
+        record.chunks.append((now_s, len(chunk.token_ids)))
+    if chunk.HasField("end"):
+        end, speculation = chunk.end, chunk.end.speculation
+        record.prompt_tokens = end.usage.prompt_tokens
+        record.steps, record.draft_tokens = speculation.steps, speculation.draft_tokens
+        record.accepted_tokens = speculation.accepted_tokens
+        record.accepted_at = tuple(speculation.accepted_at)
+        record.recovered = end.recovered

@@ -1,0 +1,268 @@
+"""One benchmark from beginning to end: prompts, warm-up, load, comparison, report.
+
+The cluster is driven from this process; the comparison runs in this process too, after the load,
+and wants the machine to itself: a cluster on the same machine should be idle then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.arrivals import Arrivals, Closed, Extent
+from cluster.bench.figures import PoolSums, Record, summarise
+from cluster.bench.machine import machine
+from cluster.bench.report_json import Report
+from cluster.bench.workload import Lengths, Workload, engine_request, prompts_of
+from cluster.config import ClusterConfig
+from cluster.target_text import TargetText
+from replicas.config import DEMO, ReplicaConfig
+from scheduler.messages import SamplingParams
+
+Note = Callable[[str, int, int | None], None]
+"""Called with a phase, how much of it is done, and how much there is if that is known."""
+
+
+class BenchError(ValueError):
+    """A benchmark that cannot be run as asked; the message names the option."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for on the command line."""
+
+    arrivals: Arrivals
+    extent: Extent
+    warm_up: int
+    """Requests before the load that do not count, closed loop."""
+    prompts: Path | None
+    prompt_tokens: Lengths | None
+    limit: int
+    """Distinct prompts at most."""
+    seed: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    ignore_eos: bool
+    draft_len: int | None
+    compare: bool
+    rounds: int
+    compare_prompts: int
+
+    def workload(self, target: str, vocab_size: int) -> Workload:
+        """Raises BenchError, PromptsError and OSError."""
+        if self.prompts is None and self.prompt_tokens is None and target != DEMO:
+            raise BenchError(
+                f"prompts: give --prompts or --prompt-tokens; without them held-out text of the"
+                f" demo pair is used, and the target is {target!r}"
+            )
+        if self.prompt_tokens is not None and vocab_size < 1:
+            raise BenchError("prompt_tokens: the server has no replica that tells its vocabulary")
+        prompts, described = prompts_of(
+            self.limit,
+            self.prompts,
+            self.prompt_tokens,
+            vocab_size,
+            lambda: TargetText.load(ReplicaConfig()).encoder,
+            self.seed,
+        )
+        return Workload(
+            prompts=prompts,
+            described=described,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            ignore_eos=self.ignore_eos,
+            draft_len=self.draft_len,
+        )
+
+    @property
+    def warming(self) -> tuple[Closed, Extent]:
+        return Closed(min(self.warm_up, 8) or 1), Extent(requests=self.warm_up)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What a load has left behind."""
+
+    workload: Workload
+    records: list[Record]
+    before: PoolSums
+    after: PoolSums
+    retries: int
+    served_by: dict[str, Any]
+
+
+def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Report:
+    """Load a replica here and drive it. Raises what loading raises, and BenchError."""
+    from cluster.bench import engine as driver
+    from cluster.local_engine import LocalEngine
+    from replicas.replica import Replica
+
+    # Before the replica takes its share of the memory that is left.
+    models = _transformers(plan, config)
+    replica = Replica.load(config.replica)
+    text = TargetText.load(config.replica)
+    workload = plan.workload(config.replica.target, replica.spec.vocab_size)
+    engine = LocalEngine(replica, config.scheduler)
+
+    def requests(prefix: str) -> Callable[[int], Any]:
+        return lambda n: engine_request(workload, n, text.encode, text.eos_token_ids, prefix)
+
+    driver.drive(
+        engine, requests("warm-up "), *plan.warming, _noting(note, "warm-up", plan.warm_up)
+    )
+    before = driver.pool_sums(engine)
+    records = driver.drive(
+        engine,
+        requests(""),
+        plan.arrivals,
+        plan.extent,
+        _noting(note, "load", plan.extent.requests),
+    )
+    load = _Load(
+        workload,
+        records,
+        before,
+        driver.pool_sums(engine),
+        0,
+        {
+            "served by": "the engine of this process",
+            "target": config.replica.target,
+            "draft": config.replica.draft,
+            "device": replica.spec.device,
+            "dtype": config.replica.dtype,
+            "rows of a group": config.scheduler.rows_max,
+            "replicas": 1,
+        },
+    )
+    return _report(plan, load, _comparison(plan, config, models, replica, workload, note))
+
+
+def run_on_cluster(plan: Plan, config: ClusterConfig, server: Any, note: Note) -> Report:
+    """Drive the cluster at `server` (a `client_channel.Server`); `config` names the models of the
+    comparison. Raises grpc.RpcError where the server cannot be asked, and BenchError."""
+    load = asyncio.run(_through_cluster(plan, server, note))
+    return _report(
+        plan,
+        load,
+        _comparison(plan, config, _transformers(plan, config), None, load.workload, note),
+    )
+
+
+async def _through_cluster(plan: Plan, server: Any, note: Note) -> _Load:
+    from cluster.bench import load as driver
+    from cluster.client import AsyncClient
+
+    async with AsyncClient(server.address, server.api_key, server.tls) as client:
+        status = await client.status()
+        replicas = list(status.replicas)
+        first = replicas[0] if replicas else None
+        workload = plan.workload(
+            first.target if first else "", min((r.vocab_size for r in replicas), default=0)
+        )
+
+        def make(number: int) -> Any:
+            return driver.grpc_request(workload, number)
+
+        await driver.drive(client, make, *plan.warming, _noting(note, "warm-up", plan.warm_up))
+        before = driver.pool_sums(await client.status())
+        retries = client.retries
+        records = await driver.drive(
+            client,
+            make,
+            plan.arrivals,
+            plan.extent,
+            _noting(note, "load", plan.extent.requests),
+        )
+        retries = client.retries - retries
+        status = await client.status()
+        return _Load(
+            workload,
+            records,
+            before,
+            driver.pool_sums(status),
+            retries,
+            {
+                "served by": f"the cluster at {server.address}",
+                "target": first.target if first else None,
+                "draft": first.draft if first else None,
+                "device": first.device if first else None,
+                "dtype": first.dtype if first else None,
+                "rows of a group": "as the server is set",
+                "replicas": len(status.replicas),
+            },
+        )
+
+
+def _transformers(plan: Plan, config: ClusterConfig) -> Any:
+    if not plan.compare:
+        return None
+    from cluster.bench.transformers_runs import Transformers
+
+    return Transformers.load(config.replica)
+
+
+def _comparison(
+    plan: Plan,
+    config: ClusterConfig,
+    models: Any,
+    replica: Any,
+    workload: Workload,
+    note: Note,
+) -> Any:
+    """None unless it was asked for; `replica` None loads one."""
+    if models is None:
+        return None
+    from cluster.bench.compare import compare
+    from replicas.replica import Replica
+
+    replica = replica or Replica.load(config.replica)
+    text = TargetText.load(config.replica)
+    count = min(plan.compare_prompts, len(workload.prompts))
+    requests = [engine_request(workload, n, text.encode, ()) for n in range(count)]
+    return compare(
+        replica,
+        config.scheduler,
+        models,
+        requests,
+        plan.rounds,
+        plan.draft_len,
+        lambda phase, done: note(f"comparison: {phase}", done, None),
+    )
+
+
+def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:
+    return lambda ended: note(phase, ended, total)
+
+
+def _report(plan: Plan, load: _Load, comparison: Any) -> Report:
+    import torch
+
+    sampling = plan.sampling
+    return Report(
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        settings={
+            "prompts": f"{len(load.workload.prompts)}, {load.workload.described}",
+            "arrivals": str(plan.arrivals),
+            "requests": plan.extent.requests,
+            "duration_s": plan.extent.duration_s,
+            "warm-up requests": plan.warm_up,
+            "new tokens": plan.max_new_tokens,
+            "end of text": "ignored" if plan.ignore_eos else "ends a request",
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "seed": plan.seed,
+            "draft tokens per step at most": plan.draft_len,
+            **load.served_by,
+            "torch threads of this process": torch.get_num_threads(),
+        },
+        machine=machine(),
+        summary=summarise(load.records, load.before, load.after, load.retries),
+        records=tuple(load.records),
+        comparison=comparison,
+    )

@@ -1,0 +1,132 @@
+"""Proves: open-loop arrivals depend on nothing but their settings, and no wait is left out."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from cluster.bench.arrivals import Bursts, Closed, Extent, Poisson
+from cluster.bench.engine import drive
+from cluster.bench.figures import latencies
+from cluster.local_engine import LocalEngine
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Order, Request, StepResult
+from tests.cluster.fakes import FakeReplica, perfect
+
+PROMPT = (5, 6, 7)
+
+
+class Clock:
+    """Time passes in steps and sleeps only."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds
+
+
+class TimedReplica(FakeReplica):
+    """Every step takes `step_s` of the given clock; a prefill takes none."""
+
+    def __init__(self, clock: Clock, step_s: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._takes_s = step_s
+
+    def step(self, order: Order, *args: object) -> StepResult:  # type: ignore[override]
+        result = super().step(order)
+        self._clock.now_s += self._takes_s * result.steps
+        return result
+
+
+def ask(number: int) -> Request:
+    return Request(str(number), PROMPT, 8)
+
+
+def engine_of(clock: Clock, step_s: float, rows: int = 1) -> LocalEngine:
+    config = SchedulerConfig(rows_max=rows, draft_len=0, steps_per_order_max=1)
+    return LocalEngine(TimedReplica(clock, step_s), config, clock, check=True)
+
+
+def test_poisson_arrivals_are_a_function_of_the_seed_with_the_wanted_mean() -> None:
+    first = list(islice(Poisson(50.0, seed=3).due_s(), 5000))
+    assert first == list(islice(Poisson(50.0, seed=3).due_s(), 5000))
+    assert first != list(islice(Poisson(50.0, seed=4).due_s(), 5000))
+    assert first == sorted(first)
+    assert first[-1] == pytest.approx(100.0, rel=0.06)
+
+
+def test_bursts_come_together() -> None:
+    assert list(islice(Bursts(2, 5.0).due_s(), 5)) == [0.0, 0.0, 5.0, 5.0, 10.0]
+
+
+def test_an_extent_ends_at_the_bound_that_comes_first() -> None:
+    both = Extent(requests=3, duration_s=2.0)
+    assert [both.ended(2, 1.9), both.ended(3, 0.0), both.ended(0, 2.0)] == [False, True, True]
+    with pytest.raises(ValueError, match="requests, duration_s"):
+        Extent()
+
+
+def test_open_loop_latency_holds_the_wait_before_sending() -> None:
+    """Ten requests at once, 8 steps of 1 s each, one row at a time: the last waits for nine."""
+    clock = Clock()
+    records = drive(
+        engine_of(clock, 1.0), ask, Bursts(10, 1.0), Extent(requests=10), clock=clock,
+        sleep=clock.sleep,
+    )  # fmt: skip
+    assert min(latencies(records)) >= 8.0
+    assert max(latencies(records)) == pytest.approx(80.0)
+    assert all(record.due_s == 0.0 for record in records)
+
+
+def test_a_request_due_while_an_order_runs_is_sent_late_and_says_so() -> None:
+    clock = Clock()
+    records = drive(
+        engine_of(clock, 10.0), ask, Bursts(1, 4.0), Extent(requests=2), clock=clock,
+        sleep=clock.sleep,
+    )  # fmt: skip
+    assert [record.due_s for record in records] == [0.0, 4.0]
+    assert records[1].sent_s == 10.0
+    assert records[1].end_s is not None
+    assert latencies(records)[1] == records[1].end_s - 4.0
+
+
+def test_a_closed_loop_keeps_so_many_in_flight() -> None:
+    clock = Clock()
+    engine = engine_of(clock, 1.0, rows=4)
+    records = drive(engine, ask, Closed(2), Extent(requests=7), clock=clock, sleep=clock.sleep)
+    for record in records:
+        others = [one for one in records if one.sent_s <= record.sent_s and one is not record]
+        live = [one for one in others if one.end_s is not None and one.end_s > record.sent_s]
+        assert len(live) <= 1
+        assert record.due_s == record.sent_s
+    assert [record.new_tokens for record in records] == [8] * 7
+    assert engine.outputs["6"].tokens == perfect(PROMPT, 8)
+
+
+def test_a_duration_ends_the_sending_and_what_runs_is_finished() -> None:
+    clock = Clock()
+    records = drive(
+        engine_of(clock, 1.0), ask, Closed(1), Extent(duration_s=20.0), clock=clock,
+        sleep=clock.sleep,
+    )  # fmt: skip
+    assert [record.end_s for record in records] == [8.0, 16.0, 24.0]
+
+
+def test_a_refused_request_is_an_error_by_its_name() -> None:
+    clock = Clock()
+    records = drive(
+        engine_of(clock, 1.0),
+        lambda number: Request(str(number), (), 8),
+        Closed(1),
+        Extent(requests=2),
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    assert [record.error for record in records] == ["InvalidRequest"] * 2

@@ -1,0 +1,126 @@
+"""Proves: the ways take turns, ratios are of one round, and agreement is counted over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from cluster.bench.compare import Way, fastest_assistance, ratio, take_turns
+from cluster.bench.transformers_runs import Assistance, DoesNotRun, Transformers
+from scheduler.messages import Request
+from tests.reference import plain_greedy
+from tests.tiny_pairs import target_model, tiny_pair
+
+REQUESTS = [Request(str(n), tuple(range(3, 8 + 3 * n)), 12) for n in range(5)]
+
+
+class Turns:
+    """Ways whose runs take a given time, and the order in which they ran."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.order: list[str] = []
+        self.salts: list[str] = []
+
+    def way(self, name: str, seconds: Sequence[float], outputs: Sequence[list[list[int]]]) -> Way:
+        def run(requests: Sequence[Request]) -> list[list[int]]:
+            number = self.order.count(name)
+            self.order.append(name)
+            self.salts += {request.cache_salt for request in requests}
+            self.now_s += seconds[number]
+            return outputs[number]
+
+        return run
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
+    turns = Turns()
+    right, wrong = [[1, 2], [3, 4]], [[1, 2], [3, 5]]
+    ways = {
+        "ours": turns.way("ours", [1.0, 4.0], [right, wrong]),
+        "theirs": turns.way("theirs", [2.0, 4.0], [right, right]),
+    }
+    ours, theirs = take_turns(ways, REQUESTS[:2], 2, "theirs", clock=turns.clock)
+    assert turns.order == ["ours", "theirs"] * 2
+    assert ours.tokens_per_s == (4.0, 1.0)
+    assert ours.speed == 2.5
+    assert (ours.identical, theirs.identical) == (1, 2)
+    made = ratio((ours, theirs), "ours", "theirs")
+    assert made is not None
+    assert made.values == (2.0, 1.0)
+    assert made.median == 1.5
+
+
+def test_no_run_finds_the_prefixes_of_another() -> None:
+    turns = Turns()
+    ways = {name: turns.way(name, [1.0] * 3, [[[1]]] * 3) for name in ("a", "b")}
+    take_turns(ways, REQUESTS[:1], 3, "a", clock=turns.clock)
+    assert len(turns.salts) == len(set(turns.salts)) == 6
+
+
+def test_a_way_that_does_not_run_says_why_and_is_left_out() -> None:
+    turns = Turns()
+    asked = []
+
+    def broken(requests: Sequence[Request]) -> list[list[int]]:
+        asked.append(1)
+        raise DoesNotRun("no such kernel")
+
+    ways = {"a": turns.way("a", [1.0] * 2, [[[1]]] * 2), "b": broken}
+    a, b = take_turns(ways, REQUESTS[:1], 2, "a", clock=turns.clock)
+    assert (b.tokens_per_s, b.does_not_run, len(asked)) == ((), "no such kernel", 1)
+    assert ratio((a, b), "a", "b") is None
+
+
+@pytest.fixture(scope="module")
+def models() -> Transformers:
+    pair = tiny_pair("llama")
+    return Transformers(target_model("llama"), pair.draft)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [plain_greedy(target_model("llama"), request.prompt, 12) for request in REQUESTS]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_batched_generate_returns_the_callers_order(
+    models: Transformers, expected: list[list[int]], batch: int
+) -> None:
+    shuffled = [REQUESTS[n] for n in (3, 0, 4, 2, 1)]
+    assert models.batched(shuffled, batch) == [expected[n] for n in (3, 0, 4, 2, 1)]
+
+
+@pytest.mark.parametrize("how", [Assistance(4), Assistance(20, 0.4), Assistance(3, 0, "heuristic")])
+def test_assisted_generation_agrees(
+    models: Transformers, expected: list[list[int]], how: Assistance
+) -> None:
+    assert models.assisted(REQUESTS, how) == expected
+
+
+def test_continuous_batching_agrees_or_says_why_not(
+    models: Transformers, expected: list[list[int]]
+) -> None:
+    try:
+        outputs = models.continuous(REQUESTS, 2)
+    except DoesNotRun as error:
+        assert str(error).strip()  # noqa: PT017, both outcomes are right; which depends on the versions
+    else:
+        assert outputs == expected
+
+
+def test_the_fastest_assistance_is_chosen_by_the_better_of_its_runs() -> None:
+    slow, quick = Assistance(4), Assistance(8)
+    takes_s = {slow: iter([1.0, 2.0, 2.0]), quick: iter([9.0, 1.5])}
+    now_s = 0.0
+
+    class Timed:
+        def assisted(self, requests: Sequence[Request], how: Assistance) -> None:
+            nonlocal now_s
+            now_s += next(takes_s[how])
+
+    assert fastest_assistance(Timed(), REQUESTS, (slow, quick), lambda: now_s) is quick  # type: ignore[arg-type]

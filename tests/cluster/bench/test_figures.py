@@ -1,0 +1,116 @@
+"""Proves the arithmetic of a benchmark by values computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.bench.figures import (
+    Distribution,
+    PoolSums,
+    Record,
+    histogram,
+    percentile,
+    summarise,
+    timeline,
+)
+
+NOTHING = PoolSums(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([7.0], 0.99, 7.0),
+        ([1.0, 2.0], 0.5, 1.5),
+        ([1.0, 2.0, 3.0], 0.5, 2.0),
+        ([0.0, 10.0, 20.0, 30.0], 0.9, 27.0),
+        ([float(n) for n in range(101)], 0.99, 99.0),
+        ([float(n) for n in range(101)], 1.0, 100.0),
+        ([float(n) for n in range(101)], 0.0, 0.0),
+    ],
+)
+def test_percentiles_lie_between_neighbours(
+    values: list[float], share: float, expected: float
+) -> None:
+    assert percentile(values, share) == pytest.approx(expected)
+
+
+def test_a_distribution_needs_no_order() -> None:
+    made = Distribution.of([3.0, 1.0, 2.0])
+    assert made is not None
+    assert (made.count, made.mean, made.p50, made.max) == (3, 2.0, 2.0, 3.0)
+    assert made.p90 == pytest.approx(2.8)
+    assert Distribution.of([]) is None
+
+
+def served() -> list[Record]:
+    """Two that were served, one late by the driver's fault, and one that failed."""
+    return [
+        Record(0, 0.0, 0.0, 10, [(0.5, 1), (1.0, 4), (1.5, 3)], 1.5, "", 4, 16, 6, (3, 2, 1, 0)),
+        Record(1, 1.0, 1.5, 20, [(3.0, 2), (4.0, 2)], 4.0, "", 2, 4, 2, (2,), recovered=1),
+        Record(2, 2.0, 2.0, 0, [(2.5, 1)], 3.0, "UNAVAILABLE"),
+    ]
+
+
+def test_latency_counts_from_the_intended_arrival() -> None:
+    made = summarise(served(), NOTHING, NOTHING)
+    assert made.latency_s is not None
+    assert made.ttft_s is not None
+    assert made.late_s is not None
+    assert (made.latency_s.mean, made.latency_s.max) == (2.25, 3.0)
+    assert (made.ttft_s.mean, made.ttft_s.max) == (1.25, 2.0)
+    assert made.late_s.max == 0.5
+
+
+def test_a_failed_request_counts_as_failed_and_in_nothing_else() -> None:
+    made = summarise(served(), NOTHING, NOTHING, retries=3)
+    assert (made.requests, made.failed, made.errors) == (3, 1, {"UNAVAILABLE": 1})
+    assert (made.prompt_tokens, made.new_tokens, made.elapsed_s) == (30, 12, 4.0)
+    assert (made.tokens_per_s, made.requests_per_s) == (3.0, 0.5)
+    assert (made.retries, made.recovered) == (3, 1)
+
+
+def test_time_per_token_spreads_what_came_after_the_first_arrival() -> None:
+    made = summarise(served(), NOTHING, NOTHING)
+    assert made.token_s is not None
+    assert made.gap_s is not None
+    assert made.token_s.mean == pytest.approx((1.0 / 7 + 1.0 / 2) / 2)
+    assert (made.gap_s.count, made.gap_s.mean) == (3, pytest.approx(2.0 / 3))
+
+
+def test_acceptance_is_summed_by_position_and_per_step() -> None:
+    made = summarise(served(), NOTHING, NOTHING)
+    assert made.acceptance == pytest.approx(8 / 20)
+    assert made.accepted_per_step == pytest.approx(8 / 6)
+    assert made.committed_per_step == pytest.approx(12 / 6)
+    assert made.accepted_at == pytest.approx((5 / 6, 2 / 6, 1 / 6))
+
+
+def test_spread_and_padding_are_those_of_the_run_alone() -> None:
+    before, after = PoolSums(10, 900, 1000, 2000), PoolSums(14, 912, 1950, 3000)
+    made = summarise(served(), before, after)
+    assert made.spread_mean == 3.0
+    assert made.padding == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("after", [NOTHING, PoolSums(5, 2, 10, 20)])
+def test_a_pool_that_was_replaced_or_stood_still_gives_none(after: PoolSums) -> None:
+    made = summarise(served(), PoolSums(5, 2, 10, 20), after)
+    assert made.spread_mean is None
+    assert made.padding is None
+
+
+def test_a_run_without_requests_has_no_figures() -> None:
+    made = summarise([], NOTHING, NOTHING)
+    assert (made.requests, made.tokens_per_s, made.requests_per_s) == (0, 0.0, 0.0)
+    assert made.latency_s is made.acceptance is made.committed_per_step is None
+
+
+def test_the_timeline_holds_every_token_in_its_part() -> None:
+    assert timeline(served(), 4.0, 4) == [1.0, 7.0, 1.0, 4.0]
+    assert timeline([], 0.0, 3) == [0.0, 0.0, 0.0]
+
+
+def test_the_histogram_holds_every_value_the_greatest_included() -> None:
+    assert histogram([0.0, 1.0, 3.9, 4.0], 2) == [(0.0, 2.0, 2), (2.0, 4.0, 2)]
+    assert histogram([], 5) == []

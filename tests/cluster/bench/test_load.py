@@ -1,0 +1,123 @@
+"""Proves: load through real gRPC counts what came, and a request that fails fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+from typer.testing import CliRunner
+
+from cluster.bench.arrivals import Bursts, Closed, Extent
+from cluster.bench.figures import summarise
+from cluster.bench.load import drive, grpc_request, pool_sums
+from cluster.bench.workload import Lengths, Workload, synthetic_prompts
+from cluster.cli import main
+from cluster.client import AsyncClient
+from protos import lockstep_pb2 as pb
+from protos import lockstep_pb2_grpc
+from scheduler.messages import SamplingParams
+from tests.cluster.fakes import CONTEXT, VOCAB
+from tests.cluster.test_ingress import ingress
+
+
+@asynccontextmanager
+async def served(step_s: float = 0.0) -> AsyncIterator[str]:
+    """The address of an ingress with its pool and a fake replica, behind real gRPC."""
+    async with ingress(step_s) as made:
+        server = grpc.aio.server()
+        lockstep_pb2_grpc.add_LockstepServicer_to_server(made, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        yield f"127.0.0.1:{port}"
+        await server.stop(None)
+
+
+def workload(temperature: float = 0.0) -> Workload:
+    prompts = synthetic_prompts(3, Lengths(4, 9), VOCAB, seed=1)
+    return Workload(prompts, "random", 20, SamplingParams(temperature=temperature, seed=7))
+
+
+def test_a_closed_loop_through_grpc_gets_every_token() -> None:
+    async def test() -> None:
+        async with served() as address, AsyncClient(address) as client:
+            before = pool_sums(await client.status())
+            ended: list[int] = []
+            records = await drive(
+                client,
+                lambda n: grpc_request(workload(), n),
+                Closed(3),
+                Extent(requests=7),
+                ended.append,
+            )
+            made = summarise(records, before, pool_sums(await client.status()), client.retries)
+            assert (made.requests, made.failed, made.new_tokens) == (7, 0, 140)
+            prompts = workload().prompts
+            assert made.prompt_tokens == sum(len(prompts[n % 3]) for n in range(7))
+            assert ended == list(range(1, 8))
+            assert made.steps + made.accepted_tokens >= 140
+            assert made.acceptance is not None
+            assert sum(made.accepted_at) * made.steps == made.accepted_tokens
+            assert made.spread_mean is not None
+            assert all(record.due_s == record.sent_s for record in records)
+
+    asyncio.run(test())
+
+
+def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_request() -> None:
+    async def test() -> None:
+        async with served(step_s=0.01) as address, AsyncClient(address) as client:
+
+            def make(number: int) -> pb.GenerateRequest:
+                request = grpc_request(workload(), number)
+                if number == 2:
+                    request.max_new_tokens = CONTEXT + 1
+                return request
+
+            records = await drive(client, make, Bursts(4, 0.05), Extent(requests=8))
+            assert [record.due_s for record in records] == [0.0] * 4 + [0.05] * 4
+            assert [record.error for record in records].count("INVALID_ARGUMENT") == 1
+            assert records[2].error == "INVALID_ARGUMENT"
+            assert records[5].sent_s < max(record.end_s or 0.0 for record in records[:4])
+
+    asyncio.run(test())
+
+
+def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
+    first, second = (grpc_request(workload(0.8), n) for n in range(2))
+    assert (first.temperature, first.seed, second.seed) == (0.8, 7, 8)
+    assert first.ignore_eos
+    assert not first.HasField("draft_len")
+    greedy = grpc_request(workload(), 0)
+    assert not greedy.HasField("seed")
+    assert tuple(greedy.prompt_token_ids.ids) == workload().prompts[0]
+
+
+def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served() as address:
+            arguments = [
+                *("bench", "--address", address, "--prompt-tokens", "4..8", "--requests", "6"),
+                *("--in-flight", "2", "--warm-up", "2", "--max-new-tokens", "12"),
+                *("--html", str(tmp_path / "new" / "a.html"), "--json", str(tmp_path / "a.json")),
+            ]
+            result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+            assert result.exit_code == 0, result.output
+            assert "closed loop, 2 in flight" in result.output
+            assert (tmp_path / "new" / "a.html").read_text().startswith("<!DOCTYPE html>")
+            assert (tmp_path / "a.json").exists()
+
+    asyncio.run(test())
+
+
+def test_held_out_text_is_for_the_demo_pair_only() -> None:
+    async def test() -> None:
+        async with served() as address:
+            arguments = ["bench", "--address", address, "--requests", "1"]
+            result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+            assert result.exit_code == 2
+            assert "prompts: give --prompts" in result.output
+
+    asyncio.run(test())

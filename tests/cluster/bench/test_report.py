@@ -1,0 +1,136 @@
+"""Proves: the page is well-formed, loads nothing, runs nothing, and says what the figures say."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from cluster.bench import svg
+from cluster.bench.compare import Comparison, Contender, Ratio
+from cluster.bench.figures import PoolSums, summarise
+from cluster.bench.report_html import to_html
+from cluster.bench.report_json import SCHEMA, VERSION, Report, to_json
+from tests.cluster.bench.test_figures import NOTHING, served
+
+VOID = {"meta"}
+COMPARISON = Comparison(
+    prompts=4,
+    new_tokens=16,
+    rounds=2,
+    assistance="8 tokens, constant",
+    contenders=(
+        Contender("Lockstep, batch 8", (1201.0, 1403.0), 4),
+        Contender("transformers generate, batch 8", (600.0, 701.0), 3),
+        Contender("continuous", (), 0, "RuntimeError: no <flash> attention"),
+    ),
+    ratios=(Ratio("Lockstep over transformers", (2.0, 2.5)),),
+)
+
+
+class Page(HTMLParser):
+    """Tags must nest; texts and attributes are kept."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def report(comparison: Comparison | None = COMPARISON) -> Report:
+    records = served()
+    summary = summarise(records, NOTHING, PoolSums(4, 12, 950, 1000), retries=3)
+    settings = {"prompts": "3, of <mine> & yours", "arrivals": "closed loop", "requests": 3}
+    return Report("2030-01-01", settings, {"cores": 2}, summary, tuple(records), comparison)
+
+
+def test_the_page_nests_and_needs_nothing_from_outside() -> None:
+    text = to_html(report())
+    page = Page(text)
+    assert page.open == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "onload", "onclick"} & {name for name, _ in page.attributes}
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_page_holds_the_figures() -> None:
+    texts = Page(to_html(report())).texts
+    assert "3, of <mine> & yours" in texts
+    for expected in (
+        *("3", "1 (UNAVAILABLE 1)", "5.0%", "20, 40.0%", "2250", "1250"),
+        *("1302", "650", "2.25", "2.00, 2.50", "RuntimeError: no <flash> attention", "4"),
+    ):
+        assert expected in texts, expected
+
+
+def test_the_page_draws_a_plot_for_each_view() -> None:
+    assert Page(to_html(report())).tags.count("svg") == 5
+    assert Page(to_html(report(None))).tags.count("svg") == 4
+
+
+def test_a_run_in_which_all_failed_still_has_a_page() -> None:
+    records = tuple(record for record in served() if record.error)
+    made = Report(
+        "2030-01-01", {"prompts": "1", "arrivals": "x"}, {}, summarise(records, NOTHING, NOTHING),
+        records,
+    )  # fmt: skip
+    page = Page(to_html(made))
+    assert page.open == []
+    assert "1 (UNAVAILABLE 1)" in page.texts
+    assert not re.search("nan|inf[^o]", "".join(page.texts))
+
+
+def test_the_json_holds_the_same_with_its_schema() -> None:
+    data = json.loads(to_json(report()))
+    assert (data["schema"], data["version"]) == (SCHEMA, VERSION)
+    assert data["figures"]["latency_s"]["mean"] == 2.25
+    assert data["figures"]["padding"] == pytest.approx(0.05)
+    assert [each["error"] for each in data["requests"]] == ["", "", "UNAVAILABLE"]
+    assert [each["latency_s"] for each in data["requests"]] == [1.5, 3.0, 1.0]
+    assert data["comparison"]["contenders"][0]["median"] == 1302.0
+    assert data["comparison"]["contenders"][2]["median"] is None
+    assert data["comparison"]["ratios"][0]["median"] == 2.25
+    assert sum(data["timeline"]["tokens_per_s"]) * data["timeline"]["bin_s"] == pytest.approx(13)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (0.0, [0.0, 1.0]),
+        (100.0, [0, 20, 40, 60, 80, 100]),
+        (7.3, [0, 2, 4, 6, 8]),
+        (0.012, [0, 0.0025, 0.005, 0.0075, 0.01, 0.0125]),
+    ],
+)
+def test_ticks_are_round_and_reach_the_greatest_value(most: float, expected: list[float]) -> None:
+    assert svg.ticks(most) == pytest.approx(expected)
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    drawn = svg.bars([("a", 100.0, True), ("b", 25.0, False)], "tokens/s")
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="18"', drawn)]
+    assert widths[0] == pytest.approx(4 * widths[1])
