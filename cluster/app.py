@@ -87,7 +87,7 @@ class ReplicaDeployment:
 
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
         log_to_stderr()
-        replica_config = _with_threads(config)
+        replica_config = _replica_config(config)
         self._runner = ReplicaRunner(
             config,
             lambda: load(replica_config),
@@ -273,9 +273,19 @@ def _gpus(config: ClusterConfig) -> float:
     return (10_000 // replicas_per_gpu) / 10_000
 
 
-def _with_threads(config: ClusterConfig) -> ReplicaConfig:
-    """Replicas of one machine share its cores; Ray would give each of them a single thread."""
-    if config.replica.torch_threads is not None:
-        return config.replica
+def _replica_config(config: ClusterConfig) -> ReplicaConfig:
+    """A replica's settings with what the others say about it filled in: its memory is to last for
+    the scheduler's orders, and replicas of one machine share its cores; Ray would give each of
+    them a single thread."""
+    scheduler = config.scheduler
     threads = max(1, len(os.sched_getaffinity(0)) // config.replicas_max)
-    return config.replica.model_copy(update={"torch_threads": threads})
+    filled = {
+        "plan_rows": scheduler.rows_max,
+        "plan_draft_len": scheduler.draft_len,
+        "plan_prefill_rows": scheduler.prefill_rows_max,
+        "torch_threads": threads,
+    }
+    missing = {
+        name: value for name, value in filled.items() if getattr(config.replica, name) is None
+    }
+    return config.replica.model_copy(update=missing)

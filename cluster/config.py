@@ -171,7 +171,7 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
     **{
         name: ("replica", name)
         for name in (
-            *("target", "draft", "device", "dtype", "kv_blocks", "kv_memory_mb"),
+            *("target", "draft", "device", "dtype", "kv_blocks", "kv_memory_mb", "memory"),
             *("context_len", "torch_threads", "trust_remote_code"),
         )
     },

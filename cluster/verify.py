@@ -110,7 +110,7 @@ def _just_enough(
     config: ReplicaConfig, scheduler: SchedulerConfig, text: TargetText, requests: Sequence[Request]
 ) -> ReplicaConfig:
     """Memory for these requests only, where none is given: a second copy of the target must fit."""
-    if config.kv_blocks is not None or config.kv_memory_mb is not None:
+    if any(given is not None for given in (config.kv_blocks, config.kv_memory_mb, config.memory)):
         return config
     lengths = sorted((len(r.prompt) + r.max_new_tokens for r in requests), reverse=True)
     at_once = lengths[: 2 * scheduler.rows_max]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from replicas.shapes import is_planted, parse_planted
+from scheduler.config import DRAFT_LEN_MAX
 
 DEMO = "demo"
 """The name of the embedded pair, wherever a directory or hub name is asked for."""
@@ -34,7 +35,33 @@ class ReplicaConfig(BaseModel):
         None, ge=1, description="Blocks of the KV cache; null computes them from kv_memory_mb."
     )
     kv_memory_mb: int | None = Field(
-        None, ge=1, description="Memory of the KV cache; null takes a share of what is free."
+        None, ge=1, description="Memory of the KV cache; null takes what `memory` leaves."
+    )
+    memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="Memory for weights, KV cache and buffers together, in bytes or as '20GiB'; "
+        "where it is short, speculation shrinks. Null takes a share of what is free.",
+    )
+    plan_rows: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Rows of a group that memory is to last for; null takes the scheduler's "
+        "rows_max.",
+    )
+    plan_draft_len: int | None = Field(
+        None,
+        ge=0,
+        le=DRAFT_LEN_MAX,
+        description="Draft tokens likewise; null takes the scheduler's draft_len.",
+    )
+    plan_prefill_rows: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Prompts of a prefill order likewise; null takes the scheduler's "
+        "prefill_rows_max.",
     )
     context_len: int | None = Field(
         None, ge=2, description="Longest sequence in tokens; null takes the target's own limit."

@@ -1,81 +1,276 @@
-"""How many KV blocks fit: both models' caches share one block table, so a block costs both."""
+"""How a replica's memory is divided: weights, buffers of the largest orders, KV blocks.
+
+Both models' caches share one block table, so a block costs both. What the buffers cost is in
+`buffers`; here is what there is, and what of the wanted orders fits into it.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
+from replicas.buffers import Buffers, ModelShape, Workload, buffers, kv_bytes_per_position
 from replicas.config import ReplicaConfig
-from replicas.paged_cache import kv_bytes_per_block
+from replicas.pair import Pair, PairFiles
+from scheduler.config import SchedulerConfig
 
-# Shares of the memory that is free once the weights are loaded. A CPU's memory belongs to others
-# too; a GPU's is ours but for the buffers of the largest step.
 _CPU_SHARE = 0.10
-_CUDA_SHARE = 0.85
-_MB = 1024 * 1024
+_CUDA_SHARE = 0.90
+"""Shares of the memory that is free beside the weights, where no budget is given. A CPU's memory
+belongs to others too; what other processes hold of a GPU's is not free."""
+PASS_TOKENS_LEAST = 64
+"""Narrower prefill passes save next to nothing."""
+_ACCEPTANCE = 0.7
+"""What rows and draft tokens are weighed with where not all of them fit."""
+_MIB = 1 << 20
 
 
 class TooLittleMemory(ValueError):
-    """The KV cache could not hold one sequence of full length; the message names what would do."""
+    """Not one sequence of full length would fit; the message names the least that would do."""
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
+        """Bytes for weights, KV cache and buffers that would do."""
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """What of a model decides the size of its KV cache."""
+class PairShape:
+    """What of a pair must be known to plan its memory; no weights are needed for it."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    target: ModelShape
+    draft: ModelShape | None
+    target_bytes: int
+    """Bytes of the weights, tied ones counted once."""
+    draft_bytes: int
+    context_len: int
 
-    @classmethod
-    def of(cls, config: Any) -> KVShape:
-        """Read from a transformers config."""
-        heads = config.num_attention_heads
-        return cls(
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
+    @property
+    def models(self) -> list[ModelShape]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    @property
+    def weights(self) -> int:
+        return self.target_bytes + self.draft_bytes
 
 
-def bytes_per_block(shapes: list[KVShape], block_size: int, dtype: torch.dtype) -> int:
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a replica allocates. `work` is what fits of `wanted`; all sizes are in bytes."""
+
+    pair: PairShape
+    wanted: Workload
+    work: Workload
+    buffers: Buffers
+    kv_blocks: int
+    """Blocks that sequences may use; one more, the scrap block, is allocated."""
+    block_bytes: int
+    budget: int | None
+    """What weights, KV cache and buffers may take together; None: KV alone was given."""
+    least: int
+    """The smallest budget that would do, with this KV cache if its size was given."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return (self.kv_blocks + 1) * self.block_bytes
+
+    @property
+    def total(self) -> int:
+        return self.pair.weights + self.kv_bytes + self.buffers.total
+
+    @property
+    def rows_max(self) -> int | None:
+        """Rows of a group, where fewer than wanted fit."""
+        return None if self.work.rows == self.wanted.rows else self.work.rows
+
+    def draft_len_max(self, most: int) -> int:
+        """Draft tokens per row and step: `most`, unless fewer than wanted fit."""
+        if self.pair.draft is None:
+            return 0
+        fits = self.work.draft_len
+        return most if fits == self.wanted.draft_len else fits
+
+    def sequences(self, length: int) -> int:
+        """Sequences of this many tokens whose KV cache fits at once."""
+        return self.kv_blocks // -(-length // self.work.block_size)
+
+
+def bytes_per_block(shapes: list[ModelShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block costs over all layers of all models."""
-    return sum(
-        kv_bytes_per_block(s.layers, s.kv_heads, s.head_dim, block_size, dtype) for s in shapes
+    return sum(kv_bytes_per_position(shape, dtype.itemsize) * block_size for shape in shapes)
+
+
+def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
+    """The largest orders to expect."""
+    usual = SchedulerConfig()
+    rows = config.plan_rows or usual.rows_max
+    prefill_rows = config.plan_prefill_rows or usual.prefill_rows_max
+    draft_len = usual.draft_len if config.plan_draft_len is None else config.plan_draft_len
+    return Workload(
+        rows=rows,
+        draft_len=0 if config.draft is None else draft_len,
+        prefill_rows=prefill_rows,
+        pass_tokens=prefill_rows * min(config.prefill_chunk_tokens, context_len),
+        context_len=context_len,
+        block_size=config.block_size,
     )
 
 
-def kv_blocks(
-    config: ReplicaConfig, shapes: list[KVShape], context_len: int, device: torch.device
-) -> int:
-    """Blocks to allocate; raises TooLittleMemory when a full-length sequence would not fit."""
-    dtype = getattr(torch, config.dtype)
-    per_block = bytes_per_block(shapes, config.block_size, dtype)
-    least = -(-context_len // config.block_size)
-    if config.kv_blocks is not None:
-        blocks = config.kv_blocks
-    elif config.kv_memory_mb is not None:
-        blocks = config.kv_memory_mb * _MB // per_block
-    else:
-        blocks = int(_free_bytes(device)) // per_block
-    if blocks < least:
+def plan_memory(
+    config: ReplicaConfig, pair: PairShape, device: torch.device, loaded: bool
+) -> MemoryPlan:
+    """Divide the memory; `loaded` says whether the weights are on the device already.
+
+    Where the budget is short of what the wanted orders take, prefill passes become narrower, then
+    rows and draft tokens fewer. Raises TooLittleMemory.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    on_gpu = device.type == "cuda"
+    block_bytes = bytes_per_block(pair.models, config.block_size, dtype)
+    least_blocks = -(-pair.context_len // config.block_size)
+    given_blocks = config.kv_blocks
+    if given_blocks is None and config.kv_memory_mb is not None:
+        given_blocks = config.kv_memory_mb * _MIB // block_bytes
+    if given_blocks is not None and given_blocks < least_blocks:
         raise TooLittleMemory(
-            f"kv_blocks: {blocks} blocks of {config.block_size} positions do not hold one sequence"
-            f" of {context_len} tokens; at least {least} blocks"
-            f" ({-(-least * per_block // _MB)} MB) would, or a smaller context_len"
+            f"kv_blocks: {given_blocks} blocks of {config.block_size} positions do not hold one"
+            f" sequence of {pair.context_len} tokens; at least {least_blocks} blocks"
+            f" ({in_mib(least_blocks * block_bytes)}) would, or a smaller context_len",
+            least_blocks * block_bytes,
         )
-    return blocks
+    wanted = wanted_work(config, pair.context_len)
+
+    def count(work: Workload) -> Buffers:
+        return buffers(pair.target, pair.draft, work, dtype.itemsize, on_gpu)
+
+    least_kv = (least_blocks if given_blocks is None else given_blocks) + 1
+    fixed = pair.weights + least_kv * block_bytes
+    least = fixed + count(_least_work(wanted)).total
+    budget: int | None
+    if config.memory is not None:
+        budget = int(config.memory)
+        given = f"memory: {in_mib(budget)}"
+    elif given_blocks is not None:
+        budget, given = None, ""
+    else:
+        free = max(free_bytes(device) - (0 if loaded else pair.weights), 0)
+        share = _CUDA_SHARE if on_gpu else _CPU_SHARE
+        budget = pair.weights + int(free * share)
+        given = f"memory: {in_mib(budget)} ({share:.0%} of what is free beside the weights)"
+    work: Workload | None = wanted
+    if budget is not None:
+        room = budget - fixed
+        work = _fitting(wanted, lambda one: count(one).total <= room)
+    if work is None:
+        raise TooLittleMemory(
+            f"{given} do not hold the weights ({in_mib(pair.weights)}), one sequence of"
+            f" {pair.context_len} tokens and the buffers of its step; at least {in_mib(least)}"
+            " would, or a smaller context_len",
+            least,
+        )
+    counted = count(work)
+    if given_blocks is None:
+        assert budget is not None
+        kv_blocks = (budget - pair.weights - counted.total) // block_bytes - 1
+    else:
+        kv_blocks = given_blocks
+    return MemoryPlan(pair, wanted, work, counted, kv_blocks, block_bytes, budget, least)
 
 
-def _free_bytes(device: torch.device) -> float:
+def _least_work(wanted: Workload) -> Workload:
+    return wanted.shrunk(1, min(wanted.draft_len, 1), min(wanted.pass_tokens, PASS_TOKENS_LEAST))
+
+
+def _fitting(wanted: Workload, fits: Callable[[Workload], bool]) -> Workload | None:
+    """The best that fits: narrower prefill passes cost least, so they are tried first; then the
+    rows and draft tokens that commit most per step, with the widest passes that fit beside them."""
+    widths = [wanted.pass_tokens]
+    while widths[-1] > PASS_TOKENS_LEAST:
+        widths.append(max(widths[-1] // 2, PASS_TOKENS_LEAST))
+    steps = sorted(
+        (
+            (rows, k)
+            for rows in range(1, wanted.rows + 1)
+            for k in range(min(wanted.draft_len, 1), wanted.draft_len + 1)
+        ),
+        key=lambda step: step[0] * (1 - _ACCEPTANCE ** (step[1] + 1)),
+        reverse=True,
+    )
+    for rows, k in steps:
+        if fits(wanted.shrunk(rows, k, widths[-1])):
+            all_widths = (wanted.shrunk(rows, k, width) for width in widths)
+            return next(one for one in all_widths if fits(one))
+    return None
+
+
+# --------------------------------------------------------------------------- what there is
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers; tied parameters are one."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def weight_bytes_of(model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> int:
+    """The same from a transformers config alone: the model is built without storage."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    return weight_bytes(model)
+
+
+def pair_shape(pair: Pair) -> PairShape:
+    """Of models that are loaded."""
+    return PairShape(
+        target=ModelShape.of(pair.target.config),
+        draft=None if pair.draft is None else ModelShape.of(pair.draft.config),
+        target_bytes=weight_bytes(pair.target),
+        draft_bytes=0 if pair.draft is None else weight_bytes(pair.draft),
+        context_len=pair.context_len,
+    )
+
+
+def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
+    """Of models whose weights have not been read."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    remote = config.trust_remote_code
+    draft = files.draft_config
+    return PairShape(
+        target=ModelShape.of(files.target_config),
+        draft=None if draft is None else ModelShape.of(draft),
+        target_bytes=weight_bytes_of(files.target_config, dtype, remote),
+        draft_bytes=0 if draft is None else weight_bytes_of(draft, dtype, remote),
+        context_len=files.context_len,
+    )
+
+
+def check_memory(config: ReplicaConfig, files: PairFiles, device: torch.device) -> None:
+    """Raise TooLittleMemory before weights are read that would not leave room for the rest."""
+    plan_memory(config, pair_shape_of(files, config), device, loaded=False)
+
+
+def in_mib(size: int) -> str:
+    """For messages, rounded up: what a message names as enough is enough."""
+    return f"{-(-size // _MIB)} MiB"
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the device has left; on a GPU without what any process holds, this one's cache apart."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free * _CUDA_SHARE
-    return _free_cpu_bytes() * _CPU_SHARE
+        # Freed tensors that torch keeps for its next ones are free to us.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + int(cached)
+    return _free_cpu_bytes()
 
 
 def _free_cpu_bytes() -> int:

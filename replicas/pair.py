@@ -56,13 +56,28 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_pair(config: ReplicaConfig) -> Pair:
-    """Load both models and check them; raises PairRefused, or OSError for a name not found."""
-    device = resolve_device(config.device)
+@dataclass(frozen=True)
+class PairFiles:
+    """What is known of a pair before its weights are read."""
+
+    target_path: str
+    draft_path: str | None
+    target_config: Any
+    draft_config: Any
+    """transformers configs; None without a draft."""
+    context_len: int
+    vocab_size: int
+
+
+def read_pair(config: ReplicaConfig) -> PairFiles:
+    """Read configs and tokenizers and check that the models fit together.
+
+    Raises PairRefused, or OSError for a name not found.
+    """
     target_path = resolve(config.target, "target")
     draft_path = None if config.draft is None else resolve(config.draft, "draft")
-    # Whatever can be refused is refused before gigabytes of weights are read.
     target_config = _load_config(target_path, config)
+    draft_config = None
     vocab_size = target_config.vocab_size
     if draft_path is not None:
         draft_config = _load_config(draft_path, config)
@@ -71,12 +86,23 @@ def load_pair(config: ReplicaConfig) -> Pair:
     context_len = _context_len(target_config, config.context_len)
     # Only the target's output counts: a draft that sees more than it was trained for drafts worse.
     check_attention(target_config, context_len)
+    return PairFiles(
+        target_path, draft_path, target_config, draft_config, context_len, int(vocab_size)
+    )
+
+
+def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
+    """Load both models, `files` being what `read_pair` returned; raises what that raises."""
+    device = resolve_device(config.device)
+    # Whatever can be refused is refused before gigabytes of weights are read.
+    files = files or read_pair(config)
+    target_path, draft_path = files.target_path, files.draft_path
     return Pair(
         target=_load_model(target_path, config, device, ACCEPTANCE),
         # A planted draft always follows the map: acceptance is the target's business.
         draft=None if draft_path is None else _load_model(draft_path, config, device, 1.0),
-        context_len=context_len,
-        vocab_size=vocab_size,
+        context_len=files.context_len,
+        vocab_size=files.vocab_size,
         target_name=config.target,
         draft_name=config.draft or "",
         device=device,

@@ -14,10 +14,10 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, step
-from replicas.memory import KVShape, kv_blocks
+from replicas.memory import check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, CacheShape, Layout, PagedCache
-from replicas.pair import Pair, PairRefused, load_pair
+from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -67,8 +67,8 @@ class Replica:
         if config.torch_threads is not None:
             torch.set_num_threads(config.torch_threads)
         models = [pair.target] + ([pair.draft] if pair.draft is not None else [])
-        shapes = [KVShape.of(model.config) for model in models]
-        blocks = kv_blocks(config, shapes, pair.context_len, pair.device)
+        plan = plan_memory(config, pair_shape(pair), pair.device, loaded=True)
+        blocks = plan.kv_blocks
         paged = [
             PagedModel(
                 model,
@@ -82,13 +82,14 @@ class Replica:
                     pair.device,
                 ),
             )
-            for model, shape in zip(models, shapes, strict=True)
+            for model, shape in zip(models, plan.pair.models, strict=True)
         ]
         self._target = paged[0]
         self._draft = paged[1] if pair.draft is not None else None
         self._device = pair.device
         self._shape = CacheShape(config.block_size, pair.context_len, pair.dtype)
         self._chunk = config.prefill_chunk_tokens
+        self._work = plan.work
         self._blocks = BlockAllocator(blocks, config.block_size)
         self._residents: dict[str, Resident] = {}
         for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
@@ -99,7 +100,8 @@ class Replica:
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self._target.vocab,
-            draft_len_max=DRAFT_LEN_MAX if pair.draft is not None else 0,
+            draft_len_max=plan.draft_len_max(DRAFT_LEN_MAX),
+            rows_max=plan.rows_max,
             target=pair.target_name,
             draft=pair.draft_name,
             device=str(pair.device),
@@ -108,9 +110,11 @@ class Replica:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:
-        """Load the pair that `config` names; raises what `load_pair` and `kv_blocks` raise, and
+        """Load the pair that `config` names; raises what `load_pair` and `plan_memory` raise, and
         PairRefused for a model whose attention is not the plain one."""
-        return cls(load_pair(config), config)
+        files = read_pair(config)
+        check_memory(config, files, resolve_device(config.device))
+        return cls(load_pair(config, files), config)
 
     @torch.inference_mode()
     def _try_out(self, model: PagedModel, name: str) -> None:
@@ -218,14 +222,17 @@ class Replica:
         self._blocks.grow(sequence_id, room)
 
     def _fill(self, model: PagedModel, ids: list[str], spans: list[tuple[int, int]]) -> None:
-        prefill(
-            model,
-            contents=[self._residents[sequence_id].content for sequence_id in ids],
-            spans=spans,
-            table=self._blocks.table(ids, self._device),
-            shape=self._shape,
-            chunk=self._chunk,
-        )
+        """In passes of as many rows and tokens as memory was planned for."""
+        for begin in range(0, len(ids), self._work.rows_most):
+            some = ids[begin : begin + self._work.rows_most]
+            prefill(
+                model,
+                contents=[self._residents[sequence_id].content for sequence_id in some],
+                spans=spans[begin : begin + len(some)],
+                table=self._blocks.table(some, self._device),
+                shape=self._shape,
+                chunk=max(1, min(self._chunk, self._work.pass_tokens // len(some))),
+            )
 
     # ------------------------------------------------------------------ speculate
 

@@ -102,6 +102,8 @@ class FakeReplica:
         prefill = order.kind is OrderKind.PREFILL
         assert bool(order.prefill) == prefill, "prefill rows and kind differ"
         assert bool(order.rows) != prefill, "step rows and kind differ"
+        rows = len(order.rows)
+        assert rows <= (self.spec.rows_max or rows), "more rows than its memory lasts for"
         for prefill_row in order.prefill:
             resident = self._residents.get(prefill_row.sequence_id)
             assert bool(prefill_row.tokens) == (resident is None), "prefill of a resident"

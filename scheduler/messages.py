@@ -181,6 +181,8 @@ class ReplicaSpec:
     that starts over brings them back as committed tokens. 0: no padding."""
     draft_len_max: int = 32
     """Draft tokens per row and step that it can propose; 0 without a draft."""
+    rows_max: int | None = None
+    """Rows of a group that its memory lasts for; None: as many as the config says."""
     target: str = ""
     """Name of the target, for people."""
     draft: str = ""

@@ -149,7 +149,8 @@ class Replica:
 
     def rows_max(self, rows_max: int) -> int:
         """Rows of a group here, where `rows_max` is the config's."""
-        return rows_max if self.rows_cap is None else min(rows_max, self.rows_cap)
+        limits = (rows_max, self.spec.rows_max, self.rows_cap)
+        return min(limit for limit in limits if limit is not None)
 
     def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
         """Whether its reservation is free, with `taken` blocks gone to others, who would have

@@ -171,7 +171,7 @@ def test_the_number_of_replicas_does_not_choose_the_pool() -> None:
 
 def test_replicas_that_may_come_share_the_cores_from_the_first_on() -> None:
     config = from_args({"autoscaling": {"max_replicas": 64}})
-    assert app._with_threads(config).torch_threads == 1
+    assert app._replica_config(config).torch_threads == 1
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,56 @@
-"""Proves that the KV cache is sized by what it costs, and that too little memory is refused."""
+"""Proves that memory is divided as given, that speculation shrinks before anything is refused, and
+that a refusal names the least that would do."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
+from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from cluster.local_engine import LocalEngine
+from replicas import memory
+from replicas.buffers import ModelShape, buffers
 from replicas.config import ReplicaConfig
-from replicas.memory import KVShape, TooLittleMemory, bytes_per_block, kv_blocks
+from replicas.memory import (
+    PASS_TOKENS_LEAST,
+    PairShape,
+    TooLittleMemory,
+    bytes_per_block,
+    free_bytes,
+    plan_memory,
+    weight_bytes,
+    weight_bytes_of,
+)
 from replicas.paged_cache import PagedCache
+from replicas.pair import load_pair
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request
+from tests.reference import plain_greedy
+from tests.replicas.test_pair import WORDS, save_model
+from tests.tiny_pairs import _SHAPE, target_model, tiny_replica
 
 CPU = torch.device("cpu")
-SHAPES = [KVShape(layers=3, kv_heads=2, head_dim=8), KVShape(layers=1, kv_heads=4, head_dim=8)]
+GPU = torch.device("cuda")
+SHAPES = [
+    ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, hidden=32, intermediate=512, vocab=2000),
+    ModelShape(layers=1, heads=4, kv_heads=4, head_dim=8, hidden=32, intermediate=512, vocab=2000),
+]
+PAIR = PairShape(*SHAPES, target_bytes=5_000_000, draft_bytes=2_000_000, context_len=64)
+
+
+def planned(
+    device: torch.device = CPU, loaded: bool = True, **settings: object
+) -> memory.MemoryPlan:
+    return plan_memory(ReplicaConfig(**settings), PAIR, device, loaded)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,18 +65,149 @@ def test_a_block_costs_what_the_caches_allocate_for_it(dtype: torch.dtype) -> No
     assert sum(cache.bytes for cache in caches) == 10 * bytes_per_block(SHAPES, 4, dtype)
 
 
-def test_a_budget_is_turned_into_blocks() -> None:
-    config = ReplicaConfig(kv_memory_mb=1, block_size=16)
+def test_a_size_of_the_kv_cache_is_turned_into_blocks() -> None:
     per_block = bytes_per_block(SHAPES, 16, torch.float32)
-    assert kv_blocks(config, SHAPES, 64, CPU) == 1024 * 1024 // per_block
+    plan = planned(kv_memory_mb=1, block_size=16)
+    assert plan.kv_blocks == 1024 * 1024 // per_block
+    assert (plan.budget, plan.rows_max) == (None, None)
 
 
-def test_a_budget_too_small_for_one_sequence_names_what_would_do() -> None:
-    config = ReplicaConfig(kv_blocks=3, block_size=16)
+def test_a_cache_too_small_for_one_sequence_names_what_would_do() -> None:
     with pytest.raises(TooLittleMemory, match=r"3 blocks of 16 .* 64 tokens; at least 4 blocks"):
-        kv_blocks(config, SHAPES, 64, CPU)
+        planned(kv_blocks=3, block_size=16)
 
 
-def test_without_a_budget_a_share_of_what_is_free_is_taken() -> None:
-    blocks = kv_blocks(ReplicaConfig(), SHAPES, 64, CPU)
-    assert blocks >= 4
+def test_a_budget_is_used_up_to_the_last_block_and_never_beyond() -> None:
+    for size in range(40_000_000, 41_000_000, 99_991):
+        plan = planned(memory=size)
+        assert size - plan.block_bytes < plan.total <= size
+        assert plan.work == plan.wanted
+
+
+def test_budgets_are_read_with_units() -> None:
+    assert ReplicaConfig(memory="2GiB").memory == 2 * 1024**3
+    assert ReplicaConfig(memory="1.5 GB").memory == 1_500_000_000
+    for wrong in ("20 bananas", 0, -1):
+        with pytest.raises(ValidationError, match="memory"):
+            ReplicaConfig(memory=wrong)
+
+
+def test_a_budget_beside_a_given_cache_bounds_the_buffers() -> None:
+    plan = planned(memory=60_000_000, kv_blocks=50)
+    assert plan.kv_blocks == 50
+    assert plan.total <= 60_000_000
+    with pytest.raises(TooLittleMemory, match="memory: 58 MiB do not hold"):
+        planned(memory=60_000_000, kv_blocks=5000)
+
+
+def test_what_is_named_as_the_least_does_and_one_block_less_does_not() -> None:
+    with pytest.raises(TooLittleMemory, match=r"do not hold .* at least .* MiB would") as refused:
+        planned(memory=1)
+    least = refused.value.least
+    plan = planned(memory=least)
+    assert plan.least == least == plan.total
+    assert (plan.work.rows, plan.work.prefill_rows) == (1, 1)
+    assert plan.work.pass_tokens == PASS_TOKENS_LEAST
+    assert plan.sequences(64) == 1
+    with pytest.raises(TooLittleMemory):
+        planned(memory=least - 1)
+
+
+def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
+    least = planned(memory=100_000_000).least
+    plans = [planned(memory=size) for size in range(least, least + 12_000_000, 50_000)]
+    committed = [p.work.rows * (1 - 0.7 ** (p.work.draft_len + 1)) for p in plans]
+    assert committed == sorted(committed)
+    assert plans[0].work.rows == 1
+    assert plans[-1].work == plans[-1].wanted
+    unshrunk = [p.work.pass_tokens for p in plans if p.rows_max is None and p.work.draft_len == 4]
+    assert unshrunk == sorted(unshrunk)
+    assert len(set(unshrunk)) > 1
+    # Speculation shrinks only where the narrowest passes do not help.
+    for plan in plans:
+        if plan.work.rows < 8 or plan.work.draft_len < 4:
+            narrowest = plan.wanted.shrunk(8, 4, PASS_TOKENS_LEAST)
+            assert plan.budget is not None
+            over = buffers(*SHAPES, narrowest, 4, on_gpu=False).total
+            assert PAIR.weights + 5 * plan.block_bytes + over > plan.budget
+
+
+def test_a_plan_says_only_what_it_shrank() -> None:
+    wide = dataclasses.replace(SHAPES[0], vocab=200_000)
+    pair = dataclasses.replace(PAIR, target=wide, draft=wide)
+    plan = plan_memory(ReplicaConfig(memory=500_000_000), pair, CPU, loaded=True)
+    assert (plan.rows_max, plan.draft_len_max(32)) == (None, 32)
+    tight = plan_memory(ReplicaConfig(memory=plan.least), pair, CPU, loaded=True)
+    assert (tight.rows_max, tight.draft_len_max(32)) == (1, 1)
+    alone = dataclasses.replace(PAIR, draft=None, draft_bytes=0)
+    plain = plan_memory(ReplicaConfig(draft=None), alone, CPU, loaded=True)
+    assert plain.draft_len_max(32) == plain.work.draft_len == 0
+
+
+def test_without_a_budget_a_share_of_what_is_free_beside_the_weights_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free(monkeypatch, 1_000_000_000)
+    loaded, unloaded = planned(GPU), planned(GPU, loaded=False)
+    assert loaded.budget == PAIR.weights + 900_000_000
+    assert unloaded.budget == PAIR.weights + (1_000_000_000 - PAIR.weights) * 9 // 10
+    assert planned(CPU).budget == PAIR.weights + 100_000_000
+    free(monkeypatch, 1_000)
+    with pytest.raises(TooLittleMemory, match="90% of what is free beside the weights"):
+        planned(GPU, loaded=False)
+
+
+def test_a_gpus_free_memory_is_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 GB, of which others hold 30 and this process 12: 10 in use, 2 kept by torch for reuse."""
+    billion = 1_000_000_000
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (38 * billion, 80 * billion))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 * billion)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * billion)
+    assert free_bytes(GPU) == 40 * billion
+    plan = planned(GPU)
+    assert plan.budget == PAIR.weights + 36 * billion
+    assert plan.total <= plan.budget
+
+
+def test_free_memory_of_this_machine_is_enough_for_a_tiny_pair() -> None:
+    assert planned().kv_blocks >= 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_counted_without_being_read_and_tied_ones_once(tied: bool) -> None:
+    config = LlamaConfig(**{**_SHAPE, "tie_word_embeddings": tied})
+    model = LlamaForCausalLM(config)
+    assert weight_bytes_of(config, torch.float32, False) == weight_bytes(model)
+    stored = {p.data_ptr(): p.numel() * 4 for p in model.parameters()}
+    inverse_frequencies = sum(buffer.numel() * 4 for buffer in model.buffers())
+    assert weight_bytes(model) == sum(stored.values()) + inverse_frequencies
+    half = weight_bytes_of(config, torch.bfloat16, False)
+    assert half - inverse_frequencies == sum(stored.values()) / 2
+
+
+def test_too_small_a_budget_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    for weights in (tmp_path / "t").glob("*.safetensors"):
+        weights.unlink()
+    config = ReplicaConfig(target=target, draft=target, device="cpu", memory="100 kB")
+    with pytest.raises(TooLittleMemory, match="memory: 1 MiB do not hold the weights"):
+        Replica.load(config)
+    with pytest.raises(OSError, match="safetensors"):
+        load_pair(config)
+
+
+def test_a_replica_in_the_least_memory_serves_the_same_tokens() -> None:
+    """Its spec tells the scheduler one row, and prompts go in narrow passes."""
+    with pytest.raises(TooLittleMemory) as refused:
+        tiny_replica("llama", kv_blocks=None, memory=1)
+    replica = tiny_replica("llama", kv_blocks=None, memory=refused.value.least)
+    assert (replica.spec.rows_max, replica.spec.kv_blocks) == (1, 64)
+    assert replica._work.pass_tokens == PASS_TOKENS_LEAST
+    engine = LocalEngine(replica, SchedulerConfig(), check=True)
+    prompts = [tuple(range(3, 3 + length)) for length in (5, 90, 20)]
+    outputs = engine.generate([Request(str(i), prompt, 12) for i, prompt in enumerate(prompts)])
+    assert {len(result.rows) for result in engine.results} == {1}
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.tokens == plain_greedy(target_model("llama"), prompt, 12)

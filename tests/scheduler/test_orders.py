@@ -71,6 +71,17 @@ def test_never_more_orders_in_flight_than_allowed() -> None:
             hand.done(hand.in_flight()[0])
 
 
+def test_a_replica_gets_no_order_of_more_rows_than_its_memory_lasts_for() -> None:
+    hand = Hand(rows_max=8, draft_len=4)
+    hand.join(rows_max=3, draft_len_max=2)
+    for name in "abcdefgh":
+        hand.submit(name)
+    for _ in range(30):
+        hand.done(hand.in_flight()[0])
+    assert max(len(order.rows) for order in hand.orders.values()) == 3
+    assert {order.draft_len for order in hand.orders.values() if order.rows} == {2}
+
+
 def test_no_replica_has_ready_rows_and_no_order() -> None:
     """check_integrity, which the hand calls after each event, asserts it; here for odd numbers."""
     for count in range(1, 12):

@@ -154,11 +154,13 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
     for name in names:
+        kv_blocks = rng.choice([30, 60, 1000])
         spec = ReplicaSpec(
-            kv_blocks=rng.choice([30, 60, 1000]),
+            kv_blocks=kv_blocks,
             block_size=4,
             context_len=128,
             vocab_size=VOCAB_SIZE,
+            rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.trouble else None,
         )
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
     requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]

@@ -1,0 +1,257 @@
+"""What each tensor of a replica costs in memory: one formula per tensor, its shape beside it.
+
+Everything is computed from shapes, before a weight is read. Transient tensors are counted where
+most of them live at once, so the sum is an upper bound of the peak; `tests/replicas/test_buffers`
+holds it against measured peaks. The idea of a budget computed before start, and of speculation
+shrunk to fit it, is that of SpecMemo (arXiv 2506.01986).
+
+Words: `tokens` are positions of one pass over all rows (rows x width), `length` is KV positions
+read per row, `item` the bytes of one number in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+_FLOAT32 = 4
+_INT64 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model decides the size of its KV cache and of its passes."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    """Width of the MLP; of all experts that see one token together, if that is wider."""
+    vocab: int
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """Read from a transformers config."""
+        heads = config.num_attention_heads
+        experts = (getattr(config, "num_experts_per_tok", None) or 0) * (
+            getattr(config, "moe_intermediate_size", None) or 0
+        )
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            hidden=config.hidden_size,
+            intermediate=max(
+                getattr(config, "intermediate_size", None) or 4 * config.hidden_size, experts
+            ),
+            vocab=config.vocab_size,
+        )
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The largest orders that memory must last for."""
+
+    rows: int
+    """Rows of a group."""
+    draft_len: int
+    prefill_rows: int
+    """Rows of a prefill pass."""
+    pass_tokens: int
+    """Rows x width of one prefill pass, padding included."""
+    context_len: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        assert min(self.rows, self.prefill_rows, self.pass_tokens) >= 1
+        assert self.draft_len >= 0
+
+    @property
+    def rows_most(self) -> int:
+        """Rows of any pass."""
+        return max(self.rows, self.prefill_rows)
+
+    @property
+    def length(self) -> int:
+        """KV positions that a step reads per row: all of the content and the draft tokens."""
+        return self.context_len + self.draft_len
+
+    def shrunk(self, rows: int, draft_len: int, pass_tokens: int) -> Workload:
+        """The same with smaller orders."""
+        return replace(
+            self,
+            rows=rows,
+            draft_len=draft_len,
+            prefill_rows=min(self.prefill_rows, rows) if rows < self.rows else self.prefill_rows,
+            pass_tokens=pass_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Bytes beside weights and KV cache, for the largest orders of a workload."""
+
+    gathered: int
+    """Standing; see `gathered_bytes`."""
+    draft_pass: int
+    verify_pass: int
+    sampling: int
+    """Logits of the verify pass and what choosing from them takes."""
+    prefill_pass: int
+    catch_up_pass: int
+    """The draft's prefill, which is also how it catches up after steps without drafting."""
+    unpacked: int
+    """See `unpacked_bytes`; 0 on a GPU."""
+    slack: int
+    """See `slack_bytes`."""
+
+    @property
+    def largest_phase(self) -> int:
+        """Phases follow one another, so only the largest counts."""
+        phases = (self.draft_pass, self.verify_pass, self.sampling)
+        return max(*phases, self.prefill_pass, self.catch_up_pass)
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.largest_phase + self.unpacked + self.slack
+
+
+def buffers(
+    target: ModelShape, draft: ModelShape | None, work: Workload, item: int, on_gpu: bool
+) -> Buffers:
+    """What the largest step and the largest prefill of this workload take."""
+    rows, k = work.rows, work.draft_len
+    models = [target] if draft is None else [target, draft]
+    vocab = max(model.vocab for model in models)
+    tokens = rows * (k + 1)
+    # One layout serves all passes of a step; the noise of a step is drawn before its first pass.
+    standing = layout_bytes(rows * (k + 2), work.length, item) + noise_bytes(tokens, target.vocab)
+    drafting = 0
+    if draft is not None and k > 0:
+        one = logits_bytes(rows, draft.vocab, item) + scores_bytes(rows, draft.vocab)
+        drafting = standing + max(pass_bytes(draft, rows * 2, work.length, item), one)
+    filling = layout_bytes(work.pass_tokens, work.context_len, item)
+    counted = Buffers(
+        gathered=sum(
+            gathered_bytes(model, work.rows_most, work.length, work.block_size, item)
+            for model in models
+        ),
+        draft_pass=drafting,
+        verify_pass=standing + pass_bytes(target, tokens, work.length, item),
+        sampling=standing
+        + hidden_bytes(target, tokens, item)
+        + logits_bytes(tokens, vocab, item)
+        + scores_bytes(tokens, vocab),
+        prefill_pass=filling + pass_bytes(target, work.pass_tokens, work.context_len, item),
+        catch_up_pass=0
+        if draft is None
+        else filling + pass_bytes(draft, work.pass_tokens, work.context_len, item),
+        unpacked=0 if on_gpu else max(unpacked_bytes(model, item) for model in models),
+        slack=0,
+    )
+    return replace(counted, slack=slack_bytes(counted.total, on_gpu))
+
+
+# --------------------------------------------------------------------------- standing tensors
+
+
+def kv_bytes_per_position(shape: ModelShape, item: int) -> int:
+    """Keys and values of one position: layers x [2, kv_heads, head_dim]."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim * item
+
+
+def gathered_bytes(shape: ModelShape, rows: int, length: int, block_size: int, item: int) -> int:
+    """One layer's KV of a group: [rows * blocks of the longest, block_size, 2, kv_heads, head_dim].
+
+    It is kept between passes, and grows to the largest group seen.
+    """
+    blocks = -(-length // block_size)
+    return rows * blocks * block_size * 2 * shape.kv_heads * shape.head_dim * item
+
+
+# --------------------------------------------------------------------------- transient tensors
+
+
+def layout_bytes(tokens: int, length: int, item: int) -> int:
+    """The mask of a step or pass, [rows, width, length], in numbers and, before that, in bools."""
+    return tokens * length * (item + 1)
+
+
+def folded_mask_bytes(shape: ModelShape, tokens: int, length: int, item: int) -> int:
+    """The mask as one layer's attention wants it: [rows, 1, queries_per_kv * width, length].
+
+    Twice, because a kernel that wants rows of another alignment makes a copy.
+    """
+    return 2 * shape.queries_per_kv * tokens * length * item
+
+
+def hidden_bytes(shape: ModelShape, tokens: int, item: int) -> int:
+    """[rows, width, hidden]: the residual, the normed copy and one in flight; two in float32."""
+    return tokens * shape.hidden * (3 * item + 2 * _FLOAT32)
+
+
+def positions_bytes(shape: ModelShape, tokens: int, item: int) -> int:
+    """Cosines and sines [rows, width, head_dim], with their angles in float32."""
+    return tokens * (shape.head_dim * (2 * item + 2 * _FLOAT32) + 3 * _INT64)
+
+
+def attention_bytes(shape: ModelShape, tokens: int, item: int) -> int:
+    """Queries [rows, heads, width, head_dim], with their rotation four at once; keys and values
+    [rows, kv_heads, width, head_dim] as computed, rotated, and stacked for the cache."""
+    queries = 4 * shape.heads * shape.head_dim
+    keys_and_values = 8 * shape.kv_heads * shape.head_dim
+    return tokens * (queries + keys_and_values) * item
+
+
+def mlp_bytes(shape: ModelShape, tokens: int, item: int) -> int:
+    """[rows, width, intermediate] four times: gate, up, the activated gate, and their product."""
+    return 4 * tokens * shape.intermediate * item
+
+
+def pass_bytes(shape: ModelShape, tokens: int, length: int, item: int) -> int:
+    """One forward pass but for its logits: the hidden states and the larger half of a layer."""
+    attention = attention_bytes(shape, tokens, item)
+    attention += folded_mask_bytes(shape, tokens, length, item)
+    half = max(attention, mlp_bytes(shape, tokens, item))
+    return hidden_bytes(shape, tokens, item) + positions_bytes(shape, tokens, item) + half
+
+
+def logits_bytes(tokens: int, vocab: int, item: int) -> int:
+    """[rows, width, vocab] in the model's dtype, and the sampled rows' copy of them."""
+    return 2 * tokens * vocab * item
+
+
+def noise_bytes(tokens: int, vocab: int) -> int:
+    """Gumbel noise [rows, k + 1, vocab], float32."""
+    return tokens * vocab * _FLOAT32
+
+
+def scores_bytes(tokens: int, vocab: int) -> int:
+    """[rows, width, vocab] in float32: scores before and after top-k, noisy scores, probabilities,
+    the mass on likelier tokens and one temporary; and two comparisons in bools."""
+    return tokens * vocab * (6 * _FLOAT32 + 2)
+
+
+# --------------------------------------------------------------------------- beside the tensors
+
+
+def unpacked_bytes(shape: ModelShape, item: int) -> int:
+    """A CPU without instructions for 16-bit numbers multiplies in float32: the largest matrix,
+    [vocab, hidden] or [2 * intermediate, hidden], is unpacked and once more laid out for that."""
+    if item == _FLOAT32:
+        return 0
+    heads = shape.heads * shape.head_dim
+    return 2 * _FLOAT32 * shape.hidden * max(shape.vocab, 2 * shape.intermediate, heads)
+
+
+def slack_bytes(buffers_total: int, on_gpu: bool) -> int:
+    """What an allocator holds beyond what is in use: a tenth of the buffers for fragments, and a
+    fixed part for its smallest pieces and, on a GPU, the workspaces of matrix libraries."""
+    return buffers_total // 10 + (128 << 20 if on_gpu else 8 << 20)
