@@ -30,6 +30,11 @@ class ReplicaConfig(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Of weights and KV cache; float32 is the exactness reference."
     )
+    deterministic: bool = Field(
+        False,
+        description="Output in bfloat16 and float16 too is the same whatever the batch, the draft"
+        " length and the schedule; slower.",
+    )
     block_size: int = Field(16, ge=1, le=1024, description="KV positions per block.")
     kv_blocks: int | None = Field(
         None, ge=1, description="Blocks of the KV cache; null computes them from kv_memory_mb."

@@ -7,6 +7,7 @@ with full attention works.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ class UnsupportedAttention(ValueError):
     """Serving the model would silently compute something else than the model does."""
 
 
+def refuse_other_maths(arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedAttention when a model asks for more than plain softmax attention."""
+    for name in _OTHER_MATHS & arguments.keys():
+        if arguments[name] is not None:
+            raise UnsupportedAttention(f"the model's attention needs {name!r}, which is not served")
+
+
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,  # [rows, heads, width, head_dim]
@@ -37,12 +45,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim]
     """Attention for transformers' interface; query heads that share a KV head become its rows.
 
-    Folding the query group into the width spares a repeated copy of keys and values. Raises
-    UnsupportedAttention when a model asks for more than plain softmax attention.
+    Folding the query group into the width spares a repeated copy of keys and values.
     """
-    for name in _OTHER_MATHS & kwargs.keys():
-        if kwargs[name] is not None:
-            raise UnsupportedAttention(f"the model's attention needs {name!r}, which is not served")
+    refuse_other_maths(kwargs)
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from replicas.config import DEMO, ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.deterministic import NotDeterministic, make_deterministic
 from replicas.model import ATTENTION
 from replicas.planted import plant, planted_config
 from replicas.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
@@ -97,8 +98,14 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     # Whatever can be refused is refused before gigabytes of weights are read.
     files = files or read_pair(config)
     target_path, draft_path = files.target_path, files.draft_path
+    target = _load_model(target_path, config, device, ACCEPTANCE)
+    if config.deterministic:  # the target alone decides tokens
+        try:
+            make_deterministic(target)
+        except NotDeterministic as error:
+            raise PairRefused(f"deterministic: {error}") from None
     return Pair(
-        target=_load_model(target_path, config, device, ACCEPTANCE),
+        target=target,
         # A planted draft always follows the map: acceptance is the target's business.
         draft=None if draft_path is None else _load_model(draft_path, config, device, 1.0),
         context_len=files.context_len,
