@@ -274,18 +274,9 @@ def _gpus(config: ClusterConfig) -> float:
 
 
 def _replica_config(config: ClusterConfig) -> ReplicaConfig:
-    """A replica's settings with what the others say about it filled in: its memory is to last for
-    the scheduler's orders, and replicas of one machine share its cores; Ray would give each of
-    them a single thread."""
-    scheduler = config.scheduler
+    """Replicas of one machine share its cores; Ray would give each of them a single thread."""
+    replica = config.planned_replica
+    if replica.torch_threads is not None:
+        return replica
     threads = max(1, len(os.sched_getaffinity(0)) // config.replicas_max)
-    filled = {
-        "plan_rows": scheduler.rows_max,
-        "plan_draft_len": scheduler.draft_len,
-        "plan_prefill_rows": scheduler.prefill_rows_max,
-        "torch_threads": threads,
-    }
-    missing = {
-        name: value for name, value in filled.items() if getattr(config.replica, name) is None
-    }
-    return config.replica.model_copy(update=missing)
+    return replica.model_copy(update={"torch_threads": threads})

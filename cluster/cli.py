@@ -18,6 +18,7 @@ from cluster.cli_options import (
     DraftLen,
     Dtype,
     KeyFile,
+    Memory,
     ReplicaCount,
     Target,
     TlsCa,
@@ -48,6 +49,7 @@ def serve(
     draft: Draft = None,
     device: Device = None,
     dtype: Dtype = None,
+    memory: Memory = None,
     replicas: ReplicaCount = None,
     batch_size: BatchSize = None,
     draft_len: DraftLen = None,
@@ -68,6 +70,7 @@ def serve(
         draft=draft,
         device=device,
         dtype=dtype,
+        memory=memory,
         replicas=replicas,
         batch_size=batch_size,
         draft_len=draft_len,
@@ -168,6 +171,41 @@ def verify(
     sampling = {"temperature": temperature, "seed": seed}
     config = cluster_config(None, given)
     raise typer.Exit(compare(config, prompts, limit, sampling, max_new_tokens))
+
+
+@main.command()
+def plan(
+    target: Target = None,
+    draft: Draft = None,
+    memory: Memory = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of a group.")] = None,
+    draft_len: DraftLen = None,
+    context_len: Annotated[
+        int | None, typer.Option(min=2, help="Longest sequence; else the target's own limit.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    block_size: Annotated[int | None, typer.Option(help="KV positions per block.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
+) -> None:
+    """How a replica would divide its memory, and what fits; reads no weights.
+
+    Status 1 if not one sequence fits, with the least memory that would do.
+    """
+    given = given_options(
+        target=target,
+        draft=draft,
+        memory=memory,
+        batch_size=rows,
+        draft_len=draft_len,
+        context_len=context_len,
+        device=device,
+        dtype=dtype,
+    )
+    config = cluster_config(None, given | {"replica": given_options(block_size=block_size)})
+    from cluster.cli_plan import print_plan
+
+    raise typer.Exit(print_plan(config.planned_replica, as_json))
 
 
 @main.command()

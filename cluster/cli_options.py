@@ -33,6 +33,10 @@ Target = Annotated[
 Draft = Annotated[str | None, typer.Option(help="Draft likewise; 'null' for none.", metavar="NAME")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(help="Of a replica: weights, KV cache and buffers, as '20GiB'.", metavar="SIZE"),
+]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of a group.")]
 DraftLen = Annotated[int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")]
 

@@ -156,6 +156,17 @@ class ClusterConfig(_Settings):
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
     @property
+    def planned_replica(self) -> ReplicaConfig:
+        """A replica's settings; its memory is to last for the scheduler's orders."""
+        largest = {
+            "plan_rows": self.scheduler.rows_max,
+            "plan_draft_len": self.scheduler.draft_len,
+            "plan_prefill_rows": self.scheduler.prefill_rows_max,
+        }
+        missing = {key: size for key, size in largest.items() if getattr(self.replica, key) is None}
+        return self.replica.model_copy(update=missing)
+
+    @property
     def pool_name(self) -> str:
         """Name of the pool's actor: settings that cannot share a pool get one each."""
         replica = self.replica

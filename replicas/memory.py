@@ -166,8 +166,12 @@ def plan_memory(
         given = f"memory: {in_mib(budget)} ({share:.0%} of what is free beside the weights)"
     work: Workload | None = wanted
     if budget is not None:
-        room = budget - fixed
-        work = _fitting(wanted, lambda one: count(one).total <= room)
+        most = usual = budget - fixed
+        if given_blocks is None:
+            # A cache as large as the buffers, but no larger than all rows of a group can fill.
+            all_rows = wanted.rows * least_blocks * block_bytes
+            usual = max((budget - pair.weights) // 2, most - all_rows)
+        work = _fitting(wanted, lambda one: count(one).total, most, usual)
     if work is None:
         raise TooLittleMemory(
             f"{given} do not hold the weights ({in_mib(pair.weights)}), one sequence of"
@@ -188,9 +192,14 @@ def _least_work(wanted: Workload) -> Workload:
     return wanted.shrunk(1, min(wanted.draft_len, 1), min(wanted.pass_tokens, PASS_TOKENS_LEAST))
 
 
-def _fitting(wanted: Workload, fits: Callable[[Workload], bool]) -> Workload | None:
-    """The best that fits: narrower prefill passes cost least, so they are tried first; then the
-    rows and draft tokens that commit most per step, with the widest passes that fit beside them."""
+def _fitting(
+    wanted: Workload, size: Callable[[Workload], int], most: int, usual: int
+) -> Workload | None:
+    """The best work whose buffers take `most` bytes; None if none does.
+
+    Narrow prefill passes cost least, so the widest are taken that leave buffers within `usual`
+    bytes, if any. Of rows and draft tokens those that commit most per step.
+    """
     widths = [wanted.pass_tokens]
     while widths[-1] > PASS_TOKENS_LEAST:
         widths.append(max(widths[-1] // 2, PASS_TOKENS_LEAST))
@@ -204,9 +213,10 @@ def _fitting(wanted: Workload, fits: Callable[[Workload], bool]) -> Workload | N
         reverse=True,
     )
     for rows, k in steps:
-        if fits(wanted.shrunk(rows, k, widths[-1])):
+        narrowest = wanted.shrunk(rows, k, widths[-1])
+        if size(narrowest) <= most:
             all_widths = (wanted.shrunk(rows, k, width) for width in widths)
-            return next(one for one in all_widths if fits(one))
+            return next((one for one in all_widths if size(one) <= min(most, usual)), narrowest)
     return None
 
 

@@ -26,7 +26,9 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "verify", "status", "demo", "bench"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "verify", "status", "demo", "bench", "plan"]
+)
 def test_every_command_has_help(command: str) -> None:
     result = RUN.invoke(main, [command, "--help"])
     assert result.exit_code == 0

@@ -1,0 +1,171 @@
+"""What `lockstep plan` does: divide a replica's memory as its load would, and print it.
+
+Reads configs and tokenizers, never weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from replicas.buffers import Workload
+from replicas.config import ReplicaConfig
+from replicas.memory import MemoryPlan, TooLittleMemory, pair_shape_of, plan_memory
+from replicas.pair import PairRefused, read_pair, resolve_device
+
+_NOTES = Console(stderr=True, highlight=False)
+_LENGTHS = (256, 1024, 8192, 65536)
+"""Sequences of these lengths are counted, besides those of full context."""
+_PHASES = {
+    "draft_pass": "a draft pass",
+    "verify_pass": "the verify pass",
+    "sampling": "its logits and sampling",
+    "prefill_pass": "a prefill pass",
+    "catch_up_pass": "a prefill pass of the draft",
+}
+
+
+def print_plan(config: ReplicaConfig, as_json: bool) -> int:
+    """Plan and print. Returns the exit status: 1 for too little memory, 2 for no such pair."""
+    try:
+        device = _device(config)
+        plan = plan_memory(config, pair_shape_of(read_pair(config), config), device, loaded=False)
+    except TooLittleMemory as error:
+        _NOTES.print(str(error), soft_wrap=True)
+        if as_json:
+            print(json.dumps({"fits": None, "least_bytes": error.least, "message": str(error)}))
+        return 1
+    except (PairRefused, OSError, ValueError) as error:
+        _NOTES.print(str(error), soft_wrap=True)
+        return 2
+    if as_json:
+        print(json.dumps(_as_dict(plan, config, device), indent=2))
+        return 0
+    # Names and sizes belong on one line each, also where a terminal's width is unknown.
+    out = Console(highlight=False)
+    out.print(_table(plan, config, device))
+    for line in _what_fits(plan):
+        out.print(line, soft_wrap=True)
+    return 0
+
+
+def _device(config: ReplicaConfig) -> torch.device:
+    """A GPU that is not here can be planned for, where its memory is given."""
+    known = config.memory is not None or config.kv_blocks is not None
+    if known and config.device.startswith("cuda"):
+        return torch.device(config.device)
+    return resolve_device(config.device)
+
+
+def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Table:
+    pair, work, counted = plan.pair, plan.work, plan.buffers
+    table = Table("memory", "size", "for", title=f"{config.dtype} on {device.type}")
+    table.columns[1].justify = "right"
+    table.add_row("weights of the target", size(pair.target_bytes), config.target)
+    if pair.draft is not None:
+        table.add_row("weights of the draft", size(pair.draft_bytes), config.draft)
+    per_token = plan.block_bytes // work.block_size
+    blocks = f"{plan.kv_blocks:,} blocks of {work.block_size} x {size(per_token)}"
+    table.add_row("KV cache", size(plan.kv_bytes), blocks)
+    gathered = f"a layer of {work.rows_most} x {work.length:,} tokens"
+    table.add_row("gathered KV", size(counted.gathered), gathered)
+    largest = counted.largest_phase
+    for name, phase in _PHASES.items():
+        taken = getattr(counted, name)
+        if taken:
+            counts = taken == largest
+            largest = -1 if counts else largest
+            text = f"[bold]{phase}[/bold]" if counts else f"[dim]{phase}[/dim]"
+            shown = size(taken) if counts else f"[dim]({size(taken)})[/dim]"
+            table.add_row(text, shown, _phase_size(name, work))
+    if counted.unpacked:
+        table.add_row("unpacked weights", size(counted.unpacked), "16-bit numbers on a CPU")
+    table.add_row("slack", size(counted.slack), "held by the allocator")
+    table.add_section()
+    table.add_row("together", size(plan.total), "of the passes the largest counts")
+    if plan.budget is not None:
+        table.add_row("budget", size(plan.budget), _origin(config))
+    table.add_row("least", size(plan.least), "one row, one full sequence")
+    return table
+
+
+def _phase_size(name: str, work: Workload) -> str:
+    if name in ("prefill_pass", "catch_up_pass"):
+        return f"{work.pass_tokens:,} tokens with padding"
+    if name == "draft_pass":
+        return f"{work.rows} x 2 tokens"
+    return f"{work.rows} x {work.draft_len + 1} tokens"
+
+
+def _origin(config: ReplicaConfig) -> str:
+    return "as given" if config.memory is not None else "a share of what is free"
+
+
+def _what_fits(plan: MemoryPlan) -> list[str]:
+    work, wanted = plan.work, plan.wanted
+    counts = ", ".join(
+        f"{plan.sequences(length):,} of {length:,} tokens" for length in _lengths(plan)
+    )
+    lines = [f"KV cache for sequences: {counts}"]
+    if work == wanted:
+        lines.append(f"All that was wanted fits: {_sizes(work)}.")
+    else:
+        lines.append(f"Wanted: {_sizes(wanted)}. What fits: {_sizes(work)}.")
+    return lines
+
+
+def _sizes(work: Workload) -> str:
+    return (
+        f"{work.rows} rows, draft length {work.draft_len}, prefill passes of"
+        f" {work.pass_tokens:,} tokens"
+    )
+
+
+def _lengths(plan: MemoryPlan) -> list[int]:
+    full = plan.pair.context_len
+    return [full, *(length for length in _LENGTHS if length < full)]
+
+
+def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> dict[str, Any]:
+    """Sizes in bytes, lengths in tokens."""
+    counted = plan.buffers
+    return {
+        "target": config.target,
+        "draft": config.draft,
+        "device": device.type,
+        "dtype": config.dtype,
+        "context_len": plan.pair.context_len,
+        "budget_bytes": plan.budget,
+        "total_bytes": plan.total,
+        "least_bytes": plan.least,
+        "weights_bytes": {"target": plan.pair.target_bytes, "draft": plan.pair.draft_bytes},
+        "kv": {
+            "blocks": plan.kv_blocks,
+            "block_size": plan.work.block_size,
+            "block_bytes": plan.block_bytes,
+            "bytes": plan.kv_bytes,
+        },
+        "buffers_bytes": {
+            **asdict(counted),
+            "largest_phase": counted.largest_phase,
+            "total": counted.total,
+        },
+        "wanted": asdict(plan.wanted),
+        "fits": asdict(plan.work),
+        "sequences": {str(length): plan.sequences(length) for length in _lengths(plan)},
+    }
+
+
+def size(count: int) -> str:
+    """Bytes for people: three digits or so, binary units."""
+    number = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
+        number /= 1024
+    return f"{number:,.2f} GiB"
