@@ -71,6 +71,11 @@ class ReplicaConfig(BaseModel):
     context_len: int | None = Field(
         None, ge=2, description="Longest sequence in tokens; null takes the target's own limit."
     )
+    prefix_sharing: bool = Field(
+        True,
+        description="Keep KV blocks of equal prefixes for other requests of the same tenant and"
+        " salt, also when no one uses them, as long as their place is not needed.",
+    )
     prefill_chunk_tokens: int = Field(
         512, ge=1, description="Tokens per row of one prefill forward; bounds its buffers."
     )

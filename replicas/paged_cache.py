@@ -45,12 +45,16 @@ class BlockAllocator:
         """Own blocks for `length` positions; raises OutOfBlocks and then changes nothing."""
         table = self._tables.setdefault(sequence_id, [])
         missing = self.blocks_for(length) - len(table)
-        if missing > len(self._free):
+        if missing > self.free_blocks:
             if not table:
                 del self._tables[sequence_id]
-            raise OutOfBlocks(f"{missing} KV blocks wanted, {len(self._free)} are free")
+            raise OutOfBlocks(f"{missing} KV blocks wanted, {self.free_blocks} are free")
         for _ in range(missing):
-            table.append(self._free.pop())
+            table.append(self._take())
+
+    def _take(self) -> int:
+        """A free block for one owner; there is one."""
+        return self._free.pop()
 
     def release(self, sequence_id: str) -> None:
         """Free all blocks of the sequence; unknown ids are ignored."""

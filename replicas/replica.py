@@ -19,6 +19,7 @@ from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, CacheShape, Layout, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.prefill import prefill
+from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
@@ -44,6 +45,8 @@ class Resident:
     tokens_left: int
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    chain: Chain
+    """Keys of its blocks."""
     to_fill: int = 0
     """KV positions of both models that prefill orders are still to fill; 0 before any step."""
     draft_kv: int = 0
@@ -90,7 +93,9 @@ class Replica:
         self._shape = CacheShape(config.block_size, pair.context_len, pair.dtype)
         self._chunk = config.prefill_chunk_tokens
         self._work = plan.work
-        self._blocks = BlockAllocator(blocks, config.block_size)
+        self._shared = SharedBlocks(blocks, config.block_size) if config.prefix_sharing else None
+        self._blocks = self._shared or BlockAllocator(blocks, config.block_size)
+        self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
         for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
             self._try_out(model, name)
@@ -102,6 +107,7 @@ class Replica:
             embedding_size=self._target.vocab,
             draft_len_max=plan.draft_len_max(DRAFT_LEN_MAX),
             rows_max=plan.rows_max,
+            prefix_sharing=config.prefix_sharing,
             target=pair.target_name,
             draft=pair.draft_name,
             device=str(pair.device),
@@ -139,7 +145,9 @@ class Replica:
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Forget the residents and free their blocks; unknown ids are ignored."""
         for sequence_id in sequence_ids:
-            self._residents.pop(sequence_id, None)
+            if sequence_id in self._residents:
+                self._publish(sequence_id)
+                del self._residents[sequence_id]
             self._blocks.release(sequence_id)
 
     @property
@@ -179,11 +187,15 @@ class Replica:
             resident = self._residents[sequence_id]
             resident.to_fill = len(resident.content) - 1 - end
             if self._draft is not None:
-                resident.draft_kv = end
+                resident.draft_kv = max(resident.draft_kv, end)
+            self._publish(sequence_id)
         return StepResult(
             order_id=order.id,
             replica_id=order.replica_id,
-            rows=tuple(RowResult(sequence_id) for sequence_id in ids),
+            rows=tuple(
+                RowResult(row.sequence_id, reused=begin if row.tokens else 0)
+                for row, (begin, _) in zip(order.prefill, spans, strict=True)
+            ),
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
         )
 
@@ -197,23 +209,45 @@ class Replica:
         most = len(resident.content) - 1
         begin = most - resident.to_fill
         end = most if row.until is None else row.until
-        assert row.begin == begin <= end <= most, (
-            f"{row.sequence_id}: the pool fills {row.begin} to {row.until},"
+        assert row.tokens or row.begin == begin, (
+            f"{row.sequence_id}: the pool fills from {row.begin},"
             f" {begin} of {most} positions are filled"
         )
-        return begin, end
+        assert end <= most, f"{row.sequence_id}: {end} positions of {most}"
+        return begin, max(begin, end)
 
     def _admit(self, row: PrefillRow) -> Resident:
-        self._own(row.sequence_id, row.blocks, len(row.tokens))
+        """A new resident, with the KV of its prefix if blocks of it are here."""
+        block_size = self._shape.block_size
+        chain = Chain(root_key(self._identity, row.salt), block_size)
         resident = Resident(
             content=list(row.tokens),
             tokens_left=row.tokens_left,
             sampling=row.sampling,
             stop_token_ids=frozenset(row.stop_token_ids),
-            to_fill=len(row.tokens) - 1,
+            chain=chain,
         )
+        found = 0
+        if self._shared is not None:
+            keys = chain.keys(row.tokens, _settled(resident) // block_size)
+            found = self._shared.adopt(row.sequence_id, keys) * block_size
+        resident.to_fill = len(row.tokens) - 1 - found
+        if self._draft is not None:
+            resident.draft_kv = found
+        self._own(row.sequence_id, row.blocks, len(row.tokens))
         self._residents[row.sequence_id] = resident
         return resident
+
+    def _publish(self, sequence_id: str) -> None:
+        """Let others find the full blocks that are valid and that this row writes no more."""
+        if self._shared is None:
+            return
+        resident = self._residents[sequence_id]
+        valid = min(_settled(resident), len(resident.content) - 1 - resident.to_fill)
+        if self._draft is not None:
+            valid = min(valid, resident.draft_kv)
+        blocks = valid // self._shape.block_size
+        self._shared.publish(sequence_id, resident.chain.keys(resident.content, blocks))
 
     def _own(self, sequence_id: str, blocks: int, positions: int) -> None:
         """Give the sequence its blocks; the pool has set them aside and says how many."""
@@ -221,8 +255,13 @@ class Replica:
         assert room >= positions, f"{sequence_id}: {positions} positions, room for {room}"
         self._blocks.grow(sequence_id, room)
 
+    def _frozen(self, sequence_id: str) -> int:
+        return 0 if self._shared is None else self._shared.frozen(sequence_id)
+
     def _fill(self, model: PagedModel, ids: list[str], spans: list[tuple[int, int]]) -> None:
         """In passes of as many rows and tokens as memory was planned for."""
+        for sequence_id, (begin, _) in zip(ids, spans, strict=True):
+            assert begin >= self._frozen(sequence_id), f"{sequence_id}: would write shared blocks"
         for begin in range(0, len(ids), self._work.rows_most):
             some = ids[begin : begin + self._work.rows_most]
             prefill(
@@ -312,6 +351,7 @@ class Replica:
             f" {len(resident.content)} are here"
         )
         assert resident.to_fill == 0, f"{row.sequence_id} is filled in part only"
+        assert self._frozen(row.sequence_id) <= _settled(resident), "it would write shared blocks"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
         assert row.draft_len == 0 or self._draft is not None, "drafting needs a draft"
         return resident
@@ -347,6 +387,11 @@ def _commit(
         tally.accepted_at[j] += 1
     for j in range(min(accepted + 1, cap)):
         tally.tried_at[j] += 1
+
+
+def _settled(resident: Resident) -> int:
+    """Positions before all that a step may write: the draft begins one before the last token."""
+    return max(len(resident.content) - 2, 0)
 
 
 def _finished(resident: Resident, committed: list[int]) -> bool:

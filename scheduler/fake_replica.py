@@ -24,6 +24,7 @@ from scheduler.messages import (
     StepResult,
     StepTimes,
 )
+from scheduler.prefixes import PrefixSet, block_keys
 from scheduler.sequence import finished_before_start, truncate
 
 _MASK = 2**64 - 1
@@ -85,6 +86,7 @@ class FakeReplica:
         self.acceptance = acceptance
         self._rng = rng
         self._residents: dict[str, _Row] = {}
+        self._prefixes = PrefixSet(spec.kv_blocks if spec.prefix_sharing else 0)
         self._held: set[str] = set()
         self._unfilled: set[str] = set()
         self._order_id_last = 0
@@ -152,9 +154,7 @@ class FakeReplica:
 
     def begin(self, order: Order) -> Run:
         """The same step by step, for whoever may interrupt it."""
-        if order.kind is OrderKind.PREFILL:
-            for prefill_row in order.prefill:
-                self._fill(prefill_row)
+        reused = {row.sequence_id: self._fill(row) for row in order.prefill}
         for row in order.rows:
             resident = self._residents[row.sequence_id]
             assert row.length == resident.length, "the pool's length differs from the replica's"
@@ -162,14 +162,24 @@ class FakeReplica:
             most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
             self._own(resident, row.blocks, row.length + most - 1)
         rows = [self._residents[row.sequence_id] for row in order.rows]
-        return Run(order, rows, self.acceptance, self._rng, self.spec.vocab_size)
+        return Run(order, rows, self.acceptance, self._rng, self.spec.vocab_size, reused)
 
-    def _fill(self, row: PrefillRow) -> None:
-        resident = self._residents.get(row.sequence_id) or self._admit(row)
-        filled = resident.length - 1 - resident.to_fill
+    def _fill(self, row: PrefillRow) -> int:
+        """Returns how many positions it had before."""
+        resident = self._residents.get(row.sequence_id)
+        reused = 0
+        if resident is None:
+            resident = self._admit(row)
+            keys = block_keys(row.tokens, self.spec.block_size, row.salt)
+            reused = self._prefixes.shared(keys) * self.spec.block_size
+            resident.to_fill -= reused
+            self._prefixes.add(keys)
+        else:
+            assert row.begin == resident.length - 1 - resident.to_fill, "chunks do not meet"
         until = resident.length - 1 if row.until is None else row.until
-        assert row.begin == filled <= until < resident.length, "a chunk does not follow the last"
-        resident.to_fill = resident.length - 1 - until
+        assert row.begin <= until < resident.length, "a chunk beyond the content"
+        resident.to_fill = min(resident.to_fill, resident.length - 1 - until)
+        return reused
 
     def _admit(self, row: PrefillRow) -> _Row:
         assert row.tokens_left >= 1, "a complete sequence was prefilled"
@@ -193,9 +203,16 @@ class Run:
     """One order under way: `advance` does a step and says whether there is another."""
 
     def __init__(
-        self, order: Order, rows: list[_Row], acceptance: float, rng: Random, vocab_size: int
+        self,
+        order: Order,
+        rows: list[_Row],
+        acceptance: float,
+        rng: Random,
+        vocab_size: int,
+        reused: dict[str, int],
     ) -> None:
         self._order = order
+        self._reused = reused
         self._rows = rows
         self._acceptance = acceptance
         self._rng = rng
@@ -238,7 +255,10 @@ class Run:
         order = self._order
         times = StepTimes(total_s=step_s * self._steps)
         if not self._rows:
-            filled = tuple(RowResult(row.sequence_id) for row in order.prefill)
+            filled = tuple(
+                RowResult(row.sequence_id, reused=self._reused[row.sequence_id])
+                for row in order.prefill
+            )
             return StepResult(order.id, order.replica_id, filled, times=times)
         rows = tuple(
             RowResult(

@@ -85,6 +85,8 @@ class PrefillRow:
     """KV positions that earlier orders have filled."""
     until: int | None = None
     """KV positions that are valid after this order. None: all of `tokens` but the last."""
+    salt: str = ""
+    """KV blocks are shared only between sequences of the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,9 @@ class RowResult:
     """tried_at[j]: in how many steps draft token j was checked and all before it were accepted, so
     that accepted_at[j] / tried_at[j] is the acceptance at j. Not of steps that the draft's
     confidence cut before j."""
+    reused: int = 0
+    """In a sequence's first prefill order: KV positions from the beginning that the replica had
+    already, of another sequence with the same prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +188,8 @@ class ReplicaSpec:
     """Draft tokens per row and step that it can propose; 0 without a draft."""
     rows_max: int | None = None
     """Rows of a group that its memory lasts for; None: as many as the config says."""
+    prefix_sharing: bool = False
+    """Whether it keeps KV blocks of equal prefixes for others."""
     target: str = ""
     """Name of the target, for people."""
     draft: str = ""
@@ -275,6 +282,8 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt: tokens whose KV its first replica had already, of an earlier request."""
     steps: int = 0
     draft_tokens: int = 0
     """Draft and accepted tokens are as replicas report them: where a result was cut at a stop

@@ -22,6 +22,7 @@ def prefill_order(order_id: int, replica_id: str, chunks: list[tuple[Sequence, i
             blocks=sequence.blocks,
             begin=begin,
             until=until,
+            salt="" if begin else sequence.salt,
         )
         for sequence, begin, until in chunks
     )

@@ -89,6 +89,15 @@ class Pool:
         self.move(sequence, Move.PREFILL)
         sequence.filled = until
 
+    def filled(self, replica: Replica, sequence: Sequence, reused: int) -> None:
+        """A prefill order with it is done; its replica had `reused` positions before."""
+        sequence.filled = max(sequence.filled, reused)
+        if not sequence.recovered:
+            sequence.cached_tokens += min(reused, len(sequence.request.prompt))
+        replica.figures.reused_tokens += reused
+        whole = sequence.filled == sequence.fill
+        self.move(sequence, Move.FILLED if whole else Move.CHUNK)
+
     def step(
         self, replica: Replica, rows: list[Sequence], blocks: list[int], order_id: int
     ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from scheduler.admission import blocks_needed
 from scheduler.grouping import ReadyRows
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
-from scheduler.orders import order_spread
+from scheduler.orders import order_spread, prefill_tokens
 from scheduler.sequence import RESIDENT, Sequence, State
 
 CAP_ORDERS = 64
@@ -35,6 +35,10 @@ class ReplicaFigures:
     spread_sum: int = 0
     kv_positions_own: int = 0
     kv_positions_read: int = 0
+    prefill_tokens: int = 0
+    """KV positions that prefill orders were to fill, ..."""
+    reused_tokens: int = 0
+    """... and those of them that were there already."""
     last_times: StepTimes = field(default_factory=StepTimes)
 
     def note(self, order: Order, result: StepResult, committed_tokens: int) -> None:
@@ -43,6 +47,7 @@ class ReplicaFigures:
         self.busy_s += result.times.total_s
         self.last_times = result.times
         if order.kind is OrderKind.PREFILL:
+            self.prefill_tokens += prefill_tokens(order)
             return
         self.groups += 1
         self.spread_sum += order_spread(order)

@@ -197,8 +197,8 @@ class Scheduler:
         rows = {row.sequence_id: row for row in result.rows}
         for sequence in self._rows_back(replica, order):
             if order.kind is OrderKind.PREFILL:
-                whole = sequence.filled == sequence.fill
-                self._pool.move(sequence, Move.FILLED if whole else Move.CHUNK)
+                reused = rows[sequence.id].reused if sequence.id in rows else 0
+                self._pool.filled(replica, sequence, reused)
             else:
                 row = rows.get(sequence.id) or RowResult(sequence.id)
                 committed += self._commit(replica, sequence, row)

@@ -139,6 +139,7 @@ class Sequence:
     accepted_at: list[int] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
+    cached_tokens: int = 0
     # Read many times in every order, and so kept instead of computed.
     id: str = field(init=False)
     length: int = field(init=False)
@@ -154,6 +155,14 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         return self.length_max - self.length
+
+    @property
+    def salt(self) -> str:
+        """What else than tokens two sequences must have in common to share KV: the tenant, so that
+        no tenant can find out by the time to the first token what another one asked, and the salt
+        that the client chose."""
+        tenant = self.request.tenant
+        return f"{len(tenant)} {tenant} {self.request.cache_salt}"
 
     @property
     def fill(self) -> int:
@@ -207,6 +216,7 @@ class Sequence:
         return Usage(
             prompt_tokens=len(self.request.prompt),
             completion_tokens=len(self.committed),
+            cached_tokens=self.cached_tokens,
             steps=self.steps,
             draft_tokens=self.draft_tokens,
             accepted_tokens=sum(self.accepted_at),

@@ -87,7 +87,10 @@ class Watcher:
 
 
 def random_request(rng: Random, name: str) -> Request:
-    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 20, 60])))
+    length = rng.choice([1, 3, 8, 20, 60])
+    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(length))
+    if rng.random() < 0.4:
+        prompt = (*range(rng.choice([5, 30, 45])), *prompt)[:60]
     request = Request(
         id=name,
         prompt=prompt,
@@ -161,6 +164,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             context_len=128,
             vocab_size=VOCAB_SIZE,
             rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.trouble else None,
+            prefix_sharing=rng.random() < 0.7,
         )
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
     requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]

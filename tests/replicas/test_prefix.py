@@ -1,0 +1,328 @@
+"""Proves that blocks are shared by equal content alone, never lost, and never written while shared.
+
+The first part is about the allocator, with random operations; the second about a replica, whose
+output is compared with transformers' `generate` and whose KV tensors are watched.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.paged_cache import OutOfBlocks
+from replicas.prefix import Chain, SharedBlocks, root_key
+from replicas.replica import Replica
+from scheduler.messages import Order, OrderKind, PrefillRow, SamplingParams, StepResult, StepRow
+from tests.reference import plain_greedy
+from tests.tiny_pairs import target_model, tiny_replica
+
+BLOCK = 4
+IDENTITY = ("target", "draft", "float32", BLOCK)
+
+
+def keys_of(
+    tokens: list[int], identity: tuple[object, ...] = IDENTITY, salt: str = ""
+) -> list[bytes]:
+    return Chain(root_key(identity, salt), BLOCK).keys(tokens, len(tokens) // BLOCK)
+
+
+# ------------------------------------------------------------------------------ keys
+
+
+def test_a_key_is_of_all_tokens_before_it() -> None:
+    first, second = keys_of([1, 2, 3, 4, 5, 6, 7, 8])
+    assert keys_of([1, 2, 3, 4]) == [first]
+    other, same_tokens_other_parent = keys_of([1, 2, 3, 9, 5, 6, 7, 8])
+    assert len({first, second, other, same_tokens_other_parent}) == 4
+    assert keys_of([5, 6, 7, 8]) != [second]
+
+
+@pytest.mark.parametrize(
+    ("identity", "salt"),
+    [
+        (("other", "draft", "float32", BLOCK), ""),
+        (("target", "other", "float32", BLOCK), ""),
+        (("target", "", "float32", BLOCK), ""),
+        (("target", "draft", "bfloat16", BLOCK), ""),
+        (("target", "draft", "float32", 2 * BLOCK), ""),
+        (("target draft", "", "float32", BLOCK), ""),
+        (IDENTITY, "mine"),
+        (IDENTITY, " "),
+    ],
+)
+def test_other_models_dtypes_block_sizes_and_salts_have_other_keys(
+    identity: tuple[object, ...], salt: str
+) -> None:
+    tokens = list(range(12))
+    assert not set(keys_of(tokens)) & set(keys_of(tokens, identity, salt))
+
+
+def test_tokens_do_not_run_into_each_other() -> None:
+    """As text or in few bytes [1, 23] and [12, 3] could be one."""
+    contents = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 345, 0], [256, 0, 0, 0], [0, 1, 0, 0]]
+    assert len({keys_of(content)[0] for content in contents}) == len(contents)
+
+
+def test_a_chain_that_grows_gives_the_keys_of_one_that_came_whole() -> None:
+    tokens = [7, 5, 3] * 10
+    chain = Chain(root_key(IDENTITY, ""), BLOCK)
+    assert [chain.keys(tokens[: 4 * n], n) for n in range(8)][-1] == keys_of(tokens)
+    assert chain.keys(tokens, 2) == keys_of(tokens)[:2]
+
+
+# ------------------------------------------------------------------------------ blocks
+
+CONTENTS = [
+    [1] * 24,
+    [1] * 8 + [2] * 16,
+    [1] * 8 + [2] * 4 + [3] * 12,
+    [2] * 24,
+    [1] * 13,
+    [4] * 3,
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 7)), max_size=120))
+def test_random_lives_keep_every_block_and_share_only_equal_content(
+    moves: list[tuple[str, int]],
+) -> None:
+    """0 and 7 end a life; others begin one with that content, or publish what it has."""
+    blocks = SharedBlocks(blocks=14, block_size=BLOCK)
+    lives: dict[str, list[int]] = {}
+    written: dict[int, list[int]] = {}
+    for name, which in moves:
+        if which in (0, 7):
+            blocks.release(name)
+            lives.pop(name, None)
+        elif name in lives:
+            content = lives[name]
+            blocks.publish(name, keys_of(content)[: max(len(content) - 2, 0) // BLOCK])
+        else:
+            content = CONTENTS[which - 1]
+            found = blocks.adopt(name, keys_of(content)[: max(len(content) - 2, 0) // BLOCK])
+            try:
+                blocks.grow(name, len(content))
+            except OutOfBlocks:
+                blocks.release(name)
+                blocks.check_integrity()
+                continue
+            lives[name] = content
+            table = blocks.table([name], torch.device("cpu"))[0].tolist()
+            for index, block in enumerate(table):
+                own = content[: (index + 1) * BLOCK]
+                if index < found:
+                    assert written[block] == own, "a wrong hit"
+                else:
+                    written[block] = own
+        blocks.check_integrity()
+        # The pool counts as if nothing were shared; what is left is never less than that.
+        reserved = sum(-(-len(content) // BLOCK) for content in lives.values())
+        assert blocks.free_blocks >= 14 - reserved
+
+
+def fill(blocks: SharedBlocks, name: str, tokens: list[int]) -> int:
+    found = blocks.adopt(name, keys_of(tokens))
+    blocks.grow(name, len(tokens))
+    blocks.publish(name, keys_of(tokens))
+    blocks.check_integrity()
+    return found
+
+
+def test_a_released_block_is_found_again_and_one_without_a_key_is_not_kept() -> None:
+    blocks = SharedBlocks(blocks=8, block_size=BLOCK)
+    assert fill(blocks, "a", [1] * 10) == 0
+    blocks.release("a")
+    assert (blocks.free_blocks, blocks.cached_blocks) == (8, 2)
+    assert fill(blocks, "b", [1] * 10) == 2
+    assert blocks.free_blocks == 5
+
+
+def test_a_block_released_by_one_owner_stays_the_others() -> None:
+    blocks = SharedBlocks(blocks=5, block_size=BLOCK)
+    fill(blocks, "a", [1] * 8)
+    assert fill(blocks, "b", [1] * 8) == 2
+    blocks.release("a")
+    assert blocks.free_blocks == 3
+    fill(blocks, "c", [2] * 12)
+    with pytest.raises(OutOfBlocks):
+        blocks.grow("d", 1)
+    assert fill(blocks, "e", [1] * 8) == 2, "shared, so no free block is needed"
+
+
+def test_the_least_recently_used_goes_first_and_the_tail_of_a_chain_before_its_head() -> None:
+    blocks = SharedBlocks(blocks=6, block_size=BLOCK)
+    for name, token in (("a", 1), ("b", 2)):
+        fill(blocks, name, [token] * 12)
+        blocks.release(name)
+    assert blocks.adopt("a2", keys_of([1] * 4)) == 1
+    blocks.release("a2")
+    fill(blocks, "new", [3] * 8)
+    assert blocks.adopt("a3", keys_of([1] * 12)) == 1, "its head was used last"
+    blocks.release("a3")
+    assert blocks.adopt("b3", keys_of([2] * 12)) == 3, "the oldest two were the tail of a"
+
+
+def test_two_that_computed_the_same_keep_one_each_and_the_first_is_found() -> None:
+    blocks = SharedBlocks(blocks=8, block_size=BLOCK)
+    for name in "ab":
+        assert blocks.adopt(name, keys_of([1] * 4)) == 0
+        blocks.grow(name, 4)
+    for name in "ab":
+        blocks.publish(name, keys_of([1] * 4))
+        blocks.check_integrity()
+    blocks.release("b")
+    assert blocks.free_blocks == 7
+    blocks.release("a")
+    blocks.check_integrity()
+    assert blocks.cached_blocks == 1
+
+
+# ------------------------------------------------------------------------------ replica
+
+
+class Chats:
+    """Runs whole requests on one replica, by hand."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self._orders = 0
+
+    def order(self, **fields: object) -> Order:
+        self._orders += 1
+        return Order(self._orders, "r", **fields)  # type: ignore[arg-type]
+
+    def prefill(
+        self, name: str, tokens: list[int], new: int, salt: str = "", until: int | None = None
+    ) -> StepResult:
+        blocks = -(-(len(tokens) + new) // self.replica.spec.block_size)
+        row = PrefillRow(
+            name, tuple(tokens), new, SamplingParams(), (), blocks, until=until, salt=salt
+        )
+        return self.replica.step(self.order(kind=OrderKind.PREFILL, prefill=(row,)))
+
+    def run(self, name: str, tokens: list[int], new: int, k: int = 3, salt: str = "") -> int:
+        """Runs it to its end and checks it; returns the positions that were found."""
+        found = self.prefill(name, tokens, new, salt).rows[0].reused
+        content = list(tokens)
+        while len(content) < len(tokens) + new:
+            row = StepRow(name, len(content), k, -(-(len(tokens) + new) // BLOCK))
+            order = self.order(kind=OrderKind.SPECULATE, rows=(row,), draft_len=k)
+            content += self.replica.step(order).rows[0].tokens
+            self.replica.check_integrity()
+        reference = plain_greedy(target_model("llama"), tokens, new)
+        assert content[len(tokens) :][:new] == reference
+        self.last = content[: len(tokens) + new]
+        return found
+
+
+@pytest.fixture
+def chats() -> Chats:
+    return Chats(tiny_replica("llama", block_size=BLOCK))
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
+
+
+def test_a_second_request_finds_the_prefix_of_the_first_and_says_the_same(chats: Chats) -> None:
+    assert chats.run("a", PROMPT, 10) == 0
+    assert chats.run("b", PROMPT, 10) == 16, "not beyond: the 20th position is written anew"
+    chats.replica.release(["a", "b"])
+    assert chats.run("c", [*PROMPT[:13], 1, 2], 10) == 12
+    assert chats.run("d", [*PROMPT, 1], 10) == 20, "of what a generated nothing, but its prompt"
+
+
+def test_the_next_turn_of_a_chat_finds_what_was_generated(chats: Chats) -> None:
+    chats.run("a", PROMPT, 20)
+    said = chats.last
+    chats.replica.release(["a"])
+    turn = [*said, 7, 7, 7]
+    assert chats.run("b", turn, 10) >= 36
+    assert chats.replica.free_blocks < chats.replica.spec.kv_blocks
+    chats.replica.release(["b"])
+    assert chats.replica.free_blocks == chats.replica.spec.kv_blocks
+
+
+def test_what_the_draft_has_not_seen_is_not_shared(chats: Chats) -> None:
+    """Without draft tokens the draft lags behind, so it has no KV for what was generated."""
+    chats.run("a", PROMPT, 20, k=0)
+    said = chats.last
+    chats.replica.release(["a"])
+    assert chats.run("b", [*said, 7, 7, 7], 10) == 20
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+def test_the_last_tokens_are_always_computed(chats: Chats, length: int) -> None:
+    chats.run("a", PROMPT[:length], 6)
+    chats.replica.release(["a"])
+    assert chats.run("b", PROMPT[:length], 6) == max(length - 2, 0) // BLOCK * BLOCK
+
+
+def test_another_salt_finds_nothing(chats: Chats) -> None:
+    chats.run("a", PROMPT, 10, salt="x")
+    assert chats.run("b", PROMPT, 10, salt="y") == 0
+    assert chats.run("c", PROMPT, 10) == 0
+    assert chats.run("d", PROMPT, 10, salt="x") == 16
+
+
+def test_without_sharing_nothing_is_found_and_the_spec_says_so() -> None:
+    chats = Chats(tiny_replica("llama", block_size=BLOCK, prefix_sharing=False))
+    assert not chats.replica.spec.prefix_sharing
+    chats.run("a", PROMPT, 10)
+    assert chats.run("b", PROMPT, 10) == 0
+
+
+def test_a_found_prefix_goes_beyond_the_chunk_that_was_asked_for(chats: Chats) -> None:
+    chats.run("a", PROMPT, 4)
+    result = chats.prefill("b", PROMPT, 4, until=3)
+    assert result.rows[0].reused == 16
+    row = PrefillRow("b", (), 4, SamplingParams(), (), 7, begin=16, until=20)
+    assert chats.replica.step(chats.order(kind=OrderKind.PREFILL, prefill=(row,))).rows
+    chats.replica.check_integrity()
+
+
+def test_a_failed_prefill_leaves_what_is_shared_as_it_was(
+    chats: Chats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats.run("a", PROMPT, 10)
+    with monkeypatch.context() as patch:
+
+        def broken(*_args: object, **_fields: object) -> None:
+            raise RuntimeError("out of memory")
+
+        patch.setattr("replicas.replica.prefill", broken)
+        with pytest.raises(RuntimeError):
+            chats.prefill("b", [*PROMPT, *PROMPT], 10)
+    chats.replica.check_integrity()
+    assert chats.replica.residents == ("a",)
+    found = chats.run("c", [*PROMPT, *PROMPT], 10)
+    assert found == 16, "what a prefilled, and nothing of b"
+
+
+def test_shared_blocks_are_never_written(chats: Chats) -> None:
+    chats.run("a", PROMPT, 10)
+    replica = chats.replica
+    caches = [model._cache for model in (replica._target, replica._draft) if model is not None]
+    table = replica._blocks.table(["a"], torch.device("cpu"))[0, :4]
+    before = [[layer[table].clone() for layer in cache._layers] for cache in caches]
+    for k in (0, 1, 4):
+        assert chats.run(f"b{k}", PROMPT, 12, k=k) == 16
+        assert chats.run(f"c{k}", [*PROMPT[:17], 1], 12, k=k) == 16
+        replica.release([f"b{k}", f"c{k}"])
+    for cache, layers in zip(caches, before, strict=True):
+        for layer, kept in zip(cache._layers, layers, strict=True):
+            assert torch.equal(layer[table], kept)
+
+
+def test_cached_blocks_give_way_to_sequences_that_need_them() -> None:
+    """A small cache: every request evicts what others left, and all are right."""
+    least = -(-target_model("llama").config.max_position_embeddings // BLOCK)
+    chats = Chats(tiny_replica("llama", block_size=BLOCK, kv_blocks=least))
+    found = []
+    for turn in (*range(5), 4, 3, *range(5, 9), 0):
+        name = f"{len(found)}"
+        found.append(chats.run(name, [turn, *PROMPT * 4], 18, k=turn % 4))
+        chats.replica.release([name])
+    assert found[5:7] == [80, 80], "these were used lately"
+    assert set(found[:5] + found[7:]) == {0}, "the others had to make room"
