@@ -1,8 +1,12 @@
-"""What the scheduler costs per event and per order, from 1,000 to 100,000 live sequences.
+"""What the scheduler costs per order and per event, from 1,000 to 100,000 live sequences.
 
 It drives `Scheduler.step` with answers made up on the spot: no replica, no network, one process.
-CPU time of this process is measured, not time on the wall, because machines are shared. The
-scheduler itself needs neither Ray nor torch.
+An order's time is that of its StepDone: its tokens are booked, rows finish, waiting ones are placed
+and the next order is given out. The pool is in the midst of its work: replicas are as full as they
+get and rows are of all ages. CPU time of this process is measured, not time on the wall, because
+machines are shared; even so a busy neighbour costs up to twice, so there are several rounds, of
+which the least and the median stand beside each other, and a fixed loop (`probe_us`) is timed
+between them. The scheduler itself needs neither Ray nor torch.
 
     python -m benchmarks.scheduler --json benchmarks/results/scheduler.json
 """
@@ -10,17 +14,24 @@ scheduler itself needs neither Ray nor torch.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import random
 import time
-from collections import deque
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 
 from benchmarks.report import table, write_json
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
+    Action,
+    Cancel,
     Dispatch,
     Event,
+    Finish,
     Order,
     OrderKind,
     ReplicaJoined,
@@ -30,28 +41,54 @@ from scheduler.messages import (
     StepDone,
     StepResult,
     Submit,
+    Tick,
 )
 from scheduler.scheduler import Scheduler
 
 LIVE = (1_000, 10_000, 100_000)
 REPLICAS = (1, 16, 256)
+ROUNDS = 7
 TENANTS = 20
 """Names among which the requests are spread, so that the queue has something to share."""
+EVENTS = 200
+"""Submits, cancels and ticks of a round."""
+
+
+@dataclass
+class Rounds:
+    """CPU time in microseconds: the means of the rounds."""
+
+    least: float
+    median: float
+
+    @staticmethod
+    def of(means_us: list[float]) -> Rounds:
+        return Rounds(round(min(means_us), 1), round(median(means_us), 1))
 
 
 @dataclass
 class Cost:
-    """CPU time in microseconds."""
+    """What orders and events cost with so many live sequences on so many replicas."""
 
     live: int
     replicas: int
-    submit_us: float
-    """Per request that comes in."""
-    order_us: float
-    """Per answered order: booking its tokens, finishing rows, and giving out the next order."""
-    order_p99_us: float
-    rows_mean: float
-    """Rows of the orders that were answered."""
+    rows: float
+    """Mean rows of the orders that were answered."""
+    order_us: Rounds
+    order_p99_us: Rounds
+    submit_us: Rounds
+    cancel_us: Rounds
+    tick_us: Rounds
+
+
+@dataclass
+class Times:
+    """One round, seconds each."""
+
+    orders: list[float] = field(default_factory=list)
+    submits: list[float] = field(default_factory=list)
+    cancels: list[float] = field(default_factory=list)
+    ticks: list[float] = field(default_factory=list)
 
 
 class Load:
@@ -64,36 +101,60 @@ class Load:
         self._orders: deque[Order] = deque()
         self._now_s = 0.0
         self._number = 0
-        self._live = live
+        self._live = 0
+        self._live_most = live
+        self._residents_most = replicas * roomy.residents_max
         self.rows = 0
+        self.answered = 0
         spec = ReplicaSpec(kv_blocks=100_000, block_size=16, context_len=8192, vocab_size=1000)
         for index in range(replicas):
             self._tell(ReplicaJoined(f"r{index}", spec))
+        while self._live < live:
+            # In the midst of things those that are there are half done, on average.
+            self.submit(self._rng.randint(1, 200))
+        while sum(one.residents for one in self._scheduler.snapshot().replicas) < 0.98 * min(
+            live, self._residents_most
+        ):
+            for _ in range(max(replicas, 100)):
+                self.answer()
+            self.refill()
 
-    def submit(self) -> None:
+    def submit(self, new_tokens: int | None = None) -> float:
+        """One more request; every second one has a deadline. Returns CPU seconds."""
         self._number += 1
         draw = self._rng
         request = Request(
             id=f"q{self._number}",
             prompt=(1,) * draw.randint(10, 300),
-            max_new_tokens=draw.randint(50, 200),
+            max_new_tokens=new_tokens or draw.randint(50, 200),
+            timeout_s=draw.choice([None, 3600.0]),
             tenant=f"tenant {draw.randrange(TENANTS)}",
         )
-        self._tell(Submit(request))
+        self._live += 1
+        return self._tell(Submit(request))
+
+    def cancel(self) -> float:
+        """Somebody leaves: any request, old or new, waiting or not."""
+        alive = self._scheduler._pool.sequences
+        while (name := f"q{self._rng.randint(1, self._number)}") not in alive:
+            pass
+        return self._tell(Cancel(name))
+
+    def tick(self) -> float:
+        return self._tell(Tick())
 
     def answer(self) -> float:
         """Answer the oldest order; returns the CPU seconds of the scheduler alone."""
         order = self._orders.popleft()
-        self._now_s += 1e-3
+        self._now_s += 1e-4
         self.rows += len(order.prefill or order.rows)
+        self.answered += 1
         event = StepDone(StepResult(order.id, order.replica_id, self._results(order), steps=1))
-        began_s = time.process_time()
-        self._tell(event)
-        return time.process_time() - began_s
+        return self._tell(event)
 
     def refill(self) -> None:
         """As many requests as have finished come in anew."""
-        while self._scheduler.snapshot().live < self._live:
+        while self._live < self._live_most:
             self.submit()
 
     def _results(self, order: Order) -> tuple[RowResult, ...]:
@@ -107,57 +168,121 @@ class Load:
                 1,
                 row.draft_len,
                 (1,) * row.draft_len,
+                (1,) * row.draft_len,
             )
             for row in order.rows
         )
 
-    def _tell(self, event: Event) -> None:
-        for action in self._scheduler.step(event, self._now_s):
+    def _tell(self, event: Event) -> float:
+        began_s = time.process_time()
+        actions: list[Action] = self._scheduler.step(event, self._now_s)
+        took_s = time.process_time() - began_s
+        for action in actions:
             if isinstance(action, Dispatch):
                 self._orders.append(action.order)
+            elif isinstance(action, Finish):
+                self._live -= 1
+        return took_s
+
+
+def one_round(load: Load, orders: int) -> Times:
+    """Some orders, with as many new requests as finish, then some events of each kind."""
+    times = Times()
+    for number in range(orders):
+        times.orders.append(load.answer())
+        if number % 20 == 19:
+            load.refill()
+    for _ in range(EVENTS):
+        times.cancels.append(load.cancel())
+        times.submits.append(load.submit())
+        times.ticks.append(load.tick())
+    return times
 
 
 def measure(live: int, replicas: int, orders: int) -> Cost:
     load = Load(live, replicas)
-    began_s = time.process_time()
-    for _ in range(live):
-        load.submit()
-    submit_s = time.process_time() - began_s
-    # Some orders first, so that groups are mixed and rows are of all ages.
-    for _ in range(orders // 2):
-        load.answer()
-    load.refill()
-    load.rows = 0
-    times = []
-    for _ in range(orders):
-        times.append(load.answer())
-        if len(times) % 200 == 0:
-            load.refill()
-    times.sort()
+    # What the full pool is like only shows after every replica has answered some more.
+    one_round(load, max(orders, 10 * replicas))
+    load.rows = load.answered = 0
+    rounds = [one_round(load, orders) for _ in range(ROUNDS)]
     return Cost(
         live=live,
         replicas=replicas,
-        submit_us=1e6 * submit_s / live,
-        order_us=1e6 * sum(times) / orders,
-        order_p99_us=1e6 * times[int(0.99 * orders)],
-        rows_mean=load.rows / orders,
+        rows=round(load.rows / load.answered, 2),
+        order_us=_rounds(rounds, lambda one: fmean(one.orders)),
+        order_p99_us=_rounds(rounds, lambda one: sorted(one.orders)[int(0.99 * orders)]),
+        submit_us=_rounds(rounds, lambda one: fmean(one.submits)),
+        cancel_us=_rounds(rounds, lambda one: fmean(one.cancels)),
+        tick_us=_rounds(rounds, lambda one: fmean(one.ticks)),
     )
+
+
+def _rounds(rounds: list[Times], figure: Callable[[Times], float]) -> Rounds:
+    return Rounds.of([1e6 * figure(one) for one in rounds])
+
+
+def shares(live: int, replicas: int, orders: int) -> dict[str, float]:
+    """Share of an order's time in each module of the scheduler. The profiler itself adds most to
+    the smallest functions, so this says where to look and not how long it takes."""
+    load = Load(live, replicas)
+    profiler = cProfile.Profile(builtins=False)
+    profiler.enable()
+    for _ in range(orders):
+        load.answer()
+    profiler.disable()
+    spent: Counter[str] = Counter()
+    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    for (path, _, _), (_, _, own_s, _, _) in stats.items():
+        if Path(path).parent.name == "scheduler":
+            spent[Path(path).stem] += own_s
+        elif path == "<string>":
+            spent["messages"] += own_s  # where dataclasses have their constructors
+    whole = spent.total()
+    return {name: round(own_s / whole, 3) for name, own_s in spent.most_common()}
+
+
+def probe_us() -> float:
+    """CPU time of a fixed loop that fits into any cache: what the machine gives at the moment."""
+    began_s = time.process_time()
+    total = 0
+    for number in range(100_000):
+        total += number & 7
+    assert total > 0
+    return 1e6 * (time.process_time() - began_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--orders", type=int, default=4000, help="orders answered per figure")
+    parser.add_argument("--orders", type=int, default=2000, help="orders answered per round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    costs = [measure(live, count, options.orders) for live in LIVE for count in REPLICAS]
-    header = ("live sequences", "replicas", "us per submit", "us per order", "p99", "rows")
-    print(table(header, [[cost.live, cost.replicas, *_rounded(cost)] for cost in costs]))
-    write_json(options.json, {"costs": [asdict(cost) for cost in costs]})
+    costs: list[Cost] = []
+    probes: list[float] = []
+    for live in LIVE:
+        for count in REPLICAS:
+            costs.append(measure(live, count, options.orders))
+            probes.append(probe_us())
+    header = ("live sequences", "replicas", "rows", *(f"us per {each}" for each in _FIGURES))
+    print(table(header, [[cost.live, cost.replicas, cost.rows, *_cells(cost)] for cost in costs]))
+    print("least / median of the rounds")
+    by_module = shares(LIVE[-1], REPLICAS[1], options.orders)
+    print("share of an order's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
+    figures = {
+        "orders_per_round": options.orders,
+        "rounds": ROUNDS,
+        "probe_us": asdict(Rounds.of(probes)),
+        "costs": [asdict(cost) for cost in costs],
+        "share_by_module": by_module,
+    }
+    write_json(options.json, figures)
 
 
-def _rounded(cost: Cost) -> list[str]:
-    times = (cost.submit_us, cost.order_us, cost.order_p99_us)
-    return [*(f"{time_us:.0f}" for time_us in times), f"{cost.rows_mean:.1f}"]
+_FIGURES = ("order", "order, p99", "submit", "cancel", "tick")
+
+
+def _cells(cost: Cost) -> list[str]:
+    rounds = (cost.order_us, cost.order_p99_us, cost.submit_us, cost.cancel_us, cost.tick_us)
+    return [f"{one.least:.0f} / {one.median:.0f}" for one in rounds]
 
 
 if __name__ == "__main__":
