@@ -41,6 +41,7 @@ END_S = 300.0
 SLOT_S = 5
 """Requests that arrive in the same slot are one point of the picture."""
 SPEED = Speed(step_s=0.04, prefill_s=0.04, start_s=3.0, acceptance=0.7)
+DRAFT_LEN = 4
 AUTOSCALING = {
     "min_replicas": 0,
     "max_replicas": 4,
@@ -278,6 +279,7 @@ def main() -> None:
     config = from_args(
         {
             "autoscaling": AUTOSCALING,
+            "draft_len": DRAFT_LEN,
             "pool": {"name": "autoscaling-benchmark"},
             "grpc_port": args.grpc_port,
             "http_port": args.grpc_port + 1,
@@ -292,7 +294,7 @@ def main() -> None:
         target="synthetic",
     )
     load = arrivals(Random(args.seed), args.peak, spec.vocab_size)
-    full = SPEED.tokens_per_s(config.scheduler.rows_max, config.scheduler.draft_len)
+    full = SPEED.tokens_per_s(config.scheduler.rows_max, DRAFT_LEN)
     cluster = app.ClusterRun(config)
     try:
         cluster.start(app.build_app(config, load=synthetic_loader(spec, SPEED)), quiet=True)

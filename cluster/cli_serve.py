@@ -121,7 +121,10 @@ def _summary(status: pb.StatusResponse) -> Table:
 
 
 def _replicas(status: pb.StatusResponse) -> Table:
-    table = Table("replica", "residents", "orders", "KV blocks free", "context", "model")
+    table = Table(
+        *("replica", "residents", "orders", "KV blocks free", "context", "model"),
+        *("k", "step", "acceptance"),
+    )
     for replica in status.replicas:
         model = Path(replica.target).name
         table.add_row(
@@ -131,5 +134,9 @@ def _replicas(status: pb.StatusResponse) -> Table:
             f"{replica.kv_blocks_free} of {replica.kv_blocks}",
             str(replica.context_len),
             f"{model}, {replica.dtype} on {replica.device}",
+            str(replica.beliefs.draft_len),
+            f"{1000 * replica.beliefs.step_s:.1f} ms" if replica.beliefs.step_s else "?",
+            f"{replica.beliefs.acceptance_greedy:.0%} greedy,"
+            f" {replica.beliefs.acceptance_sampled:.0%} sampled",
         )
     return table

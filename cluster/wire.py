@@ -16,6 +16,7 @@ from cluster.metrics import Totals
 from cluster.protocol import PoolUnreachable, PoolView
 from cluster.target_text import TargetText
 from protos import lockstep_pb2 as pb
+from scheduler.cost_model import LinearCost
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import (
     Finish,
@@ -26,6 +27,7 @@ from scheduler.messages import (
     Request,
     SamplingParams,
 )
+from scheduler.speculation import Beliefs
 from scheduler.status import ReplicaStatus
 
 STATUS: Mapping[object, StatusCode] = {
@@ -309,4 +311,23 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         device=spec.device,
         dtype=spec.dtype,
         vocab_size=spec.vocab_size,
+        beliefs=_beliefs(replica.beliefs),
     )
+
+
+def _beliefs(beliefs: Beliefs) -> pb.ReplicaBeliefs:
+    return pb.ReplicaBeliefs(
+        draft_len=beliefs.draft_len,
+        steps=beliefs.steps,
+        step_s=beliefs.step_s,
+        trip_s=beliefs.trip_s,
+        acceptance_greedy=beliefs.acceptance_greedy,
+        acceptance_sampled=beliefs.acceptance_sampled,
+        draft=_cost(beliefs.draft),
+        verify=_cost(beliefs.verify),
+        prefill=_cost(beliefs.prefill),
+    )
+
+
+def _cost(cost: LinearCost) -> pb.LinearCost:
+    return pb.LinearCost(fixed_s=cost.fixed_s, token_s=cost.token_s, kv_s=cost.kv_s)

@@ -151,8 +151,40 @@ class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LinearCost(_message.Message):
+    __slots__ = ("fixed_s", "token_s", "kv_s")
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    KV_S_FIELD_NUMBER: _ClassVar[int]
+    fixed_s: float
+    token_s: float
+    kv_s: float
+    def __init__(self, fixed_s: _Optional[float] = ..., token_s: _Optional[float] = ..., kv_s: _Optional[float] = ...) -> None: ...
+
+class ReplicaBeliefs(_message.Message):
+    __slots__ = ("draft_len", "steps", "step_s", "trip_s", "acceptance_greedy", "acceptance_sampled", "draft", "verify", "prefill")
+    DRAFT_LEN_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_GREEDY_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    draft_len: int
+    steps: int
+    step_s: float
+    trip_s: float
+    acceptance_greedy: float
+    acceptance_sampled: float
+    draft: LinearCost
+    verify: LinearCost
+    prefill: LinearCost
+    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., draft: _Optional[_Union[LinearCost, _Mapping]] = ..., verify: _Optional[_Union[LinearCost, _Mapping]] = ..., prefill: _Optional[_Union[LinearCost, _Mapping]] = ...) -> None: ...
+
 class ReplicaStatus(_message.Message):
-    __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size")
+    __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "beliefs")
     ID_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RESIDENTS_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +198,7 @@ class ReplicaStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BELIEFS_FIELD_NUMBER: _ClassVar[int]
     id: str
     draining: bool
     residents: int
@@ -179,7 +212,8 @@ class ReplicaStatus(_message.Message):
     device: str
     dtype: str
     vocab_size: int
-    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    beliefs: ReplicaBeliefs
+    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., beliefs: _Optional[_Union[ReplicaBeliefs, _Mapping]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read")

@@ -14,11 +14,26 @@ class SchedulerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a group (the batch size).")
-    draft_len: int = Field(
-        default=4, ge=0, le=DRAFT_LEN_MAX, description="Draft tokens per row and step; 0 is off."
+    draft_len: int | None = Field(
+        default=None,
+        ge=0,
+        le=DRAFT_LEN_MAX,
+        description="Draft tokens per row and step; 0 is off. null: chosen for each order by"
+        " measured times and acceptance, 0 included.",
+    )
+    draft_len_max: int = Field(
+        default=8,
+        ge=0,
+        le=DRAFT_LEN_MAX,
+        description="Most draft tokens per row and step that are chosen, or that a request may"
+        " choose for itself; a request that asks for more gets so many.",
     )
     steps_per_order_max: int = Field(
-        default=4, ge=1, le=64, description="Steps of one order where no other row waits."
+        default=8,
+        ge=1,
+        le=64,
+        description="Steps of one order where no other row waits; how many is chosen by measured"
+        " times.",
     )
     orders_in_flight_max: int = Field(
         default=2, ge=1, le=8, description="Orders a replica holds at once; 2 hides the round trip."

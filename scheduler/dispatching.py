@@ -33,6 +33,7 @@ class Dispatcher:
         self._touched: dict[str, None] = {}
         self._offer_to_all = False
         self._out: list[Action] = []
+        self._now_s = 0.0
 
     def touch(self, replica_id: str) -> None:
         """The replica may have something new to do."""
@@ -46,9 +47,10 @@ class Dispatcher:
         """Somebody waits who could go anywhere."""
         self._offer_to_all = True
 
-    def run(self, out: list[Action]) -> None:
+    def run(self, out: list[Action], now_s: float) -> None:
         """Appends the orders of every replica that the event concerns."""
         self._out = out
+        self._now_s = now_s
         replicas = self._pool.replicas
         # While orders are made blocks may run out and claims end: then others are touched.
         while self._touched or self._offer_to_all:
@@ -80,7 +82,7 @@ class Dispatcher:
                     continue
                 return
             self.interrupt(replica, self._out)
-            self._pool.add_order(replica, order)
+            self._pool.add_order(replica, order, self._now_s)
             self._out.append(Dispatch(order))
 
     def _next_order(self, replica: Replica) -> Order | None:
@@ -169,8 +171,8 @@ class Dispatcher:
         )
         # Rows that wait would wait longer; where there are none, round trips are saved.
         long = alone and len(chosen) == len(replica.ready)
-        steps = config.steps_per_order_max if long else 1
-        return self._step(replica, [replica.residents[one] for one in chosen], steps)
+        steps_most = config.steps_per_order_max if long else 1
+        return self._step(replica, [replica.residents[one] for one in chosen], steps_most)
 
     def _step_suspects(self, replica: Replica) -> Order | None:
         rows: list[Sequence] = []
@@ -182,14 +184,15 @@ class Dispatcher:
                 break
             rows.append(sequence)
         rows.sort(key=lambda one: one.length)
-        order = self._step(replica, rows, steps=1)
+        order = self._step(replica, rows, steps_most=1)
         if order is not None:
             replica.alone = order.id
         return order
 
-    def _step(self, replica: Replica, rows: list[Sequence], steps: int) -> Order | None:
-        """Up to `steps` steps of these ready rows, by rising length; None if blocks ran out."""
-        draft_len = min(self._policy.draft_len(replica.id, rows), replica.spec.draft_len_max)
+    def _step(self, replica: Replica, rows: list[Sequence], steps_most: int) -> Order | None:
+        """Some steps of these ready rows, by rising length; None if blocks ran out."""
+        plan = self._policy.plan(replica.id, rows, steps_most)
+        draft_len, steps = plan.draft_len, plan.steps
         blocks = _blocks_after(replica, rows, steps, draft_len)
         if steps > 1 and _growth(rows, blocks) > replica.blocks_free:
             steps = 1

@@ -45,7 +45,8 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
     draft_len: int | None = None
-    """The client's cap on draft tokens per step: None leaves it to the pool, 0 turns it off."""
+    """Draft tokens per step, as far as the config's draft_len_max goes: None leaves it to the pool,
+    0 turns it off."""
     timeout_s: float | None = None
     """Time from `Submit` to the deadline; None for no deadline."""
     committed: tuple[int, ...] = ()
@@ -170,6 +171,24 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTiming:
+    """What one step took on a replica: the mean over an order's steps, or a trial before it joined.
+
+    Times are in seconds.
+    """
+
+    rows: int
+    draft_len: int
+    kv_read: float
+    """KV positions that the target read."""
+    draft_s: float
+    """All draft passes together."""
+    verify_s: float
+    rest_s: float
+    """Neither draft nor target: choosing tokens, bookkeeping."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSpec:
     """What a replica can hold; sent when it joins."""
 
@@ -195,6 +214,8 @@ class ReplicaSpec:
     draft: str = ""
     device: str = "cpu"
     dtype: str = "float32"
+    timings: tuple[StepTiming, ...] = field(default=(), compare=False)
+    """Trial steps that it ran before it joined; what the pool believes of its speed at first."""
 
 
 # --------------------------------------------------------------------------- events

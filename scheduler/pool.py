@@ -251,8 +251,10 @@ class Pool:
         self._reindex(replica)
         del self.replicas[replica.id]
 
-    def add_order(self, replica: Replica, order: Order) -> None:
+    def add_order(self, replica: Replica, order: Order, now_s: float) -> None:
         """The order is in flight."""
+        if not replica.orders:
+            replica.sent_alone = (order.id, now_s)
         replica.orders[order.id] = order
         if order.steps > 1:
             replica.long = order.id

@@ -97,6 +97,8 @@ class Replica:
     """The order in flight, if it is one of suspects: nothing goes beside it."""
     long: int | None = None
     """An order in flight of several steps that was not interrupted."""
+    sent_alone: tuple[int, float] = (0, 0.0)
+    """The last order that was sent while nothing was in flight, and when."""
     last_kind: OrderKind | None = None
     """Kind of the order dispatched last."""
     claimed_by: str | None = None

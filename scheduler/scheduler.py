@@ -47,7 +47,7 @@ from scheduler.placement import best_replica
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import Move, Sequence, State, finished_before_start
-from scheduler.speculation import DraftPolicy, FixedDraft
+from scheduler.speculation import DraftPolicy, GoodputPolicy
 from scheduler.status import PoolStatus, pool_status
 
 _RETRY_AFTER_S = (1.0, 60.0)
@@ -62,10 +62,10 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig | None = None, draft_policy: DraftPolicy | None = None
     ) -> None:
-        """Without a policy the draft length is the config's, for every order."""
+        """Without a policy draft lengths are chosen by goodput, or are the config's."""
         self.config = config or SchedulerConfig()
         self._pool = Pool(self.config)
-        self._policy: DraftPolicy = draft_policy or FixedDraft(self.config.draft_len)
+        self._policy: DraftPolicy = draft_policy or GoodputPolicy(self.config)
         self._specs: list[ReplicaSpec] = []
         """Distinct specs of the known replicas."""
         self._dispatcher = Dispatcher(self.config, self._pool, self._policy)
@@ -97,7 +97,7 @@ class Scheduler:
         for replica_id, sequence_ids in self._released.items():
             self._out.append(Release(replica_id, tuple(sequence_ids)))
         self._released.clear()
-        self._dispatcher.run(self._out)
+        self._dispatcher.run(self._out, now_s)
         out, self._out = self._out, []
         return out
 
@@ -107,7 +107,7 @@ class Scheduler:
 
     def snapshot(self) -> PoolStatus:
         """The pool as it stands, O(replicas)."""
-        return pool_status(self._pool, self._rejected, self._now_s)
+        return pool_status(self._pool, self._rejected, self._now_s, self._policy)
 
     # ----------------------------------------------------------------- events
 
@@ -192,10 +192,13 @@ class Scheduler:
         if found is None:
             return
         replica, order = found
-        self._policy.observe(order, result)
         committed = 0
         rows = {row.sequence_id: row for row in result.rows}
-        for sequence in self._rows_back(replica, order):
+        live = self._rows_back(replica, order)
+        sent_id, sent_s = replica.sent_alone
+        trip_s = now_s - sent_s - result.times.total_s if sent_id == order.id else None
+        self._policy.observe(order, result, {one.id: one for one in live}, trip_s)
+        for sequence in live:
             if order.kind is OrderKind.PREFILL:
                 reused = rows[sequence.id].reused if sequence.id in rows else 0
                 self._pool.filled(replica, sequence, reused)

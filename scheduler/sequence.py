@@ -140,6 +140,10 @@ class Sequence:
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
     cached_tokens: int = 0
+    tried: float = 0.0
+    """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
+    agreed: float = 0.0
+    """Those of them that the target agreed with."""
     # Read many times in every order, and so kept instead of computed.
     id: str = field(init=False)
     length: int = field(init=False)

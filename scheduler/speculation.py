@@ -1,20 +1,74 @@
-"""How many tokens the draft proposes: a policy is asked per order and told every result.
+"""How a step is run: how many tokens the draft proposes, and how many steps an order has.
 
-The choice never changes what a request receives, only how fast. A policy has no clock and draws
-nothing at random, or the scheduler would no longer replay.
+A policy is asked per order and told every result. Its choice never changes what a request receives,
+only how fast. It has no clock and draws nothing at random, or the scheduler would no longer replay.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler.messages import Order, ReplicaSpec, StepResult
+from scheduler.acceptance import Acceptance
+from scheduler.config import SchedulerConfig
+from scheduler.cost_model import CostModel, LinearCost
+from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult
 from scheduler.sequence import Sequence
+
+FALLBACK = 4
+"""Draft tokens while nothing is known of the times."""
+TRIALS = (FALLBACK, 0, 2)
+"""Draft lengths of the first orders on a replica that measured nothing before it joined."""
+STAY = 0.99
+"""The last draft length is kept while it reaches that share of the best goodput."""
+PROBE_SHARE = 0.01
+"""Share of the time without drafting that may go into finding out whether it would pay again."""
+TRIP_SHARE = 0.02
+"""Share of an order that its round trip may cost before it gets more steps."""
+CHUNK_FIXED_SHARE = 0.25
+"""Most that the fixed cost of a prefill chunk may be beside the cost of its tokens."""
+CHUNK_LEAST = 32
+"""Positions of a chunk at least: below it, messages cost more than what is filled."""
+ORDER_S_MAX = 0.1
+"""Steps of one order last no longer than that together, in seconds: tokens arrive per order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How to run a group."""
+
+    draft_len: int
+    """k of the group; a row may have less."""
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beliefs:
+    """What a policy believes of one replica; times in seconds."""
+
+    draft_len: int = 0
+    """k of the last order."""
+    steps: int = 1
+    step_s: float = 0.0
+    """Expected time of a step of the last order; 0 while nothing is known."""
+    trip_s: float = 0.0
+    """What an order takes beside its run: messages and the pool's own time."""
+    acceptance_greedy: float = 0.0
+    """Probability that one more draft token is accepted, lately and over all sequences."""
+    acceptance_sampled: float = 0.0
+    draft: LinearCost = field(default_factory=LinearCost)
+    """One draft pass, by rows and KV positions read."""
+    verify: LinearCost = field(default_factory=LinearCost)
+    """One verification, by tokens and KV positions read."""
+    prefill: LinearCost = field(default_factory=LinearCost)
+    """One prefill order, by positions filled."""
 
 
 class DraftPolicy(Protocol):
-    """Chooses k, the draft tokens per row and step, for each speculate order."""
+    """Plans each speculate order."""
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
         """A replica is there; called once per incarnation."""
@@ -22,44 +76,188 @@ class DraftPolicy(Protocol):
     def lost(self, replica_id: str) -> None:
         """That replica is gone for good."""
 
-    def draft_len(self, replica_id: str, rows: Rows[Sequence]) -> int:
-        """k for the next order with these rows, at least 0; a request may cap its own row."""
+    def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
+        """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
 
     def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
         """KV positions that the next prefill order may fill, in [1, most], while so many rows are
         ready: each of them waits for it."""
 
-    def observe(self, order: Order, result: StepResult) -> None:
-        """An order is done: its times, and what its rows accepted."""
+    def observe(
+        self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
+    ) -> None:
+        """An order is done: its times, and what its live rows accepted. `trip_s` is what passed
+        beside its run, where nothing else was in flight."""
+
+    def beliefs(self, replica_id: str) -> Beliefs:
+        """What it believes of a replica that has joined and was not lost."""
 
 
-class FixedDraft:
-    """The same k for every order; 0 turns speculation off."""
+@dataclass(slots=True)
+class _Known:
+    """One replica's model and what was chosen last."""
 
-    def __init__(self, draft_len: int) -> None:
-        self._draft_len = draft_len
+    draft_len_max: int
+    model: CostModel
+    draft_len: int = FALLBACK
+    steps: int = 1
+    step_s: float = 0.0
+    trip_s: float | None = None
+    trials: int = 0
+    """Orders planned while the model was of no use."""
+    credit_s: float = 0.0
+    """Time saved up for a probe."""
+    probe_s: float = 0.0
+    """What the last probe cost."""
+
+
+class GoodputPolicy:
+    """The draft length of the greatest goodput: expected tokens over expected time.
+
+    With acceptance a of a row, k draft tokens commit 1 + a + ... + a^k of them. Time is linear in
+    k (see `cost_model`) and the sum concave, so goodput rises to its best k and then falls. 0 is
+    among the choices; while it is chosen, a draft token is proposed now and then to see whether
+    acceptance has changed, for at most PROBE_SHARE of the time. A draft length in the config, or
+    of a request for its own row, is followed.
+
+    Steps of an order: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
+    much as takes the time of a step.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._acceptance = Acceptance()
+        self._replicas: dict[str, _Known] = {}
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
-        """Nothing to learn."""
+        self._replicas[replica_id] = _Known(spec.draft_len_max, CostModel(spec.timings))
 
     def lost(self, replica_id: str) -> None:
-        """Nothing to forget."""
+        del self._replicas[replica_id]
 
-    def draft_len(self, replica_id: str, rows: Rows[Sequence]) -> int:
-        return self._draft_len
+    def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
+        known = self._replicas[replica_id]
+        pinned = max((one.request.draft_len or 0 for one in rows), default=0)
+        pinned = min(pinned, known.draft_len_max, self._config.draft_len_max)
+        draft_len = max(self._draft_len(known, rows), pinned)
+        if known.model.known:
+            known.step_s = known.model.step_s(len(rows), draft_len, rows[-1].length)
+        known.steps = self._steps(known, steps_most)
+        return StepPlan(draft_len, known.steps)
 
     def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
-        return most
+        """As much as takes one step's time, so that rows that step lose half their speed at most;
+        but enough that its fixed cost is a small part of it."""
+        known = self._replicas[replica_id]
+        cost = known.model.prefill
+        if not ready_rows or known.step_s <= 0.0 or cost.token_s <= 0.0:
+            return most
+        in_a_step = (known.step_s - cost.fixed_s) / cost.token_s
+        worth_it = cost.fixed_s / (CHUNK_FIXED_SHARE * cost.token_s)
+        return max(1, min(most, int(max(in_a_step, worth_it, CHUNK_LEAST))))
 
-    def observe(self, order: Order, result: StepResult) -> None:
-        """A fixed choice learns nothing."""
+    def observe(
+        self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
+    ) -> None:
+        known = self._replicas[result.replica_id]
+        if trip_s is not None and order.kind is OrderKind.SPECULATE:
+            before = trip_s if known.trip_s is None else known.trip_s
+            # The least is what matters: a trip is long by chance only.
+            known.trip_s = min(trip_s, before + 0.1 * (trip_s - before))
+        known.model.observe(order, result)
+        if order.draft_len and known.draft_len == 0 and result.steps:
+            plain_s = known.model.step_s(len(order.rows), 0, order.rows[-1].length)
+            known.probe_s = max(result.times.total_s / result.steps - plain_s, 0.0)
+            known.credit_s -= known.probe_s
+        for row in result.rows:
+            sequence = rows.get(row.sequence_id)
+            if sequence is not None:
+                self._acceptance.observe(sequence, row)
+
+    def beliefs(self, replica_id: str) -> Beliefs:
+        known = self._replicas[replica_id]
+        return Beliefs(
+            draft_len=known.draft_len,
+            steps=known.steps,
+            step_s=known.step_s,
+            trip_s=known.trip_s or 0.0,
+            acceptance_greedy=self._acceptance.overall(greedy=True),
+            acceptance_sampled=self._acceptance.overall(greedy=False),
+            draft=known.model.draft,
+            verify=known.model.verify,
+            prefill=known.model.prefill,
+        )
+
+    # ----------------------------------------------------------------- choices
+
+    def _draft_len(self, known: _Known, rows: Rows[Sequence]) -> int:
+        if self._config.draft_len is not None:
+            known.draft_len = min(self._config.draft_len, known.draft_len_max)
+            return known.draft_len
+        most = min(known.draft_len_max, self._config.draft_len_max)
+        most = min(most, max(row_draft_len(one, most) for one in rows))
+        if most <= 0:
+            return 0
+        if not known.model.known:
+            known.trials += 1
+            at = known.trials - 1
+            known.draft_len = min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most)
+            return known.draft_len
+        known.draft_len = self._best(known, rows, most)
+        if known.draft_len == 0 and self._probe_is_due(known, rows):
+            return 1
+        return known.draft_len
+
+    def _best(self, known: _Known, rows: Rows[Sequence], most: int) -> int:
+        """The draft length of the greatest goodput, from 0 to `most`."""
+        model, count, longest = known.model, len(rows), rows[-1].length
+        per_order_s = (known.trip_s or 0.0) / known.steps
+        none_s = model.step_s(count, 0, longest) + per_order_s
+        each_s = model.step_s(count, most, longest) + per_order_s - none_s
+        each_s /= most
+        of = self._acceptance.of
+        # Per row: probability that all draft tokens so far are accepted, acceptance, limit.
+        live = [(1.0, of(one), row_draft_len(one, most)) for one in rows]
+        expected = float(count)
+        best, best_goodput = 0, expected / none_s
+        stay_goodput = best_goodput if known.draft_len == 0 else 0.0
+        for draft_len in range(1, most + 1):
+            live = [(p * a, a, limit) for p, a, limit in live if limit >= draft_len]
+            expected += sum(p for p, _, _ in live)
+            goodput = expected / (none_s + draft_len * each_s)
+            if draft_len == known.draft_len:
+                stay_goodput = goodput
+            if goodput > best_goodput:
+                best, best_goodput = draft_len, goodput
+            elif draft_len > known.draft_len:
+                break
+        return known.draft_len if stay_goodput >= STAY * best_goodput else best
+
+    def _probe_is_due(self, known: _Known, rows: Rows[Sequence]) -> bool:
+        model, count, longest = known.model, len(rows), rows[-1].length
+        plain_s = model.step_s(count, 0, longest)
+        known.credit_s += PROBE_SHARE * known.steps * plain_s
+        price_s = max(known.probe_s, model.step_s(count, 1, longest) - plain_s)
+        if known.credit_s < price_s:
+            return False
+        # Until its result is there no second one is due.
+        known.credit_s = 0.0
+        return True
+
+    def _steps(self, known: _Known, steps_most: int) -> int:
+        if known.trip_s is None or known.step_s <= 0.0:
+            return steps_most
+        wanted = math.ceil(known.trip_s / (TRIP_SHARE * known.step_s))
+        return max(1, min(wanted, steps_most, int(ORDER_S_MAX / known.step_s)))
 
 
-def row_draft_len(sequence: Sequence, policy_draft_len: int) -> int:
-    """Draft tokens of one row: the policy's, the request's cap, and never beyond its limit.
+def row_draft_len(sequence: Sequence, draft_len: int) -> int:
+    """Draft tokens of one row where its group has `draft_len`: its own, if the request has one,
+    and never beyond its limit.
 
     The target adds one token of its own, so a row with n tokens left drafts at most n - 1.
     """
-    draft_len = min(policy_draft_len, sequence.tokens_left - 1)
-    cap = sequence.request.draft_len
-    return draft_len if cap is None else min(draft_len, cap)
+    pinned = sequence.request.draft_len
+    if pinned is not None:
+        draft_len = min(draft_len, pinned)
+    return min(draft_len, sequence.tokens_left - 1)

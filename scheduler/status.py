@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
 from scheduler.pool import Pool
 from scheduler.residents import Replica
+from scheduler.speculation import Beliefs, DraftPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class ReplicaStatus:
     groups: int = 0
     """Speculate orders answered, and the sum of their groups' spreads in tokens."""
     spread_sum: int = 0
+    beliefs: Beliefs = field(default_factory=Beliefs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,9 @@ class PoolStatus:
     recovered: int = 0
 
 
-def pool_status(pool: Pool, rejected: int, now_s: float) -> PoolStatus:
+def pool_status(pool: Pool, rejected: int, now_s: float, policy: DraftPolicy) -> PoolStatus:
     """Takes O(replicas)."""
-    replicas = tuple(_replica_status(replica) for replica in pool.replicas.values())
+    replicas = tuple(_replica_status(replica, policy) for replica in pool.replicas.values())
     return PoolStatus(
         waiting=len(pool.waiting),
         live=pool.live_count(),
@@ -84,7 +86,7 @@ def pool_status(pool: Pool, rejected: int, now_s: float) -> PoolStatus:
     )
 
 
-def _replica_status(replica: Replica) -> ReplicaStatus:
+def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
     figures = replica.figures
     return ReplicaStatus(
         id=replica.id,
@@ -105,6 +107,7 @@ def _replica_status(replica: Replica) -> ReplicaStatus:
         kv_positions_own=figures.kv_positions_own,
         kv_positions_read=figures.kv_positions_read,
         last_times=figures.last_times,
+        beliefs=policy.beliefs(replica.id),
         groups=figures.groups,
         spread_sum=figures.spread_sum,
     )

@@ -37,8 +37,8 @@ class Hand:
     """Drives one scheduler; every method returns the actions of its event."""
 
     def __init__(self, **config: object) -> None:
-        # Most tests are about other things than blocks that run out.
-        settings = {"kv_reserve": 1.0, **config}
+        # Most tests are about other things than blocks that run out or what is chosen by cost.
+        settings = {"kv_reserve": 1.0, "draft_len": 4, "steps_per_order_max": 4, **config}
         self.scheduler = Scheduler(SchedulerConfig(**settings))
         self.now_s = 0.0
         self.orders: dict[int, Order] = {}

@@ -1,49 +1,275 @@
-"""Proves where the draft length comes from: the policy, capped by request and by tokens left."""
+"""Proves that the draft length is that of the greatest goodput, and looking for it cheap."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from random import Random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler.config import SchedulerConfig
+from scheduler.cost_model import LinearCost
 from scheduler.messages import (
     Dispatch,
     Order,
+    OrderKind,
+    PrefillRow,
     ReplicaJoined,
     ReplicaLost,
     ReplicaSpec,
     Request,
     RowResult,
+    SamplingParams,
     StepDone,
     StepResult,
+    StepRow,
+    StepTimes,
+    StepTiming,
     Submit,
 )
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
-from scheduler.speculation import FixedDraft, row_draft_len
+from scheduler.speculation import Beliefs, GoodputPolicy, StepPlan, row_draft_len
+
+LENGTH = 100
+
+
+class Pair:
+    """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
+
+    def __init__(self, draft: LinearCost, verify: LinearCost, acceptance: float) -> None:
+        self.draft, self.verify, self.acceptance = draft, verify, acceptance
+        self.rng = Random(0)
+
+    def step_s(self, rows: int, draft_len: int) -> float:
+        kv = rows * (LENGTH + draft_len)
+        return self.verify(rows * (draft_len + 1), kv) + draft_len * self.draft(rows, kv)
+
+    def goodput(self, rows: int, draft_len: int) -> float:
+        expected = sum(self.acceptance**j for j in range(draft_len + 1))
+        return rows * expected / self.step_s(rows, draft_len)
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        return tuple(
+            StepTiming(
+                rows,
+                draft_len,
+                rows * (LENGTH + draft_len),
+                draft_len * self.draft(rows, rows * (LENGTH + draft_len)),
+                self.verify(rows * (draft_len + 1), rows * (LENGTH + draft_len)),
+                1e-6,
+            )
+            for rows in (1, 4, 16)
+            for draft_len in (0, 2, 8)
+        )
+
+    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Order, StepResult]:
+        results = []
+        for row in rows:
+            tried, accepted = [0] * plan.draft_len, [0] * plan.draft_len
+            for _ in range(plan.steps):
+                for at in range(plan.draft_len):
+                    tried[at] += 1
+                    if self.rng.random() >= self.acceptance:
+                        break
+                    accepted[at] += 1
+            drafted = plan.steps * plan.draft_len
+            new = (1,) * (plan.steps + sum(accepted))
+            results.append(
+                RowResult(row.id, new, plan.steps, drafted, tuple(accepted), tuple(tried))
+            )
+        kv = len(rows) * (LENGTH + plan.draft_len)
+        draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
+        verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
+        order = Order(
+            1,
+            "r",
+            OrderKind.SPECULATE,
+            rows=tuple(StepRow(row.id, LENGTH, plan.draft_len, 99) for row in rows),
+            draft_len=plan.draft_len,
+            steps=plan.steps,
+        )
+        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
+        return order, StepResult(
+            1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
+        )
+
+    def turn(self, policy: GoodputPolicy, rows: list[Sequence], orders: int) -> tuple[float, int]:
+        """Time and tokens of so many orders of these rows."""
+        seconds, tokens = 0.0, 0
+        for _ in range(orders):
+            order, result = self.answer(rows, policy.plan("r", rows, 1))
+            policy.observe(order, result, {row.id: row for row in rows}, None)
+            seconds += result.times.total_s
+            tokens += sum(len(row.tokens) for row in result.rows)
+        return seconds, tokens
+
+
+def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
+    prompt = (1,) * LENGTH
+    return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
+
+
+def policy_for(pair: Pair | None, **settings: int) -> GoodputPolicy:
+    """A policy that knows the pair's times, or nothing."""
+    policy = GoodputPolicy(SchedulerConfig(**settings))
+    timings = pair.timings() if pair else ()
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings))
+    return policy
+
+
+CHEAP = LinearCost(1e-3, 1e-5, 1e-8)
+TARGET = LinearCost(10e-3, 3e-4, 1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97]),
+    st.sampled_from([1, 4, 8, 16]),
+    st.floats(0.05, 1.0),
+    st.floats(1e-5, 2e-3),
+)
+def test_the_draft_length_comes_to_the_greatest_goodput(
+    acceptance: float, count: int, draft_share: float, token_s: float
+) -> None:
+    verify = LinearCost(10e-3, token_s, 1e-7)
+    draft = LinearCost(draft_share * 10e-3, 1e-5, 1e-8)
+    pair = Pair(draft, verify, acceptance)
+    policy = policy_for(pair)
+    rows = rows_of(count)
+    pair.turn(policy, rows, 400)
+    best = max(pair.goodput(count, draft_len) for draft_len in range(9))
+    chosen = []
+    for _ in range(200):
+        pair.turn(policy, rows, 1)
+        chosen.append(pair.goodput(count, policy.beliefs("r").draft_len))
+    assert sum(chosen) / len(chosen) >= 0.92 * best
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_with_a_draft_that_is_never_right_it_costs_less_than_three_percent(
+    calibrated: bool,
+) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair if calibrated else None)
+    seconds, tokens = pair.turn(policy, rows_of(8), 1500)
+    assert tokens / seconds >= 0.97 * pair.goodput(8, 0)
+    assert policy.beliefs("r").draft_len == 0
+
+
+def test_a_draft_that_becomes_right_is_used_again() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 300)
+    assert policy.beliefs("r").draft_len == 0
+    pair.acceptance = 0.9
+    pair.turn(policy, rows, 600)
+    assert policy.beliefs("r").draft_len >= 4
+
+
+def test_without_any_times_the_first_orders_are_trials() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(None)
+    rows = rows_of(4)
+    tried = []
+    for _ in range(3):
+        plan = policy.plan("r", rows, 1)
+        tried.append(plan.draft_len)
+        order, result = pair.answer(rows, plan)
+        policy.observe(order, result, {row.id: row for row in rows}, None)
+    assert len(set(tried)) > 1
+    assert 0 in tried[:2]
+
+
+def test_a_replica_without_a_draft_never_drafts() -> None:
+    policy = GoodputPolicy(SchedulerConfig())
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
+    assert policy.plan("r", rows_of(2), 1).draft_len == 0
+
+
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_the_server_can_pin_the_draft_length(pinned: int) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.9)
+    policy = policy_for(pair, draft_len=pinned)
+    rows = rows_of(4)
+    for _ in range(5):
+        assert policy.plan("r", rows, 1).draft_len == pinned
+        pair.turn(policy, rows, 1)
+
+
+def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 100)
+    rows = [*rows_of(3), *rows_of(1, draft_len=5)]
+    assert policy.plan("r", rows, 1).draft_len == 5
+    rows = [*rows_of(3), *rows_of(1, draft_len=30)]
+    assert policy.plan("r", rows, 1).draft_len == SchedulerConfig().draft_len_max
+    assert policy.plan("r", rows_of(2, draft_len=0), 1).draft_len == 0
 
 
 @pytest.mark.parametrize(
-    ("policy", "cap", "tokens_left", "expected"),
+    ("group", "pinned", "tokens_left", "expected"),
     [(4, None, 100, 4), (4, 2, 100, 2), (4, 0, 100, 0), (0, 3, 100, 0), (4, 9, 3, 2), (4, 9, 1, 0)],
 )
-def test_a_row_drafts_the_least_of_policy_cap_and_tokens_left_but_one(
-    policy: int, cap: int | None, tokens_left: int, expected: int
+def test_a_row_drafts_the_least_of_group_request_and_tokens_left_but_one(
+    group: int, pinned: int | None, tokens_left: int, expected: int
 ) -> None:
-    sequence = Sequence(Request("a", (1,), tokens_left, draft_len=cap), 1)
-    assert row_draft_len(sequence, policy) == expected
+    sequence = Sequence(Request("a", (1,), tokens_left, draft_len=pinned), 1)
+    assert row_draft_len(sequence, group) == expected
 
 
-def test_a_fixed_draft_never_changes() -> None:
-    draft = FixedDraft(3)
-    draft.observe(Order(1, "r", "speculate"), StepResult(1, "r", ()))
-    assert draft.draft_len("r", []) == 3
+@pytest.mark.parametrize(
+    ("trip_s", "step_s", "steps"),
+    [(0.0, 0.01, 1), (1e-3, 0.01, 5), (1e-3, 0.2, 1), (9e-3, 1e-3, 8)],
+)
+def test_an_order_gets_the_steps_that_its_round_trip_asks_for(
+    trip_s: float, step_s: float, steps: int
+) -> None:
+    pair = Pair(CHEAP, LinearCost(step_s), acceptance=0.0)
+    policy = policy_for(pair, draft_len=0)
+    rows = rows_of(2)
+    assert policy.plan("r", rows, 8).steps == 8, "as long as nothing is known of the trip"
+    for _ in range(3):
+        order, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(order, result, {}, trip_s)
+    assert policy.plan("r", rows, 8).steps == steps
+    assert policy.plan("r", rows, 1).steps == 1
 
 
-class Recorder(FixedDraft):
-    """Writes down what a policy is told."""
+def test_beliefs_tell_what_was_measured() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 200)
+    beliefs = policy.beliefs("r")
+    assert beliefs.acceptance_greedy == pytest.approx(0.8, abs=0.08)
+    assert beliefs.step_s == pytest.approx(pair.step_s(8, beliefs.draft_len), rel=0.05)
+    assert beliefs.verify.fixed_s == pytest.approx(TARGET.fixed_s, rel=0.1)
+
+
+def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair, draft_len=0)
+    assert policy.prefill_tokens("r", 4, 2048) == 2048, "as long as nothing is known"
+    pair.turn(policy, rows_of(8), 20)
+    for count in (64, 512, 2000):
+        rows = (PrefillRow("p", (1,) * (count + 1), 9, SamplingParams(), (), 999),)
+        order = Order(2, "r", OrderKind.PREFILL, prefill=rows)
+        times = StepTimes(prefill_s=2e-3 + 1e-4 * count)
+        policy.observe(order, StepResult(2, "r", (), times=times), {}, None)
+    chunk = policy.prefill_tokens("r", 8, 2048)
+    assert 2e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
+    assert policy.prefill_tokens("r", 8, 50) == 50
+    assert policy.prefill_tokens("r", 0, 2048) == 2048
+
+
+class Recorder:
+    """A policy of one's own: writes down what it is told."""
 
     def __init__(self) -> None:
-        super().__init__(2)
         self.told: list[str] = []
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
@@ -52,22 +278,37 @@ class Recorder(FixedDraft):
     def lost(self, replica_id: str) -> None:
         self.told.append(f"lost {replica_id}")
 
-    def draft_len(self, replica_id: str, rows: list[Sequence]) -> int:
-        self.told.append(f"asked {[row.length for row in rows]}")
-        return 2
+    def plan(self, replica_id: str, rows: list[Sequence], steps_most: int) -> StepPlan:
+        self.told.append(f"asked {[row.length for row in rows]}, {steps_most} steps")
+        return StepPlan(2, 1)
 
-    def observe(self, order: Order, result: StepResult) -> None:
-        self.told.append(f"observed {order.kind}")
+    def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
+        return most
+
+    def observe(
+        self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
+    ) -> None:
+        self.told.append(f"observed {order.kind} of {list(rows)} after {trip_s}")
+
+    def beliefs(self, replica_id: str) -> Beliefs:
+        return Beliefs(draft_len=2)
 
 
 def test_a_policy_of_ones_own_is_asked_per_order_and_told_every_result() -> None:
     policy = Recorder()
-    scheduler = Scheduler(SchedulerConfig(), policy)
+    scheduler = Scheduler(SchedulerConfig(steps_per_order_max=3), policy)
     scheduler.step(ReplicaJoined("r", ReplicaSpec(100, 4, 100, 100)), 0.0)
-    scheduler.step(Submit(Request("a", (1, 2, 3), 9)), 0.0)
-    (action,) = scheduler.step(StepDone(StepResult(1, "r", (RowResult("a"),))), 0.0)
+    scheduler.step(Submit(Request("a", (1, 2, 3), 9)), 1.0)
+    done = StepResult(1, "r", (RowResult("a"),), times=StepTimes(total_s=0.5))
+    (action,) = scheduler.step(StepDone(done), 2.0)
     assert isinstance(action, Dispatch)
-    assert action.order.draft_len == 2
-    scheduler.step(StepDone(StepResult(1, "r", (RowResult("a"),))), 0.0)
-    scheduler.step(ReplicaLost("r"), 0.0)
-    assert policy.told == ["joined r", "observed prefill", "asked [3]", "lost r"]
+    assert (action.order.draft_len, action.order.steps) == (2, 1)
+    assert scheduler.snapshot().replicas[0].beliefs == Beliefs(draft_len=2)
+    scheduler.step(StepDone(done), 2.0)
+    scheduler.step(ReplicaLost("r"), 3.0)
+    assert policy.told == [
+        "joined r",
+        "observed prefill of ['a'] after 0.5",
+        "asked [3], 3 steps",
+        "lost r",
+    ]

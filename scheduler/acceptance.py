@@ -1,0 +1,66 @@
+"""How likely the target accepts the next draft token of a sequence, from what it accepted lately.
+
+Per sequence a decayed count of draft tokens tried and accepted; where that is little, what all
+sequences of the same class show lately stands in. Only tokens that were checked after all before
+them were accepted count, so the estimate is that of one more token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.messages import RowResult
+from scheduler.sequence import Sequence
+
+DECAY = 0.85
+"""What a sequence's past keeps of its weight per step."""
+PRIOR_TRIES = 2.0
+"""Tries for which the class's acceptance stands."""
+CLASS_TRIES = 400.0
+"""Tries after which a class has forgotten: a few hundred steps of a full group."""
+FIRST_GUESS = 0.6
+"""Acceptance of a class of which nothing is known; a guess that lasts for a few tries."""
+_GUESS_TRIES = 4.0
+
+
+@dataclass(slots=True)
+class _Class:
+    tried: float = _GUESS_TRIES
+    agreed: float = _GUESS_TRIES * FIRST_GUESS
+
+    @property
+    def acceptance(self) -> float:
+        return self.agreed / self.tried
+
+
+class Acceptance:
+    """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
+
+    def __init__(self) -> None:
+        self._classes = {True: _Class(), False: _Class()}
+
+    def of(self, sequence: Sequence) -> float:
+        """Probability in [0, 1] that one more draft token of the sequence is accepted."""
+        prior = self._classes[sequence.request.sampling.temperature == 0.0].acceptance
+        return (sequence.agreed + PRIOR_TRIES * prior) / (sequence.tried + PRIOR_TRIES)
+
+    def overall(self, greedy: bool) -> float:
+        """The acceptance of a class lately."""
+        return self._classes[greedy].acceptance
+
+    def observe(self, sequence: Sequence, row: RowResult) -> None:
+        """A row came back from an order. Where it drafted nothing its past fades all the same, so
+        that a row which was given up comes back to what its class shows."""
+        tried, agreed = sum(row.tried_at), sum(row.accepted_at)
+        keep = DECAY**row.steps
+        sequence.tried = keep * sequence.tried + tried
+        sequence.agreed = keep * sequence.agreed + agreed
+        if not tried:
+            return
+        known = self._classes[sequence.request.sampling.temperature == 0.0]
+        known.tried += tried
+        known.agreed += agreed
+        if known.tried > CLASS_TRIES:
+            fade = CLASS_TRIES / known.tried
+            known.tried *= fade
+            known.agreed *= fade

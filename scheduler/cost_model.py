@@ -1,0 +1,232 @@
+"""What a step costs on one replica, learned from the times that it reports.
+
+A step of n rows with k draft tokens takes k draft passes, one verification of n * (k + 1) tokens
+and some time for the rest. Each part is fitted by a straight line in what it does: a fixed cost, a
+cost per token, a cost per KV position read: the online regression behind a choice by goodput (as in
+arXiv 2406.14066). Times are in seconds.
+
+Knows orders and results, nothing of sequences or of what the times are used for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler.messages import Order, OrderKind, StepResult, StepTiming
+
+CELLS_MAX = 48
+"""Distinct kinds of work that a fit remembers; the least recently seen goes first."""
+FADE = 0.98
+"""What the weight of a cell keeps of itself while the fit sees one other observation."""
+WEIGHT_LEAST = 0.02
+"""Old cells count that much at least: without them a fit forgets what other work costs."""
+RECENT = 0.15
+"""Weight of a new time in the mean of its cell, once the cell has seen enough."""
+OUTLIER = 3.0
+"""A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """fixed_s + token_s * tokens + kv_s * KV positions; no part is negative."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    kv_s: float = 0.0
+
+    def __call__(self, tokens: float, kv: float) -> float:
+        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Observations of nearly the same work, as one."""
+
+    tokens: float
+    kv: float
+    seconds: float
+    count: int
+    seen: int
+    """Number of the fit's observation that was its last."""
+
+
+class Fit:
+    """A `LinearCost` fitted to (tokens, KV positions, seconds), the relative error weighted.
+
+    Observations of like work fall into one cell, so what happens a thousand times does not outweigh
+    what happens seldom, and a cost that changes is followed.
+    """
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._seen = 0
+        self._stale = 0
+        self._cost = LinearCost()
+
+    def observe(self, tokens: float, kv: float, seconds: float) -> None:
+        """One piece of work that took `seconds`; what is not positive tells nothing."""
+        if seconds <= 0.0:
+            return
+        self._seen += 1
+        self._stale += 1
+        key = (round(4 * math.log2(tokens + 1)), round(2 * math.log2(kv + 1)))
+        cell = self._cells.pop(key, None)
+        if cell is None:
+            cell = _Cell(tokens, kv, seconds, 0, 0)
+            if len(self._cells) >= CELLS_MAX:
+                del self._cells[next(iter(self._cells))]
+        elif cell.count >= 4:
+            seconds = min(seconds, OUTLIER * cell.seconds)
+        self._cells[key] = cell
+        cell.count += 1
+        cell.seen = self._seen
+        rate = max(1.0 / cell.count, RECENT)
+        cell.tokens += rate * (tokens - cell.tokens)
+        cell.kv += rate * (kv - cell.kv)
+        cell.seconds += rate * (seconds - cell.seconds)
+
+    @property
+    def kinds(self) -> int:
+        """Distinct numbers of tokens seen: a slope needs two."""
+        return len({tokens for tokens, _ in self._cells})
+
+    def cost(self) -> LinearCost:
+        """The fit as it stands. Recomputed after as many new observations as it has cells."""
+        if self._stale > min(len(self._cells), self._seen // 4):
+            self._stale = 0
+            self._cost = self._solve()
+        return self._cost
+
+    def _solve(self) -> LinearCost:
+        """Least squares of the relative error, without negative parts."""
+        cells = self._cells.values()
+        rows = []
+        for cell in cells:
+            age = self._seen - cell.seen
+            weight = max(FADE**age, WEIGHT_LEAST) * min(cell.count, 4) / cell.seconds**2
+            rows.append((weight, (1.0, cell.tokens, cell.kv), cell.seconds))
+        scale = [
+            max(sum(x[i] for _, x, _ in rows) / len(rows), 1e-30) for i in range(3)
+        ]  # columns of like size, so that one small ridge suits all
+        matrix = [[0.0] * 3 for _ in range(3)]
+        right = [0.0] * 3
+        for weight, features, seconds in rows:
+            scaled = [feature / scale[i] for i, feature in enumerate(features)]
+            for i in range(3):
+                right[i] += weight * scaled[i] * seconds
+                for j in range(3):
+                    matrix[i][j] += weight * scaled[i] * scaled[j]
+        ridge = 1e-6 * max(matrix[i][i] for i in range(3))
+        for i in range(3):
+            matrix[i][i] += ridge
+        kept = [0, 1, 2]
+        while True:
+            found = _solve_linear(
+                [[matrix[i][j] for j in kept] for i in kept], [right[i] for i in kept]
+            )
+            worst = min(range(len(kept)), key=lambda at: found[at])
+            if found[worst] >= 0.0 or len(kept) == 1:
+                break
+            del kept[worst]
+        parts = [0.0] * 3
+        for i, value in zip(kept, found, strict=True):
+            parts[i] = max(value, 0.0) / scale[i]
+        return LinearCost(*parts)
+
+
+class CostModel:
+    """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use."""
+
+    def __init__(self, timings: Sequence[StepTiming] = ()) -> None:
+        """`timings` are those that the replica measured before it joined."""
+        self._draft = Fit()
+        self._verify = Fit()
+        self._rest = Fit()
+        self._prefill = Fit()
+        for timing in timings:
+            self._note(timing)
+
+    @property
+    def known(self) -> bool:
+        """Whether steps of different draft lengths were seen."""
+        return self._verify.kinds >= 2 and self._draft.kinds >= 1
+
+    def observe(self, order: Order, result: StepResult) -> None:
+        """An order was answered with its times."""
+        times = result.times
+        if order.kind is OrderKind.PREFILL:
+            filled = sum(
+                (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
+                for row in order.prefill
+            )
+            self._prefill.observe(filled, 0.0, times.prefill_s)
+            return
+        steps = result.steps
+        if not steps:
+            return
+        # Near their limits rows draft less than the order says, and so does the group.
+        drafted = max((row.draft_tokens / row.steps for row in result.rows if row.steps), default=0)
+        spent_s = times.draft_s + times.verify_s + times.prefill_s
+        self._note(
+            StepTiming(
+                rows=len(order.rows),
+                draft_len=round(drafted),
+                kv_read=result.kv_positions_read / steps,
+                draft_s=times.draft_s / steps,
+                verify_s=times.verify_s / steps,
+                rest_s=(times.total_s - spent_s) / steps,
+            )
+        )
+
+    def step_s(self, rows: int, draft_len: int, longest: int) -> float:
+        """One step of `rows` rows, the longest with `longest` tokens of content."""
+        kv = rows * (longest + draft_len)
+        seconds = self._verify.cost()(rows * (draft_len + 1), kv)
+        seconds += self._rest.cost()(rows * (draft_len + 1), 0.0)
+        if draft_len:
+            seconds += draft_len * self._draft.cost()(rows, kv)
+        return seconds
+
+    @property
+    def draft(self) -> LinearCost:
+        """One pass of the draft, by rows and KV positions read."""
+        return self._draft.cost()
+
+    @property
+    def verify(self) -> LinearCost:
+        """One verification, by tokens checked and KV positions read."""
+        return self._verify.cost()
+
+    @property
+    def prefill(self) -> LinearCost:
+        """One prefill order, by positions filled."""
+        return self._prefill.cost()
+
+    def _note(self, timing: StepTiming) -> None:
+        tokens = timing.rows * (timing.draft_len + 1)
+        self._verify.observe(tokens, timing.kv_read, timing.verify_s)
+        self._rest.observe(tokens, 0.0, timing.rest_s)
+        if timing.draft_len:
+            draft_s = timing.draft_s / timing.draft_len
+            self._draft.observe(timing.rows, timing.kv_read, draft_s)
+
+
+def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination with pivots, for up to three unknowns; changes its arguments."""
+    size = len(right)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
+        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
+        right[column], right[pivot] = right[pivot], right[column]
+        for row in range(column + 1, size):
+            factor = matrix[row][column] / matrix[column][column]
+            for at in range(column, size):
+                matrix[row][at] -= factor * matrix[column][at]
+            right[row] -= factor * right[column]
+    found = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(matrix[row][at] * found[at] for at in range(row + 1, size))
+        found[row] = (right[row] - known) / matrix[row][row]
+    return found

@@ -1,0 +1,170 @@
+"""Proves that the cost model finds the times that lie behind what a replica reports."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost_model import CELLS_MAX, CostModel, Fit, LinearCost
+from scheduler.messages import (
+    Order,
+    OrderKind,
+    PrefillRow,
+    RowResult,
+    SamplingParams,
+    StepResult,
+    StepRow,
+    StepTimes,
+    StepTiming,
+)
+
+parts = st.floats(0.0, 1.0).map(lambda share: share * 1e-3)
+
+
+def work(rng: Random) -> tuple[int, int]:
+    """(tokens, KV positions) of a step of some rows."""
+    rows = rng.choice([1, 2, 4, 8, 16])
+    return rows * rng.randint(1, 9), rows * rng.randint(16, 512)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-3, 2e-2), parts, parts, st.integers(0, 2**32))
+def test_the_parts_of_a_linear_cost_are_found(
+    fixed_s: float, token_s: float, kv_s: float, seed: int
+) -> None:
+    rng = Random(seed)
+    truth = LinearCost(fixed_s, token_s, kv_s * 1e-2)
+    fit = Fit()
+    for _ in range(200):
+        tokens, kv = work(rng)
+        fit.observe(tokens, kv, truth(tokens, kv))
+    for _ in range(20):
+        tokens, kv = work(rng)
+        assert fit.cost()(tokens, kv) == pytest.approx(truth(tokens, kv), rel=0.05)
+
+
+def test_noise_and_hiccups_move_it_little() -> None:
+    rng = Random(1)
+    truth = LinearCost(10e-3, 3e-4, 1e-6)
+    fit = Fit()
+    for _ in range(600):
+        tokens, kv = work(rng)
+        hiccup = 30.0 if rng.random() < 0.02 else 1.0
+        fit.observe(tokens, kv, truth(tokens, kv) * rng.uniform(0.8, 1.2) * hiccup)
+    for tokens, kv in ((8, 800), (40, 1600), (72, 2000), (1, 100)):
+        assert fit.cost()(tokens, kv) == pytest.approx(truth(tokens, kv), rel=0.15)
+
+
+def test_a_cost_that_changes_is_followed() -> None:
+    rng = Random(2)
+    fit = Fit()
+    for factor in (1.0, 3.0):
+        for _ in range(400):
+            tokens, kv = work(rng)
+            fit.observe(tokens, kv, factor * (5e-3 + 1e-4 * tokens))
+    assert fit.cost()(40, 1600) == pytest.approx(27e-3, rel=0.1)
+
+
+def test_what_is_not_seen_any_more_is_still_known() -> None:
+    """A thousand steps without drafting do not make it forget what drafting costs."""
+    fit = Fit()
+    for tokens in (8, 24, 40, 72):
+        for _ in range(5):
+            fit.observe(tokens, 800, 10e-3 + 3e-4 * tokens)
+    for _ in range(1000):
+        fit.observe(8, 800, 12.4e-3)
+    assert fit.cost()(40, 800) == pytest.approx(22e-3, rel=0.05)
+
+
+def test_no_part_is_ever_negative() -> None:
+    fit = Fit()
+    for tokens, seconds in ((8, 20e-3), (40, 10e-3), (72, 5e-3)):
+        fit.observe(tokens, 10 * tokens, seconds)
+    cost = fit.cost()
+    assert min(cost.fixed_s, cost.token_s, cost.kv_s) >= 0.0
+    assert cost(8, 80) > 0.0
+
+
+def test_memory_is_bounded_and_what_took_no_time_is_ignored() -> None:
+    fit = Fit()
+    fit.observe(5, 5, 0.0)
+    assert fit.kinds == 0
+    assert fit.cost()(100, 100) == 0.0
+    for tokens in range(1, 5000, 7):
+        fit.observe(tokens, tokens, 1e-3)
+    assert len(fit._cells) <= CELLS_MAX
+
+
+VERIFY = LinearCost(10e-3, 3e-4, 1e-6)
+DRAFT = LinearCost(1e-3, 2e-5, 1e-7)
+
+
+def answered(rows: int, draft_len: int, steps: int = 1) -> tuple[Order, StepResult]:
+    """An order of rows with 100 tokens, and its result on a replica with the times above."""
+    order = Order(
+        1,
+        "r",
+        OrderKind.SPECULATE,
+        rows=tuple(StepRow(str(i), 100, draft_len, 10) for i in range(rows)),
+        draft_len=draft_len,
+        steps=steps,
+    )
+    kv = rows * (100 + draft_len)
+    verify_s = steps * VERIFY(rows * (draft_len + 1), kv)
+    draft_s = steps * draft_len * DRAFT(rows, kv)
+    result = StepResult(
+        1,
+        "r",
+        tuple(RowResult(row.sequence_id, (), steps, steps * draft_len) for row in order.rows),
+        steps,
+        StepTimes(0.0, draft_s, verify_s, draft_s + verify_s + steps * 5e-4),
+        kv_positions_read=steps * kv,
+    )
+    return order, result
+
+
+def test_a_steps_time_is_the_sum_of_its_parts() -> None:
+    model = CostModel()
+    assert not model.known
+    for rows in (1, 4, 8):
+        for draft_len in (0, 2, 4, 8):
+            model.observe(*answered(rows, draft_len, steps=2))
+    assert model.known
+    for rows, draft_len in ((8, 3), (1, 6), (6, 0)):
+        kv = rows * (100 + draft_len)
+        expected = VERIFY(rows * (draft_len + 1), kv) + draft_len * DRAFT(rows, kv) + 5e-4
+        assert model.step_s(rows, draft_len, 100) == pytest.approx(expected, rel=0.03)
+
+
+def test_trial_steps_of_a_replica_are_as_good_as_orders() -> None:
+    trials = []
+    for rows in (1, 8):
+        for draft_len in (0, 4):
+            kv = rows * (100 + draft_len)
+            trials.append(
+                StepTiming(
+                    rows,
+                    draft_len,
+                    kv,
+                    draft_len * DRAFT(rows, kv),
+                    VERIFY(rows * (draft_len + 1), kv),
+                    1e-4,
+                )
+            )
+    model = CostModel(trials)
+    assert model.known
+    expected = VERIFY(24, 816) + 2 * DRAFT(8, 816) + 1e-4
+    assert model.step_s(8, 2, 100) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_prefill_is_fitted_by_what_it_fills() -> None:
+    model = CostModel()
+    for count in (10, 100, 500):
+        rows = (PrefillRow("a", (1,) * (count + 1), 5, SamplingParams(), (), 99),)
+        order = Order(1, "r", OrderKind.PREFILL, prefill=rows)
+        times = StepTimes(prefill_s=2e-3 + 1e-4 * count, total_s=1.0)
+        model.observe(order, StepResult(1, "r", (RowResult("a"),), times=times))
+    assert model.prefill(200, 0) == pytest.approx(22e-3, rel=0.02)
