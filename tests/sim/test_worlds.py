@@ -74,8 +74,9 @@ def test_the_same_seed_gives_the_same_world(seed: int) -> None:
 
 def test_a_crowded_world_keeps_the_waiting_bound_and_uses_its_replicas() -> None:
     knobs = Knobs(requests=300, replicas=2, residents_max=64, trouble=False, deaths=0, drains=0)
-    world, requests = build(3, knobs)
+    world, requests = build(4, knobs)
     check(world, requests, world.run(LONGEST_S), knobs)
+    assert world.report.group_orders > 100, "it is not crowded"
     assert world.report.utilisation > 0.5
 
 

@@ -137,7 +137,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         )
     config = SchedulerConfig(
         rows_max=knobs.rows_max,
-        draft_len=rng.choice([0, 1, 4, 8]),
+        draft_len=rng.choice([None, None, 0, 1, 4, 8]),
         steps_per_order_max=knobs.steps_per_order_max,
         orders_in_flight_max=knobs.orders_in_flight_max,
         passes_max=knobs.passes_max,
