@@ -160,7 +160,7 @@ class CostModel:
             filled = sum(
                 (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
                 for row in order.prefill
-            )
+            ) - sum(row.reused for row in result.rows)
             self._prefill.observe(filled, 0.0, times.prefill_s)
             return
         steps = result.steps
