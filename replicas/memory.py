@@ -112,7 +112,7 @@ def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
     usual = SchedulerConfig()
     rows = config.plan_rows or usual.rows_max
     prefill_rows = config.plan_prefill_rows or usual.prefill_rows_max
-    draft_len = usual.draft_len if config.plan_draft_len is None else config.plan_draft_len
+    draft_len = usual.draft_len_max if config.plan_draft_len is None else config.plan_draft_len
     return Workload(
         rows=rows,
         draft_len=0 if config.draft is None else draft_len,

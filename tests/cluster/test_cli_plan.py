@@ -67,7 +67,7 @@ def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
     result = RUN.invoke(main, ["plan", "--device", "cpu", "--memory", "60MiB"])
     assert result.exit_code == 0
     assert "weights of the target" in result.output
-    assert "Wanted: 8 rows, draft length 4" in result.output
+    assert "Wanted: 8 rows, draft length 8" in result.output
 
 
 @pytest.mark.parametrize(

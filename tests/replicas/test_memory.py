@@ -120,13 +120,13 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
     assert committed == sorted(committed)
     assert plans[0].work.rows == 1
     assert plans[-1].work == plans[-1].wanted
-    unshrunk = [p.work.pass_tokens for p in plans if p.rows_max is None and p.work.draft_len == 4]
+    unshrunk = [p.work.pass_tokens for p in plans if p.rows_max is None and p.work.draft_len == 8]
     assert unshrunk == sorted(unshrunk)
     assert len(set(unshrunk)) > 1
     # Speculation shrinks only where the narrowest passes do not help.
     for plan in plans:
-        if plan.work.rows < 8 or plan.work.draft_len < 4:
-            narrowest = plan.wanted.shrunk(8, 4, PASS_TOKENS_LEAST)
+        if plan.work.rows < 8 or plan.work.draft_len < 8:
+            narrowest = plan.wanted.shrunk(8, 8, PASS_TOKENS_LEAST)
             assert plan.budget is not None
             over = buffers(*SHAPES, narrowest, 4, on_gpu=False).total
             assert PAIR.weights + 5 * plan.block_bytes + over > plan.budget
@@ -135,7 +135,7 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
 def test_a_plan_says_only_what_it_shrank() -> None:
     wide = dataclasses.replace(SHAPES[0], vocab=200_000)
     pair = dataclasses.replace(PAIR, target=wide, draft=wide)
-    plan = plan_memory(ReplicaConfig(memory=500_000_000), pair, CPU, loaded=True)
+    plan = plan_memory(ReplicaConfig(memory=700_000_000), pair, CPU, loaded=True)
     assert (plan.rows_max, plan.draft_len_max(32)) == (None, 32)
     tight = plan_memory(ReplicaConfig(memory=plan.least), pair, CPU, loaded=True)
     assert (tight.rows_max, tight.draft_len_max(32)) == (1, 1)
