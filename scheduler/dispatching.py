@@ -106,6 +106,8 @@ class Dispatcher:
         if pool.waiting:
             room = room_for_waiting(replica, budget, self._config)
             choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self._config, room)
+            for sequence in choice.left:
+                sequence.left += 1
             if choice.claim is not None:
                 pool.claim(choice.claim, replica)
                 if replica.orders and self._clears(replica):

@@ -9,9 +9,12 @@ place first serves it. The rule, in this order:
    youngest of the lowest priority is sent back; it then waits until all that it may need is free.
 2. Balance: a replica with over `rows_max` residents more than the lightest one with room leaves
    the sequence to that one. Load goes before length only when the imbalance is that large.
-3. Near length: among the others the one whose residents have the nearest length, because close
+3. Prefix: where replicas share prefixes, one that has the sequence's own may have a resident more
+   for every PREFIX_TOKENS_PER_ROW of its tokens. One that is busy leaves the sequence to another
+   that is better off in this way and also busy, passes_max times at most.
+4. Near length: among the others the one whose residents have the nearest length, because close
    lengths make tight groups.
-4. Load: the fewest residents, then the lowest id.
+5. Load: the fewest residents, then the lowest id.
 
 A sequence that is suspected of breaking orders (see `blame`) goes with other suspects only, to a
 replica with nothing in flight, and not to one on which it failed while another could hold it.
@@ -38,6 +41,10 @@ CANDIDATES_MAX = 16
 """Replicas with room, lightest first, whose lengths are compared for one sequence."""
 
 
+PREFIX_TOKENS_PER_ROW = 64
+"""A shared prefix of so many tokens outweighs one resident more: about what their prefill costs, in
+steps, and what one row more costs over its life."""
+
 SKIPS_FACTOR = 16
 """Bounds the search of a small replica behind requests that only larger ones could hold."""
 
@@ -49,6 +56,8 @@ class Choice:
     rows: list[Sequence] = field(default_factory=list)
     overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences that do not fit here, and how many of `rows` were behind them."""
+    left: list[Sequence] = field(default_factory=list)
+    """Sequences that other replicas have the prefix of."""
     claim: Sequence | None = None
     """A sequence that was overtaken too often and claims this replica now."""
 
@@ -89,7 +98,7 @@ def best_replica(
     `open_replicas` and `free_replicas` are [(load, id), rising], without and with such a place.
     """
     best: Replica | None = None
-    best_rank = (0, 0, "")
+    best_rank = (0, 0, 0, "")
     load_most: int | None = None
     candidates = 0
     for load, replica_id in free_replicas:
@@ -107,7 +116,9 @@ def best_replica(
             )
             if load > load_most:
                 break
-        rank = (replica.distance(sequence.length), load, replica_id)
+        lightest = load_most - config.rows_max
+        gain = max(_rows_worth(replica, sequence) - (load - lightest), 0)
+        rank = (-gain, replica.distance(sequence.length), load, replica_id)
         if best is None or rank < best_rank:
             best, best_rank = replica, rank
         candidates += 1
@@ -139,6 +150,7 @@ def next_rows(
     passed_over: list[tuple[Sequence, int]] = []
     # Asked once: a lighter replica's load does not change while this one chooses.
     lighter = _lighter(replica, open_replicas, replicas, config)
+    rivals = _rivals(replica, open_replicas, replicas)
     looked_at = 0
     queue: Iterable[Sequence] = waiting.values()
     if replica.claimed_by is not None:
@@ -193,6 +205,9 @@ def next_rows(
             for other in lighter
         ):
             break
+        if rivals and _is_better_off(sequence, replica, load, rivals, config):
+            choice.left.append(sequence)
+            continue
         choice.rows.append(sequence)
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
@@ -205,6 +220,53 @@ def next_rows(
         if len(choice.rows) > before
     ]
     return choice
+
+
+def _rows_worth(replica: Replica, sequence: Sequence) -> int:
+    """How many residents more the replica may have than another, for the prefix that it has."""
+    return replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
+
+
+def _rivals(
+    replica: Replica, open_replicas: Iterable[tuple[int, str]], replicas: Mapping[str, Replica]
+) -> list[Replica]:
+    """Replicas to which this one could leave a sequence whose prefix they have.
+
+    Those have orders in flight and this one has, or has rows for one: all look at the queue again
+    soon.
+    """
+    if not replica.spec.prefix_sharing or not (replica.orders or replica.ready):
+        return []
+    others = (replicas[replica_id] for _, replica_id in islice(open_replicas, CANDIDATES_MAX))
+    return [
+        one
+        for one in others
+        if one is not replica and len(one.prefixes) and one.orders and not one.suspects
+    ]
+
+
+def _is_better_off(
+    sequence: Sequence,
+    replica: Replica,
+    load: int,
+    rivals: list[Replica],
+    config: SchedulerConfig,
+) -> bool:
+    """Whether the sequence waits for one of the rivals instead of going to `replica`.
+
+    One that lost its place does not: where it has been is where it should not go.
+    """
+    if sequence.left >= config.passes_max or sequence.recovered or sequence.claim is not None:
+        return False
+    worth = [_rows_worth(rival, sequence) for rival in rivals]
+    if not any(worth):
+        return False
+    here = _rows_worth(replica, sequence) - load
+    return any(
+        there - rival.load > here and has_room(rival, sequence, config)
+        for there, rival in zip(worth, rivals, strict=True)
+        if there
+    )
 
 
 def _lighter(

@@ -73,8 +73,9 @@ class Pool:
             sequence.charged = True
             self.waiting.charge(sequence)
         self.drop_claim(sequence)
-        sequence.overtaken = 0
+        sequence.overtaken = sequence.left = 0
         sequence.replica_id = replica.id
+        replica.note_prefix(sequence)
         sequence.blocks = replica.blocks_for(sequence)
         if replica.id not in sequence.replicas:
             sequence.replicas.append(replica.id)
@@ -199,6 +200,8 @@ class Pool:
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.replica_id is not None
         replica = self.replicas[sequence.replica_id]
+        if not replica.draining:
+            replica.note_prefix(sequence)
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)

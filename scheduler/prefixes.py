@@ -15,14 +15,17 @@ Key = int
 """Of a full block: a hash over all tokens up to its end, and the salt."""
 
 
-def block_keys(tokens: Rows[int], block_size: int, salt: str) -> tuple[Key, ...]:
+def block_keys(
+    tokens: Rows[int], block_size: int, salt: str, known: tuple[Key, ...] = ()
+) -> tuple[Key, ...]:
     """Keys of the full blocks that a sequence of these tokens could take over.
 
-    The last token has no KV yet, and the one before it is written anew, so neither is in a block.
+    `known` are those of an earlier content that has only grown since. The last token has no KV yet,
+    and the one before it is written anew, so neither is in a block.
     """
-    key = hash((block_size, crc32(salt.encode()), len(salt)))
-    keys = []
-    for begin in range(0, len(tokens) - 1 - block_size, block_size):
+    key = known[-1] if known else hash((block_size, crc32(salt.encode()), len(salt)))
+    keys = list(known)
+    for begin in range(len(keys) * block_size, len(tokens) - 1 - block_size, block_size):
         key = hash((key, tuple(tokens[begin : begin + block_size])))
         keys.append(key)
     return tuple(keys)
@@ -37,6 +40,9 @@ class PrefixSet:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
 
     def add(self, keys: Rows[Key]) -> None:
         """A sequence with these keys is there now."""

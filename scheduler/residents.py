@@ -13,6 +13,7 @@ from scheduler.admission import blocks_needed
 from scheduler.grouping import ReadyRows
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
 from scheduler.orders import order_spread, prefill_tokens
+from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
 
 CAP_ORDERS = 64
@@ -101,6 +102,8 @@ class Replica:
     """The last order that was sent while nothing was in flight, and when."""
     last_kind: OrderKind | None = None
     """Kind of the order dispatched last."""
+    prefixes: PrefixSet = field(init=False)
+    """Prefixes that it was given, for who shares them."""
     claimed_by: str | None = None
     """A waiting sequence that is placed here before any other."""
     open_key: tuple[int, str] | None = None
@@ -108,6 +111,23 @@ class Replica:
     free_key: tuple[int, str] | None = None
     """Its entry in the index of those with a place for an order."""
     figures: ReplicaFigures = field(default_factory=ReplicaFigures)
+
+    def __post_init__(self) -> None:
+        self.prefixes = PrefixSet(self.spec.kv_blocks if self.spec.prefix_sharing else 0)
+
+    def note_prefix(self, sequence: Sequence) -> None:
+        """It has the KV of this sequence's content."""
+        if self.spec.prefix_sharing:
+            self.prefixes.add(sequence.block_keys(self.spec.block_size))
+
+    def shared(self, sequence: Sequence) -> int:
+        """Tokens of the sequence whose KV it has, probably."""
+        if not len(self.prefixes):
+            return 0
+        keys = sequence.block_keys(self.spec.block_size)
+        if not keys or keys[0] not in self.prefixes:
+            return 0
+        return self.prefixes.shared(keys) * self.spec.block_size
 
     @property
     def load(self) -> int:

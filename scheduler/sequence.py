@@ -15,6 +15,7 @@ from operator import add
 from types import MappingProxyType
 
 from scheduler.messages import FinishReason, Request, RowResult, Usage
+from scheduler.prefixes import Key, block_keys
 
 
 class State(StrEnum):
@@ -144,6 +145,11 @@ class Sequence:
     """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
     agreed: float = 0.0
     """Those of them that the target agreed with."""
+    left: int = 0
+    """How often a replica left it to another that has its prefix."""
+    keys: tuple[Key, ...] = ()
+    """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
+    keys_size: int = 0
     # Read many times in every order, and so kept instead of computed.
     id: str = field(init=False)
     length: int = field(init=False)
@@ -167,6 +173,14 @@ class Sequence:
         that the client chose."""
         tenant = self.request.tenant
         return f"{len(tenant)} {tenant} {self.request.cache_salt}"
+
+    def block_keys(self, block_size: int) -> tuple[Key, ...]:
+        """Keys of the blocks that a replica could have of its prefix; see `prefixes`."""
+        if block_size != self.keys_size:
+            self.keys, self.keys_size = (), block_size
+        if (len(self.keys) + 1) * block_size + 1 < self.length:
+            self.keys = block_keys(self.content(), block_size, self.salt, self.keys)
+        return self.keys
 
     @property
     def fill(self) -> int:
