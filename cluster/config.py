@@ -56,6 +56,7 @@ class IngressConfig(_Settings):
     stop_strings_max: int = Field(16, ge=0, description="Stop strings of one request.")
     stop_string_chars_max: int = Field(256, ge=1, description="Characters of one stop string.")
     request_id_chars_max: int = Field(128, ge=1, description="Characters of a request id.")
+    cache_salt_chars_max: int = Field(128, ge=0, description="Characters of a cache salt.")
     coalesce_ms: float = Field(20.0, ge=0, description="Least time between chunks of a stream.")
     chunks_per_s: float = Field(
         200.0,

@@ -46,6 +46,10 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_requests_rejected": Metric(
         Kind.COUNTER, "Requests refused at the pool's door, by code.", tags=("code",)
     ),
+    "lockstep_prompt_tokens": Metric(Kind.COUNTER, "Prompt tokens of finished requests."),
+    "lockstep_cached_tokens": Metric(
+        Kind.COUNTER, "Those of them that an earlier request with the same prefix had computed."
+    ),
     "lockstep_requests_recovered": Metric(
         Kind.COUNTER, "Times that a request lost its replica and was prefilled again."
     ),
@@ -146,6 +150,8 @@ class PoolMeter:
         usage = finish.usage
         self._sink("lockstep_requests_finished", 1, {"reason": finish.reason.value})
         self._sink("lockstep_requests_recovered", usage.recovered, {})
+        self._sink("lockstep_prompt_tokens", usage.prompt_tokens, {})
+        self._sink("lockstep_cached_tokens", usage.cached_tokens, {})
         self._sink("lockstep_draft_tokens", usage.draft_tokens, {})
         self._sink("lockstep_accepted_tokens", usage.accepted_tokens, {})
 
@@ -202,6 +208,8 @@ class Totals:
     spread_sum: int
     kv_positions_own: int
     kv_positions_read: int
+    prefill_tokens: int
+    reused_tokens: int
 
     @classmethod
     def of(cls, status: PoolStatus) -> Totals:
@@ -224,6 +232,8 @@ class Totals:
             spread_sum=sum(replica.spread_sum for replica in replicas),
             kv_positions_own=sum(replica.kv_positions_own for replica in replicas),
             kv_positions_read=sum(replica.kv_positions_read for replica in replicas),
+            prefill_tokens=sum(replica.prefill_tokens for replica in replicas),
+            reused_tokens=sum(replica.reused_tokens for replica in replicas),
         )
 
 

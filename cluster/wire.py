@@ -146,6 +146,10 @@ def check_message(message: pb.GenerateRequest, config: ClusterConfig, context_le
         raise InvalidRequest(
             "request_id", f"at most {limits.request_id_chars_max} characters allowed"
         )
+    if len(message.cache_salt) > limits.cache_salt_chars_max:
+        raise InvalidRequest(
+            "cache_salt", f"at most {limits.cache_salt_chars_max} characters allowed"
+        )
     for stop in message.stop:
         if not stop:
             raise InvalidRequest("stop", "a stop string must not be empty")
@@ -229,6 +233,7 @@ def to_ask(
             committed=tuple(message.committed_token_ids),
             priority=priority_of(message),
             tenant=tenant,
+            cache_salt=message.cache_salt,
         ),
         client_id=message.request_id,
         stop=tuple(message.stop),
@@ -246,7 +251,11 @@ def to_end(
     reason = FinishReason.STOP if stop is not None else finish.reason
     return pb.End(
         finish_reason=_FINISH_REASONS[reason],
-        usage=pb.Usage(prompt_tokens=len(ask.request.prompt), completion_tokens=tokens),
+        usage=pb.Usage(
+            prompt_tokens=len(ask.request.prompt),
+            completion_tokens=tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
         speculation=pb.Speculation(
             steps=usage.steps,
             draft_tokens=usage.draft_tokens,
@@ -292,6 +301,8 @@ def to_status(view: PoolView) -> pb.StatusResponse:
         group_spread_sum=totals.spread_sum,
         kv_positions_own=totals.kv_positions_own,
         kv_positions_read=totals.kv_positions_read,
+        prefill_tokens=totals.prefill_tokens,
+        reused_tokens=totals.reused_tokens,
     )
 
 

@@ -40,7 +40,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "prompt_token_ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "speculation", "draft_len", "timeout_s", "request_id", "committed_token_ids", "priority")
+    __slots__ = ("prompt", "prompt_token_ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "speculation", "draft_len", "timeout_s", "request_id", "committed_token_ids", "priority", "cache_salt")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     prompt_token_ids: TokenIds
     max_new_tokens: int
@@ -75,15 +76,18 @@ class GenerateRequest(_message.Message):
     request_id: str
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     priority: Priority
-    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[bool] = ..., draft_len: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[bool] = ..., draft_len: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[_Union[Priority, str]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
     __slots__ = ("steps", "draft_tokens", "accepted_tokens", "accepted_at")
@@ -216,7 +220,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., beliefs: _Optional[_Union[ReplicaBeliefs, _Mapping]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read")
+    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read", "prefill_tokens", "reused_tokens")
     READY_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POOL_UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +246,8 @@ class StatusResponse(_message.Message):
     GROUP_SPREAD_SUM_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_OWN_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_READ_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     pool_incarnation: str
     pool_uptime_s: float
@@ -267,4 +273,6 @@ class StatusResponse(_message.Message):
     group_spread_sum: int
     kv_positions_own: int
     kv_positions_read: int
-    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., groups: _Optional[int] = ..., group_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ...) -> None: ...
+    prefill_tokens: int
+    reused_tokens: int
+    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., groups: _Optional[int] = ..., group_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ...) -> None: ...

@@ -42,6 +42,9 @@ class ReplicaStatus:
     groups: int = 0
     """Speculate orders answered, and the sum of their groups' spreads in tokens."""
     spread_sum: int = 0
+    prefill_tokens: int = 0
+    """KV positions that prefill orders were to fill, and those that were there already."""
+    reused_tokens: int = 0
     beliefs: Beliefs = field(default_factory=Beliefs)
 
 
@@ -110,4 +113,6 @@ def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
         beliefs=policy.beliefs(replica.id),
         groups=figures.groups,
         spread_sum=figures.spread_sum,
+        prefill_tokens=figures.prefill_tokens,
+        reused_tokens=figures.reused_tokens,
     )

@@ -162,6 +162,7 @@ INVALID = [
     (pb.GenerateRequest(prompt="x", stop_token_ids=list(range(2, 67))), "stop_token_ids"),
     (pb.GenerateRequest(prompt="x", stop_token_ids=[99999]), "stop_token_ids"),
     (pb.GenerateRequest(prompt="x", request_id="y" * 129), "request_id"),
+    (pb.GenerateRequest(prompt="x", cache_salt="y" * 129), "cache_salt"),
     (
         pb.GenerateRequest(prompt="x", max_new_tokens=2, committed_token_ids=[5, 6, 7]),
         "committed_token_ids",

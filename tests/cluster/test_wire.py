@@ -7,8 +7,11 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
+from cluster.config import IngressConfig
 from cluster.protocol import PoolView
-from cluster.wire import Refusal, refusal_of_finish, to_status
+from cluster.target_text import TargetText
+from cluster.wire import Refusal, refusal_of_finish, to_ask, to_status
+from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, ReplicaSpec, StepTimes
 from scheduler.status import PoolStatus, ReplicaStatus
 
@@ -36,6 +39,13 @@ def test_others_are_named_as_the_client_named_them(reason: FinishReason, code: S
     assert "pool-1" not in unsaid.message
 
 
+def test_the_salt_of_a_request_and_the_tenant_of_its_key_reach_the_pool() -> None:
+    text = TargetText(tokenizer=None, eos_token_ids=(), context_len=100, encoder=None)
+    message = pb.GenerateRequest(prompt="x", cache_salt="alice")
+    request = to_ask(message, (1,), text, IngressConfig(), tenant="team").request
+    assert (request.cache_salt, request.tenant) == ("alice", "team")
+
+
 def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:
     return ReplicaStatus(
         id=name,
@@ -58,6 +68,8 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
         last_times=StepTimes(),
         groups=groups,
         spread_sum=spread_sum,
+        prefill_tokens=10,
+        reused_tokens=2,
     )
 
 
@@ -67,4 +79,5 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     answer = to_status(view)
     assert (answer.groups, answer.group_spread_sum) == (4, 17)
     assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
+    assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]

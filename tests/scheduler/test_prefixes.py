@@ -7,9 +7,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import Order, OrderKind
+from scheduler.messages import Order, OrderKind, Request
 from scheduler.placement import PREFIX_TOKENS_PER_ROW
 from scheduler.prefixes import PrefixSet, block_keys
+from scheduler.sequence import Sequence
 from tests.scheduler.hand import Hand, orders_of, rows_of
 
 A = tuple(range(1, 241))
@@ -45,6 +46,24 @@ def test_the_set_is_bounded_and_never_claims_what_was_not_given(contents: list[l
         given_blocks |= {tuple(tokens[: 4 * n]) for n in range(1, len(keys) + 1)}
         assert len(one) <= most
         assert one.shared(keys) == min(len(keys), most), "what was given last is there"
+
+
+def test_no_tenant_can_choose_a_salt_that_makes_it_another() -> None:
+    pairs = [
+        ("", ""),
+        ("", "a"),
+        ("a", ""),
+        ("a", "a"),
+        ("aa", ""),
+        ("a ", "a"),
+        ("a", " a"),
+        ("1", ""),
+    ]
+    salts = [
+        Sequence(Request("q", (1,), 1, tenant=tenant, cache_salt=salt), 1).salt
+        for tenant, salt in pairs
+    ]
+    assert len(set(salts)) == len(pairs)
 
 
 def two_replicas(**config: object) -> Hand:
