@@ -79,6 +79,11 @@ class ReplicaConfig(BaseModel):
     prefill_chunk_tokens: int = Field(
         512, ge=1, description="Tokens per row of one prefill forward; bounds its buffers."
     )
+    calibrate: bool = Field(
+        True,
+        description="Time a few steps when the replica has loaded, for the pool to choose draft"
+        " lengths by; without it the pool tries some with the first requests.",
+    )
     torch_threads: int | None = Field(
         None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
     )

@@ -6,12 +6,14 @@ nothing: which rows run, when and how far ahead is the pool's business.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
+from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, step
 from replicas.memory import check_memory, pair_shape, plan_memory
@@ -116,11 +118,14 @@ class Replica:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:
-        """Load the pair that `config` names; raises what `load_pair` and `plan_memory` raise, and
-        PairRefused for a model whose attention is not the plain one."""
+        """Load the pair that `config` names and time some steps; raises what `load_pair` and
+        `plan_memory` raise, and PairRefused for a model whose attention is not the plain one."""
         files = read_pair(config)
         check_memory(config, files, resolve_device(config.device))
-        return cls(load_pair(config, files), config)
+        replica = cls(load_pair(config, files), config)
+        if config.calibrate:
+            replica.spec = dataclasses.replace(replica.spec, timings=calibrate(replica))
+        return replica
 
     @torch.inference_mode()
     def _try_out(self, model: PagedModel, name: str) -> None:

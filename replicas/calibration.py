@@ -1,0 +1,96 @@
+"""A few trial steps when a replica has loaded: what the pool knows of its speed at first.
+
+They are real orders on sequences of the same token over and over, so they also warm everything up
+that the first request would have to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from scheduler.messages import (
+    Order,
+    OrderKind,
+    PrefillRow,
+    ReplicaSpec,
+    SamplingParams,
+    StepResult,
+    StepRow,
+    StepTiming,
+)
+
+ROWS = (1, 8)
+DRAFT_LENS = (0, 4)
+STEPS = 3
+"""Timed steps of each kind, after one that is not timed."""
+LENGTH = 64
+"""Tokens of a trial sequence before its first step."""
+
+
+class Trial(Protocol):
+    """What is tried: a `replicas.replica.Replica`."""
+
+    spec: ReplicaSpec
+
+    def step(self, order: Order, interrupted: Callable[[], bool] = ...) -> StepResult: ...
+
+    def release(self, sequence_ids: Iterable[str]) -> None: ...
+
+
+def calibrate(replica: Trial) -> tuple[StepTiming, ...]:
+    """Times of steps of few and many rows, with and without drafting. Leaves no resident behind.
+
+    A replica with room for fewer rows is tried with fewer; without any there are no timings.
+    """
+    spec = replica.spec
+    draft_lens = [k for k in DRAFT_LENS if k <= spec.draft_len_max]
+    steps = (STEPS + 1) * len(draft_lens)
+    length_max = LENGTH + steps * (max(draft_lens) + 1)
+    blocks = -(-length_max // spec.block_size)
+    most = spec.kv_blocks // blocks if length_max <= spec.context_len else 0
+    most = min(most, spec.rows_max or most)
+    timings = []
+    for count in dict.fromkeys(min(rows, most) for rows in ROWS):
+        ids = [f"trial {index}" for index in range(count)]
+        if ids:
+            try:
+                timings += _timings(replica, ids, blocks, draft_lens)
+            finally:
+                replica.release(ids)
+    return tuple(timings)
+
+
+def _timings(
+    replica: Trial, ids: list[str], blocks: int, draft_lens: list[int]
+) -> list[StepTiming]:
+    lengths = dict.fromkeys(ids, LENGTH)
+    left = LENGTH + 1 + blocks * replica.spec.block_size
+    prefill = tuple(
+        PrefillRow(one, (0,) * LENGTH, left, SamplingParams(), (), blocks) for one in ids
+    )
+    replica.step(Order(0, "", OrderKind.PREFILL, prefill=prefill))
+    timings = []
+    for draft_len in draft_lens:
+        for number in range(STEPS + 1):
+            ordered = sorted(ids, key=lengths.__getitem__)
+            rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
+            order = Order(0, "", OrderKind.SPECULATE, rows=rows, draft_len=draft_len)
+            result = replica.step(order)
+            for row in result.rows:
+                lengths[row.sequence_id] += len(row.tokens)
+            if number:
+                timings.append(_timing(order, result))
+    return timings
+
+
+def _timing(order: Order, result: StepResult) -> StepTiming:
+    times = result.times
+    return StepTiming(
+        rows=len(order.rows),
+        draft_len=order.draft_len,
+        kv_read=result.kv_positions_read,
+        draft_s=times.draft_s,
+        verify_s=times.verify_s,
+        rest_s=times.total_s - times.draft_s - times.verify_s - times.prefill_s,
+    )
