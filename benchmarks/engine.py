@@ -2,137 +2,56 @@
 
     python -m benchmarks.engine [--prompts FILE] [--target T --draft D] [--json FILE]
 
-One run, the same prompts everywhere: Lockstep at batch 1, 8, ... and several draft lengths,
-transformers' `generate` of the target at the same batch size, and whether all outputs are equal.
-Needs no Ray.
+One run, the same prompts everywhere: Lockstep at batch 1, 8, ... and several draft lengths;
+transformers' `generate` of the target at the same batch size, and its assisted generation with the
+same draft; whether all outputs are equal; and what choosing the draft length by measurement gains
+where easy and hard prompts are mixed. All take turns, round by round: ratios are taken within a
+round, and the median of the rounds is reported. Needs no Ray.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
+from benchmarks.measured import MeasuredWay
+from benchmarks.mixed import mixed_figures, mixed_requests
 from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import machine, table, write_json
-from cluster.local_engine import LocalEngine, Output
+from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, take_turns
+from cluster.bench.transformers_runs import Assistance, Transformers
 from replicas.config import ReplicaConfig
 from replicas.pair import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 
-
-@dataclass(frozen=True)
-class Run:
-    """One configuration over all prompts."""
-
-    name: str
-    batch: int
-    draft_len: int
-    temperature: float
-    seconds: float
-    tokens_per_s: float
-    committed_per_step: float
-    """Tokens per row and step."""
-    overhead: float | None
-    """Share of the steps' time that is neither draft nor target forward."""
-    padding: float | None
-    """Share of KV positions read beyond a row's own."""
-    between_orders: float | None
-    """Share of the run's wall time outside the replica: the scheduler, above all.
-
-    The last three are unknown (None) for transformers."""
+ASSISTED = "transformers assisted, batch 1"
+SAMPLED = ((1, 0), (1, 4), (8, 0), (8, 4), (16, 4))
+"""Batch and draft length of the runs with a temperature; the first is their reference."""
 
 
-def lockstep_run(
-    replica: Replica, requests: Sequence[Request], batch: int, draft_len: int
-) -> tuple[Run, list[Output]]:
-    """Run all requests to their end; all are submitted at the start."""
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=batch, draft_len=draft_len))
-    start = perf_counter()
-    outputs = engine.generate(requests)
-    seconds = perf_counter() - start
-    stepped = [result for result in engine.results if result.steps]
-    in_steps = sum(result.times.total_s for result in stepped)
-    forward = sum(
-        result.times.draft_s + result.times.verify_s + result.times.prefill_s for result in stepped
-    )
-    inside = sum(result.times.total_s for result in engine.results)
-    row_steps = sum(row.steps for result in stepped for row in result.rows)
-    tokens = sum(len(output.tokens) for output in outputs)
-    own = sum(result.kv_positions_own for result in stepped)
-    read = sum(result.kv_positions_read for result in stepped)
-    temperature = requests[0].sampling.temperature
-    run = Run(
-        name=f"Lockstep, k = {draft_len}",
-        batch=batch,
-        draft_len=draft_len,
-        temperature=temperature,
-        seconds=seconds,
-        tokens_per_s=tokens / seconds,
-        committed_per_step=sum(len(r.tokens) for x in stepped for r in x.rows) / row_steps,
-        overhead=1 - forward / in_steps,
-        padding=1 - own / read,
-        between_orders=1 - inside / seconds,
-    )
-    return run, outputs
+def lockstep_name(batch: int, draft_len: int | None) -> str:
+    k = "chosen" if draft_len is None else draft_len
+    return f"Lockstep, batch {batch}, k = {k}"
 
 
-def transformers_run(
-    model: Any, requests: Sequence[Request], batch: int
-) -> tuple[Run, list[list[int]]]:
-    """transformers' `generate` in batches of neighbours in length, padded on the left."""
-    ordered = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
-    outputs: list[list[int]] = [[] for _ in requests]
-    device = model.device
-    start = perf_counter()
-    for begin in range(0, len(ordered), batch):
-        members = ordered[begin : begin + batch]
-        prompts = [requests[i].prompt for i in members]
-        width = max(map(len, prompts))
-        ids = torch.zeros((len(prompts), width), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        out = model.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=requests[members[0]].max_new_tokens,
-            do_sample=False,
-        )
-        for row, i in enumerate(members):
-            outputs[i] = out[row, width:].tolist()
-    seconds = perf_counter() - start
-    tokens = sum(map(len, outputs))
-    name = "transformers generate"
-    run = Run(name, batch, 0, 0.0, seconds, tokens / seconds, 1.0, None, None, None)
-    return run, outputs
+def transformers_name(batch: int) -> str:
+    return f"transformers generate, batch {batch}"
 
 
 def main() -> None:
     """Parse the command line, run everything, print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--prompts", type=Path, help="JSON lines with `prompt` or `turns`")
-    parser.add_argument("--limit", type=int, default=64, help="number of prompts")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--draft-lens", type=int, nargs="+", default=[0, 3, 4, 6])
-    parser.add_argument("--target", default="demo")
-    parser.add_argument("--draft", default="demo")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=None, help="torch's intra-op threads")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-
+    args = _arguments()
+    begun_s = perf_counter()
     config = ReplicaConfig(
         target=args.target,
         draft=args.draft,
@@ -140,107 +59,200 @@ def main() -> None:
         dtype=args.dtype,
         torch_threads=args.threads,
     )
+    models = Transformers.load(config)
     replica = Replica.load(config)
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
-    plain = AutoModelForCausalLM.from_pretrained(
-        resolve(args.target), dtype=getattr(torch, args.dtype)
-    )
-    plain.to(replica.spec.device).eval()
-    plain.generation_config = GenerationConfig(pad_token_id=0)
     prompts = benchmark_tokens(
         tokenizer, args.limit, args.prompts, replica.spec.context_len - args.new_tokens
     )
     requests = [Request(str(i), tuple(tokens), args.new_tokens) for i, tokens in enumerate(prompts)]
-    described = machine() | {"threads": torch.get_num_threads()}
-    print(described)
-    lockstep_run(replica, requests[:8], 8, 4)  # warm-up
-    transformers_run(plain, requests[:8], 8)
+    print(machine() | {"threads": torch.get_num_threads()})
 
-    runs: list[Run] = []
-    references: list[list[int]] = []
-    identical: dict[str, int] = {}
-    for batch in args.batches:
-        run, tokens = transformers_run(plain, requests, batch)
-        _show(runs, run)
-        references = references or tokens  # batch 1 is the reference, if it is measured
-        identical[f"transformers generate, batch {batch}"] = _equal(tokens, references)
-        for draft_len in args.draft_lens:
-            run, outputs = lockstep_run(replica, requests, batch, draft_len)
-            _show(runs, run)
-            identical[f"greedy, batch {batch}, k = {draft_len}"] = _equal(
-                [output.tokens for output in outputs], references
-            )
-    sampled = [
-        replace(request, sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=i))
-        for i, request in enumerate(requests)
-    ]
-    references = []
-    for batch, draft_len in ((1, 0), (1, 4), (8, 0), (8, 4), (16, 4)):
-        run, outputs = lockstep_run(replica, sampled, batch, draft_len)
-        _show(runs, run)
-        tokens = [output.tokens for output in outputs]
-        references = references or tokens
-        identical[f"sampled, batch {batch}, k = {draft_len}"] = _equal(tokens, references)
+    measured = {
+        lockstep_name(batch, k): MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=k))
+        for batch in args.batches
+        for k in args.draft_lens
+    }
+    assistance = fastest_assistance(models, requests[:4])
+    print(f"assisted generation is fastest with {assistance}", flush=True)
+    expected = models.batched(requests, 1)
+    contenders, figures = greedy(args, models, measured, requests, expected, assistance)
+    identical = {each.name: f"{each.identical} of {each.prompts}" for each in contenders}
+    sampled, sampled_identical = sampled_runs(replica, requests[: args.alone_limit])
+    mixed = mixed_figures(
+        replica,
+        mixed_requests(
+            requests[: args.mixed_limit], replica.spec.vocab_size, args.mixed_new_tokens
+        ),
+        args.draft_lens,
+        args.rounds,
+    )
+    figures |= {name: value for name, value in mixed.items() if isinstance(value, float)}
 
-    figures = summary(runs)
-    print(table(("figure", "value"), list(figures.items())))
-    print(table((f"identical outputs of {len(requests)}", "value"), list(identical.items())))
+    print(table(("figure, median of the rounds", "value"), list(figures.items())))
+    print(table(("outputs", "identical"), list((identical | sampled_identical).items())))
+    print(f"{perf_counter() - begun_s:.0f} s in all")
     write_json(
         args.json,
         {
             "threads": torch.get_num_threads(),
             "prompts": len(requests),
+            "prompts_at_batch_1": min(args.alone_limit, len(requests)),
             "prompt_tokens": [len(request.prompt) for request in requests],
             "new_tokens": args.new_tokens,
+            "rounds": args.rounds,
+            "assistance": str(assistance),
             "figures": figures,
-            "identical": identical,
-            "runs": [asdict(run) for run in runs],
+            "identical": identical | sampled_identical,
+            "runs": [asdict(each) | {"median": each.speed} for each in contenders],
+            "steps": {name: asdict(way.figures) for name, way in measured.items()},
+            "sampled": sampled,
+            "mixed": mixed,
         },
     )
 
 
-def summary(runs: Sequence[Run]) -> dict[str, float | None]:
-    """The ratios that matter, from the greedy runs of one session."""
-    lockstep = [run for run in runs if run.name.startswith("Lockstep") and run.temperature == 0]
-    batches = sorted({run.batch for run in lockstep})
-    best = {
-        b: max((run for run in lockstep if run.batch == b), key=lambda run: run.tokens_per_s)
-        for b in batches
-    }
-    plain = {run.batch: run for run in lockstep if run.draft_len == 0}
-    hf = {run.batch: run for run in runs if run.name.startswith("transformers")}
-    figures: dict[str, float | None] = {}
-    for b in batches:
-        figures[f"best k at batch {b}"] = best[b].draft_len
-        figures[f"tokens/s at batch {b}"] = best[b].tokens_per_s
-        if b in plain:
-            figures[f"best k over k = 0, batch {b}"] = best[b].tokens_per_s / plain[b].tokens_per_s
-        figures[f"over transformers' generate, batch {b}"] = (
-            best[b].tokens_per_s / hf[b].tokens_per_s
-        )
-        figures[f"neither draft nor target forward, batch {b}"] = best[b].overhead
-        figures[f"padding, batch {b}"] = best[b].padding
-        if b != batches[0]:
-            figures[f"batch {b} over batch {batches[0]}"] = (
-                best[b].tokens_per_s / best[batches[0]].tokens_per_s
-            )
+def greedy(
+    args: argparse.Namespace,
+    models: Transformers,
+    measured: Mapping[str, MeasuredWay],
+    requests: Sequence[Request],
+    expected: Sequence[Sequence[int]],
+    assistance: Assistance,
+) -> tuple[tuple[Contender, ...], dict[str, float | str]]:
+    """All greedy runs in turns, and the figures of the summary."""
+    ways: dict[str, Way] = {}
+    counts: dict[str, int] = {}
+    for batch in args.batches:
+        ways[transformers_name(batch)] = partial(models.batched, batch=batch)
+        if batch == 1:
+            ways[ASSISTED] = lambda asked: models.assisted(asked, assistance)
+        for k in args.draft_lens:
+            ways[lockstep_name(batch, k)] = measured[lockstep_name(batch, k)]
+        if batch == 1:
+            counts = dict.fromkeys(ways, args.alone_limit)
+    for way in ways.values():
+        way(requests[:2])  # warm-up
+    contenders = take_turns(
+        ways,
+        requests,
+        args.rounds,
+        expected,
+        counts,
+        lambda name, done: print(
+            f"run {done + 1} of {len(ways) * args.rounds}: {name}", flush=True
+        ),
+    )
+    for each in contenders:
+        _show(each, measured.get(each.name))
+    return contenders, summary(contenders, measured, args.batches, args.draft_lens)
+
+
+def summary(
+    contenders: Sequence[Contender],
+    measured: Mapping[str, MeasuredWay],
+    batches: Sequence[int],
+    draft_lens: Sequence[int | None],
+) -> dict[str, float | str]:
+    """The ratios that matter; a fixed k is the best of a batch when its median is the highest.
+
+    "Lockstep" is with the draft length chosen where that was run, else with the best fixed one.
+    """
+    speed = {each.name: each.speed for each in contenders}
+    fixed = [k for k in draft_lens if k is not None]
+    ours: dict[int, str] = {}
+    figures: dict[str, float | str] = {}
+
+    def put(name: str, above: str, below: str) -> None:
+        made = ratio(contenders, above, below)
+        if made is not None:
+            figures[name] = made.median
+
+    for batch in batches:
+        best = max(fixed, key=lambda k: speed[lockstep_name(batch, k)])
+        best_name = lockstep_name(batch, best)
+        ours[batch] = lockstep_name(batch, None) if None in draft_lens else best_name
+        figures[f"best fixed k, batch {batch}"] = str(best)
+        figures[f"tokens/s, batch {batch}"] = speed[ours[batch]]
+        put(f"over k = 0, batch {batch}", ours[batch], lockstep_name(batch, 0))
+        if None in draft_lens:
+            put(f"chosen k over the best fixed k, batch {batch}", ours[batch], best_name)
+        put(f"over transformers' generate, batch {batch}", ours[batch], transformers_name(batch))
+        if batch == 1:
+            put("over transformers' assisted generation, batch 1", ours[batch], ASSISTED)
+        steps = measured[ours[batch]].figures
+        figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
+        figures[f"padding, batch {batch}"] = steps.padding
+        figures[f"longest wait in rounds, batch {batch}"] = steps.wait_rounds
+        if batch != batches[0]:
+            put(f"batch {batch} over batch {batches[0]}", ours[batch], ours[batches[0]])
     return figures
 
 
-def _equal(outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> int:
-    return sum(list(a) == list(b) for a, b in zip(outputs, references, strict=True))
+def sampled_runs(
+    replica: Replica, requests: Sequence[Request]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Sampling: the steps' figures, and outputs equal to those at batch 1 without speculation."""
+    drawn = [
+        replace(request, sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=i))
+        for i, request in enumerate(requests)
+    ]
+    figures, identical = {}, {}
+    expected: list[list[int]] = []
+    for batch, k in SAMPLED:
+        way = MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=k))
+        outputs = way(drawn)
+        expected = expected or outputs
+        name = f"sampled, {lockstep_name(batch, k)}"
+        same = sum(a == b for a, b in zip(outputs, expected, strict=True))
+        figures[name], identical[name] = asdict(way.figures), f"{same} of {len(outputs)}"
+    return figures, identical
 
 
-def _show(runs: list[Run], run: Run) -> None:
-    runs.append(run)
-    line = (
-        f"{run.name:24} batch {run.batch:2}  T {run.temperature:.1f}  {run.tokens_per_s:7.0f}"
-        f" tokens/s  {run.committed_per_step:5.2f} tokens/row/step"
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--prompts", type=Path, help="JSON lines with `prompt` or `turns`")
+    parser.add_argument("--limit", type=int, default=64, help="number of prompts")
+    parser.add_argument(
+        "--alone-limit", type=int, default=16, help="prompts of the runs at batch 1, the first ones"
     )
-    if run.overhead is not None:
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument(
+        "--draft-lens",
+        type=_draft_len,
+        nargs="+",
+        default=[None, 0, 4, 6],
+        help="'auto' chooses by measurement; 0 has to be among them",
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixed-limit", type=int, default=32, help="easy prompts of the mix")
+    parser.add_argument("--mixed-new-tokens", type=int, default=64)
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--draft", default="demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=None, help="torch's intra-op threads")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    if 0 not in args.draft_lens:
+        parser.error("--draft-lens: 0 has to be among them")
+    return args
+
+
+def _draft_len(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def _show(contender: Contender, way: MeasuredWay | None) -> None:
+    rounds = ", ".join(f"{value:.0f}" for value in contender.tokens_per_s)
+    line = f"{contender.name:32} {contender.speed:7.0f} tokens/s ({rounds})"
+    if way is not None:
+        steps = way.figures
         line += (
-            f"  overhead {run.overhead:6.1%}  padding {run.padding:6.1%}"
-            f"  between orders {run.between_orders:6.1%}"
+            f"  {steps.committed_per_step:5.2f} tokens/row/step  overhead {steps.overhead:6.1%}"
+            f"  padding {steps.padding:6.1%}  between orders {steps.between_orders:6.1%}"
+            f"  longest wait {steps.wait_rounds:.2f} rounds"
         )
     print(line, flush=True)
 

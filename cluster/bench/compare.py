@@ -6,7 +6,7 @@ same round; the median of the rounds is reported with all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -34,10 +34,11 @@ class Contender:
     """One way to generate, over all rounds."""
 
     name: str
+    prompts: int
     tokens_per_s: tuple[float, ...]
     """One per round."""
     identical: int
-    """Requests whose output was the reference's in every round."""
+    """Prompts whose output was the reference's in every round."""
     does_not_run: str = ""
     """Why there are no figures."""
 
@@ -74,48 +75,46 @@ class Comparison:
 
 
 def take_turns(
-    ways: dict[str, Way],
+    ways: Mapping[str, Way],
     requests: Sequence[Request],
     rounds: int,
-    reference: str,
+    expected: Sequence[Sequence[int]],
+    counts: Mapping[str, int] | None = None,
     note: Note = lambda name, done: None,
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[Contender, ...]:
-    """Run every way once per round. One that raises DoesNotRun is left out of later rounds.
+    """Run every way once per round and compare its outputs with the `expected` ones.
 
-    Each run gets its own cache salt: what an earlier one has put into a prefix cache would let
-    Lockstep, and nobody else, skip the prompts.
+    `counts`: ways that get only so many of the requests, from the first. A way that raises
+    DoesNotRun is left out of later rounds. Each run gets its own cache salt: what an earlier one
+    has put into a prefix cache would let Lockstep, and nobody else, skip the prompts.
     """
-    assert reference in ways, reference
     speeds: dict[str, list[float]] = {name: [] for name in ways}
-    same: dict[str, list[bool]] = {name: [True] * len(requests) for name in ways}
+    asked = {name: requests[: (counts or {}).get(name, len(requests))] for name in ways}
+    same = {name: [True] * len(asked[name]) for name in ways}
     broken: dict[str, str] = {}
     done = 0
     for number in range(rounds):
-        outputs: dict[str, list[list[int]]] = {}
         for name, way in ways.items():
             if name in broken:
                 continue
             note(name, done)
-            salted = [replace(each, cache_salt=f"{name}, round {number}") for each in requests]
+            salted = [replace(each, cache_salt=f"{name}, round {number}") for each in asked[name]]
             begun_s = clock()
             try:
-                outputs[name] = way(salted)
+                outputs = way(salted)
             except DoesNotRun as error:
                 broken[name] = str(error)
                 continue
-            tokens = sum(map(len, outputs[name]))
-            speeds[name].append(tokens / (clock() - begun_s))
+            speeds[name].append(sum(map(len, outputs)) / (clock() - begun_s))
+            assert len(outputs) == len(salted), f"{name}: outputs are missing"
+            for index, (got, wanted) in enumerate(zip(outputs, expected, strict=False)):
+                same[name][index] &= list(got) == list(wanted)
             done += 1
-        expected = outputs[reference]
-        for name, got in outputs.items():
-            same[name] = [
-                ok and mine == theirs
-                for ok, mine, theirs in zip(same[name], got, expected, strict=True)
-            ]
     return tuple(
         Contender(
             name,
+            len(asked[name]),
             () if name in broken else tuple(speeds[name]),
             0 if name in broken else sum(same[name]),
             broken.get(name, ""),
@@ -201,7 +200,9 @@ def compare(
         if name != continuous:  # it starts its own threads and cache each time, and counts so
             note(f"{name}, warm-up", 0)
             way(requests[:2])
-    contenders = take_turns(ways, requests, rounds, REFERENCE, note)
+    note("the reference", 0)
+    expected = models.batched(requests, 1)
+    contenders = take_turns(ways, requests, rounds, expected, note=note)
     pairs = [
         (ours, plain),
         (ours, batched),

@@ -44,7 +44,7 @@ def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
         "ours": turns.way("ours", [1.0, 4.0], [right, wrong]),
         "theirs": turns.way("theirs", [2.0, 4.0], [right, right]),
     }
-    ours, theirs = take_turns(ways, REQUESTS[:2], 2, "theirs", clock=turns.clock)
+    ours, theirs = take_turns(ways, REQUESTS[:2], 2, right, clock=turns.clock)
     assert turns.order == ["ours", "theirs"] * 2
     assert ours.tokens_per_s == (4.0, 1.0)
     assert ours.speed == 2.5
@@ -58,8 +58,20 @@ def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
 def test_no_run_finds_the_prefixes_of_another() -> None:
     turns = Turns()
     ways = {name: turns.way(name, [1.0] * 3, [[[1]]] * 3) for name in ("a", "b")}
-    take_turns(ways, REQUESTS[:1], 3, "a", clock=turns.clock)
+    take_turns(ways, REQUESTS[:1], 3, [[1]], clock=turns.clock)
     assert len(turns.salts) == len(set(turns.salts)) == 6
+
+
+def test_a_way_may_get_fewer_requests() -> None:
+    turns = Turns()
+    ways = {
+        "few": turns.way("few", [1.0], [[[1]]]),
+        "all": turns.way("all", [1.0], [[[1], [2], [9]]]),
+    }
+    few, every = take_turns(
+        ways, REQUESTS[:3], 1, [[1], [2], [3]], counts={"few": 1}, clock=turns.clock
+    )
+    assert (few.prompts, few.identical, every.prompts, every.identical) == (1, 1, 3, 2)
 
 
 def test_a_way_that_does_not_run_says_why_and_is_left_out() -> None:
@@ -71,7 +83,7 @@ def test_a_way_that_does_not_run_says_why_and_is_left_out() -> None:
         raise DoesNotRun("no such kernel")
 
     ways = {"a": turns.way("a", [1.0] * 2, [[[1]]] * 2), "b": broken}
-    a, b = take_turns(ways, REQUESTS[:1], 2, "a", clock=turns.clock)
+    a, b = take_turns(ways, REQUESTS[:1], 2, [[1]], clock=turns.clock)
     assert (b.tokens_per_s, b.does_not_run, len(asked)) == ((), "no such kernel", 1)
     assert ratio((a, b), "a", "b") is None
 

@@ -22,9 +22,9 @@ COMPARISON = Comparison(
     rounds=2,
     assistance="8 tokens, constant",
     contenders=(
-        Contender("Lockstep, batch 8", (1201.0, 1403.0), 4),
-        Contender("transformers generate, batch 8", (600.0, 701.0), 3),
-        Contender("continuous", (), 0, "RuntimeError: no <flash> attention"),
+        Contender("Lockstep, batch 8", 4, (1201.0, 1403.0), 4),
+        Contender("transformers generate, batch 8", 4, (600.0, 701.0), 3),
+        Contender("continuous", 4, (), 0, "RuntimeError: no <flash> attention"),
     ),
     ratios=(Ratio("Lockstep over transformers", (2.0, 2.5)),),
 )

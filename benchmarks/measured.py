@@ -1,0 +1,109 @@
+"""Runs of the engine that remember what its results say: where the time went, padding, waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from cluster.local_engine import LocalEngine, Output, Runner
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request, StepResult
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One run. All but the first two are shares."""
+
+    committed_per_step: float
+    """Tokens per row and step."""
+    wait_rounds: float
+    """Longest wait of a resident between two steps; see `longest_wait`."""
+    acceptance: float | None
+    """Draft tokens accepted; None where nothing was drafted."""
+    overhead: float
+    """Of the steps' time: neither draft nor target forward."""
+    padding: float
+    """Of the KV positions read: beyond a row's own."""
+    between_orders: float
+    """Of the time on the wall: outside the replica; the scheduler, above all."""
+
+
+class MeasuredWay:
+    """A way to generate, as `cluster.bench.compare` has them, with figures of its last run.
+
+    All requests are submitted at the start.
+    """
+
+    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
+        self._runner = runner
+        self._config = config
+        self._results: list[StepResult] = []
+        self._seconds = 0.0
+        self.outputs: list[Output] = []
+        """Of the last run, in the requests' order."""
+
+    def __call__(self, requests: Sequence[Request]) -> list[list[int]]:
+        begun_s = perf_counter()
+        engine = LocalEngine(self._runner, self._config)
+        self.outputs = engine.generate(requests)
+        self._seconds = perf_counter() - begun_s
+        self._results = engine.results
+        return [output.tokens for output in self.outputs]
+
+    @property
+    def figures(self) -> StepFigures:
+        """Of the last run."""
+        stepped = [result for result in self._results if result.steps]
+        in_steps = sum(result.times.total_s for result in stepped)
+        forward = sum(
+            result.times.draft_s + result.times.verify_s + result.times.prefill_s
+            for result in stepped
+        )
+        rows = [row for result in stepped for row in result.rows]
+        drafted = sum(row.draft_tokens for row in rows)
+        own = sum(result.kv_positions_own for result in stepped)
+        read = sum(result.kv_positions_read for result in stepped)
+        inside = sum(result.times.total_s for result in self._results)
+        return StepFigures(
+            committed_per_step=sum(len(row.tokens) for row in rows)
+            / sum(row.steps for row in rows),
+            wait_rounds=longest_wait(
+                self._results, self._config.rows_max, self._config.orders_in_flight_max
+            ),
+            acceptance=sum(sum(row.accepted_at) for row in rows) / drafted if drafted else None,
+            overhead=1 - forward / in_steps,
+            padding=1 - own / read,
+            between_orders=1 - inside / self._seconds,
+        )
+
+
+def longest_wait(results: Sequence[StepResult], rows_max: int, orders_in_flight: int) -> float:
+    """Longest wait between two steps of a sequence, or from its prefill to its first, in rounds.
+
+    A round is as many groups of `rows_max` as hold all residents of that time once. Orders that
+    were with the replica already when the sequence became ready were not chosen over it and do not
+    count. `results` are all those of one replica, in order, of sequences that stay to their end.
+    """
+    last = {row.sequence_id: n for n, result in enumerate(results) for row in result.rows}
+    ready: dict[str, tuple[int, int]] = {}
+    """By resident: the result that brought it back, or in, and how many had stepped until then."""
+    residents: list[int] = []
+    """How many there were after each result."""
+    stepped = 0
+    longest = 0.0
+    for n, result in enumerate(results):
+        stepped += result.steps > 0
+        for row in result.rows:
+            if result.steps and row.sequence_id in ready:
+                since, before = ready[row.sequence_id]
+                groups = math.ceil(max(residents[since:]) / rows_max)
+                passes = max(stepped - before - orders_in_flight, 0)
+                longest = max(longest, (passes + 1) / groups)
+            ready[row.sequence_id] = (n, stepped)
+        residents.append(len(ready))
+        for row in result.rows:
+            if last[row.sequence_id] == n:
+                del ready[row.sequence_id]
+    return longest

@@ -1,0 +1,89 @@
+"""Proves: the longest wait is what a hand count gives, mixed prompts are pairs of one length, and
+the engine's benchmark needs neither Ray nor gRPC.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.measured import MeasuredWay, longest_wait
+from benchmarks.mixed import mixed_requests
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request, RowResult, StepResult
+from tests.tiny_pairs import tiny_replica
+
+
+def prefill(names: str) -> StepResult:
+    return StepResult(0, "r", tuple(RowResult(name) for name in names))
+
+
+def step(names: str) -> StepResult:
+    return StepResult(0, "r", tuple(RowResult(name, (1,), 1) for name in names), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        # All in one group: nobody is passed over, a step per round.
+        ([prefill("ab"), step("ab"), step("ab")], 1.0),
+        # Two groups in turn: c and d wait for one order, a round for everyone.
+        ([prefill("abcd"), *[step("ab"), step("cd")] * 3], 1.0),
+        # b steps in the fourth order, where a round is one order.
+        ([prefill("ab"), step("a"), step("a"), step("a"), step("b"), step("a")], 4.0),
+        # The same is half as many rounds where four residents need two groups.
+        ([prefill("abcd"), step("cd"), step("ad"), step("ac"), step("bd")], 2.0),
+        # One that came in later did not wait before.
+        ([prefill("a"), step("a"), step("a"), prefill("b"), step("ab")], 1.0),
+    ],
+)
+def test_the_longest_wait_is_counted_in_rounds(results: list[StepResult], expected: float) -> None:
+    assert longest_wait(results, rows_max=2, orders_in_flight=1) == expected
+
+
+def test_orders_that_were_there_before_are_no_wait() -> None:
+    results = [prefill("abcd"), *[step("ab"), step("cd")] * 3]
+    assert longest_wait(results, rows_max=2, orders_in_flight=2) == 0.5
+
+
+def test_every_easy_request_has_a_hard_one_of_its_length() -> None:
+    easy = [Request(str(n), tuple(range(3, 5 + n)), 99) for n in range(5)]
+    mixed = mixed_requests(easy, vocab_size=50, new_tokens=7)
+    assert len({request.id for request in mixed}) == 10
+    assert [len(request.prompt) for request in mixed[0::2]] == [
+        len(request.prompt) for request in mixed[1::2]
+    ]
+    assert {request.max_new_tokens for request in mixed} == {7}
+    assert all(request.sampling.temperature == 0 for request in mixed[0::2])
+    assert len({request.sampling.seed for request in mixed[1::2]}) == 5
+    assert mixed == mixed_requests(easy, vocab_size=50, new_tokens=7)
+
+
+def test_a_run_remembers_what_its_results_say() -> None:
+    way = MeasuredWay(tiny_replica("llama"), SchedulerConfig(rows_max=2, draft_len=3))
+    requests = [Request(str(n), tuple(range(3, 9 + n)), 10) for n in range(5)]
+    outputs = way(requests)
+    assert [len(tokens) for tokens in outputs] == [10] * 5
+    figures = way.figures
+    assert 1 <= figures.committed_per_step <= 4
+    assert figures.acceptance is not None
+    assert 0 < figures.acceptance < 1
+    for share in (figures.overhead, figures.padding, figures.between_orders):
+        assert 0 <= share < 1
+    assert 0 < figures.wait_rounds <= SchedulerConfig().wait_rounds
+    alone = MeasuredWay(tiny_replica("llama"), SchedulerConfig(rows_max=1, draft_len=0))
+    assert alone(requests) == outputs
+    assert (alone.figures.committed_per_step, alone.figures.padding) == (1.0, 0.0)
+    assert alone.figures.acceptance is None
+
+
+def test_the_engines_benchmark_needs_no_ray() -> None:
+    code = """
+import sys
+for name in ("ray", "grpc"):
+    sys.modules[name] = None
+import benchmarks.engine, cluster.bench.compare, cluster.bench.engine
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
