@@ -87,6 +87,11 @@ class ReplicaConfig(BaseModel):
     torch_threads: int | None = Field(
         None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
     )
+    fuse_layers: bool = Field(
+        True,
+        description="Join the layers of Llama-like models into fewer operations, where the logits"
+        " stay the same but for rounding; false keeps transformers' own forward pass.",
+    )
     trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
 
     @field_validator("target", "draft")

@@ -94,6 +94,27 @@ class Window:
     length: int
     """KV positions read per row: those before the window and the window itself."""
     mask: torch.Tensor | None  # [rows or 1, 1, width, length], 0 or -inf; None: nothing is masked
+    rows: int
+    width: int
+    cells: torch.Tensor | None = None  # [tokens], int64; None: every cell of the grid, in order
+    """Of a packed window, which holds some cells of the grid of rows and positions only: the cell
+    row * width + column of each token. Its positions are [1, tokens] and its slots [tokens]."""
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
+        """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
+        shape = (self.rows, self.width, *x.shape[1:])
+        if self.cells is None:
+            return x.view(shape)
+        return (
+            x.new_zeros((self.rows * self.width, *x.shape[1:]))
+            .index_copy_(0, self.cells, x)
+            .view(shape)
+        )
+
+    def pack(self, grid: torch.Tensor) -> torch.Tensor:  # [tokens, ...]
+        """Take what the tokens have out of the grid, [rows, width, ...]."""
+        flat = grid.flatten(0, 1)
+        return flat if self.cells is None else flat.index_select(0, self.cells)
 
 
 class Layout:
@@ -151,6 +172,8 @@ class Layout:
             blocks=table.reshape(-1),
             length=length,
             mask=None if unmasked else self._mask[:, None, begin:end, :length],
+            rows=table.shape[0],
+            width=end - begin,
         )
 
 
@@ -193,17 +216,27 @@ class PagedCache:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, kv_heads, length, head_dim]
         """Write the new positions, return all that the rows read (transformers' interface)."""
+        kv_heads, dim = self._layers[layer_idx].shape[3:]
+        both = torch.stack((key_states, value_states), dim=1)  # [rows, 2, heads, width, dim]
+        self.write(layer_idx, both.permute(0, 3, 1, 2, 4).reshape(-1, 2, kv_heads, dim))
+        return self.read(layer_idx)
+
+    def write(self, layer_idx: int, fresh: torch.Tensor) -> None:
+        """Store keys and values of the window's tokens, [tokens, 2, kv_heads, head_dim]."""
+        assert self._window is not None, "enter() comes before a forward pass"
+        self._layers[layer_idx].flatten(0, 1).index_copy_(0, self._window.slots, fresh)
+
+    def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all positions that the rows read, each as `update` returns them.
+
+        They stay valid until the next layer is read.
+        """
         window = self._window
         assert window is not None, "enter() comes before a forward pass"
         store = self._layers[layer_idx]
-        rows = key_states.shape[0]
-        heads, dim = store.shape[3:]
-        both = torch.stack((key_states, value_states), dim=1)  # [rows, 2, heads, width, dim]
-        fresh = both.permute(0, 3, 1, 2, 4).reshape(-1, 2, heads, dim)
-        store.view(-1, 2, heads, dim).index_copy_(0, window.slots, fresh)
         read = self._gathered[: window.blocks.shape[0]]
         torch.index_select(store, 0, window.blocks, out=read)
-        read = read.view(rows, -1, 2, heads, dim)[:, : window.length]
+        read = read.view(window.rows, -1, *store.shape[2:])[:, : window.length]
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 

@@ -18,7 +18,7 @@ from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, step
 from replicas.memory import check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
-from replicas.paged_cache import BlockAllocator, CacheShape, Layout, PagedCache
+from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.prefill import prefill
 from replicas.prefix import Chain, SharedBlocks, root_key
@@ -100,7 +100,7 @@ class Replica:
         self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
         for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
-            self._try_out(model, name)
+            self._try_out(model, name, config.fuse_layers)
         self.spec = ReplicaSpec(
             kv_blocks=blocks,
             block_size=config.block_size,
@@ -127,13 +127,10 @@ class Replica:
             replica.spec = dataclasses.replace(replica.spec, timings=calibrate(replica))
         return replica
 
-    @torch.inference_mode()
-    def _try_out(self, model: PagedModel, name: str) -> None:
-        """One forward pass on the scrap block: what cannot be served is refused now."""
-        table = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
-        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
+    def _try_out(self, model: PagedModel, name: str, fuse: bool) -> None:
+        """One forward pass: what cannot be served is refused now."""
         try:
-            model.forward(tokens, Layout(table, [0], 2, self._shape).window(0, 2))
+            model.try_out(self._shape, fuse)
         except Exception as error:
             raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
 

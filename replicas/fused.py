@@ -1,0 +1,283 @@
+"""The forward pass of Llama-like decoders with fewer and larger operations.
+
+transformers' own forward spends most of its time, at the sizes of a draft, on the number of its
+operations. This one computes the same with a third of them: query, key and value come out of one
+product, gate and up out of another, keys and values go into the cache as they lie, the rotation is
+looked up in a table and done in place, residuals are added within the products.
+
+It is built from the modules of the loaded model (Llama, Qwen, GLM-4 and others of their make) and
+holds their own weights: joined ones take the place of the parts, which become views. A model with
+any module that it does not know is left alone, and `check` compares the logits with the model's
+own, so that what it computes differently falls back as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from replicas.paged_cache import PagedCache, Window
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Greatest difference of a logit from the model's own, as a share of the greatest logit: what
+another order of the same sums may make in each dtype, and less than any other function would."""
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_LAYER_OUTPUT_NORMS = {"post_self_attn_layernorm", "post_mlp_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_ATTENTION_NORMS = {"q_norm", "k_norm"}
+_MLPS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj"})
+
+
+class NotFused(Exception):
+    """The model is not of this make; the message says where it differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda or x.dtype != torch.float32:
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # One product gives mean square and epsilon at once: half the operations of rms_norm here.
+        width = x.shape[-1]
+        mean = torch.addmm(x.new_full((1, 1), self.eps), x * x, x.new_full((width, 1), 1 / width))
+        return (x * mean.rsqrt_()).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention: nn.Module
+    before_attention: _Norm
+    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_bias: torch.Tensor | None
+    head_norm: tuple[torch.Tensor, float] | None  # [heads + kv_heads, head_dim], epsilon
+    out: nn.Linear
+    after_attention: _Norm | None
+    before_mlp: _Norm
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: torch.Tensor | None
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    down: nn.Linear
+    after_mlp: _Norm | None
+
+
+class FusedDecoder:
+    """The decoder of a model over its paged cache; same arguments and result as PagedModel's."""
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, context_len: int) -> None:
+        """Takes the model's weights over; raises NotFused, and then has changed nothing."""
+        body = _known(model, {"model", "lm_head"}).model
+        _known(body, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        for layer in body.layers:
+            _check_layer(layer)
+        first = body.layers[0].self_attn
+        self._cache = cache
+        self._dim = int(first.head_dim)
+        self._kv_heads = first.k_proj.weight.shape[0] // self._dim
+        self._heads = first.q_proj.weight.shape[0] // self._dim
+        self._scaling = float(first.scaling)
+        self._attend = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+        self._embedding = body.embed_tokens.weight
+        self._norm = _norm(body.norm)
+        self._head = model.lm_head
+        positions = torch.arange(context_len, device=self._embedding.device)
+        cos, sin = body.rotary_emb(self._embedding, positions[None])
+        self._cos, self._sin = cos[0], sin[0]  # [context_len, rotated]
+        self._rotate = sys.modules[type(first).__module__].apply_rotary_pos_emb
+        self._in_place = self._rotates_halves()
+        # cos, and sin with the sign that its half gets: one look-up per pass.
+        signed = torch.cat((-self._sin[:, : self._dim // 2], self._sin[:, self._dim // 2 :]), -1)
+        self._table = torch.stack((self._cos, signed), dim=1)  # [context_len, 2, rotated]
+        self._layers = [self._joined(layer) for layer in body.layers]
+
+    def forward(
+        self,
+        tokens: torch.Tensor,  # [rows, width], or [1, tokens] where the window is packed; int64
+        window: Window,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:  # [rows, width or logits_to_keep, vocab]
+        """Logits of the window's positions; their KV entries are written on the way."""
+        rows, width = tokens.shape
+        x = embedding(tokens.reshape(-1), self._embedding)
+        positions = window.positions.reshape(-1)
+        if self._in_place:
+            cos, sin = self._table.index_select(0, positions)[:, :, None].unbind(1)
+            sin = sin.view(-1, 1, 2, self._dim // 2)
+        else:
+            cos, sin = self._cos[positions], self._sin[positions]
+        for index, layer in enumerate(self._layers):
+            out = self._attention(index, layer, layer.before_attention(x), cos, sin, window)
+            x = _added(x, out, layer.out, layer.after_attention)
+            gate, up = linear(layer.before_mlp(x), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            x = _added(x, layer.activation(gate).mul_(up), layer.down, layer.after_mlp)
+        if logits_to_keep:
+            x = x.view(rows, width, -1)[:, -logits_to_keep:].reshape(rows * logits_to_keep, -1)
+        logits = linear(self._norm(x), self._head.weight, self._head.bias)
+        return logits.view(rows, -1, logits.shape[-1])
+
+    def _attention(
+        self,
+        index: int,
+        layer: _Layer,
+        x: torch.Tensor,  # [tokens, hidden]
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        window: Window,
+    ) -> torch.Tensor:  # [tokens, heads * head_dim]
+        heads, turned = self._heads, self._heads + self._kv_heads
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, self._dim)
+        both = qkv[:, :turned]  # the heads that are rotated: queries, then keys
+        if layer.head_norm is not None:
+            weight, eps = layer.head_norm
+            both.copy_(rms_norm(both, (self._dim,), None, eps)).mul_(weight)
+        if self._in_place:
+            halves = both.view(-1, turned, 2, self._dim // 2)
+            swapped = halves.flip(2)
+            both.mul_(cos)
+            halves.addcmul_(swapped, sin)
+        else:
+            query, key = self._rotate(
+                both[None, :, :heads].transpose(1, 2),
+                both[None, :, heads:].transpose(1, 2),
+                cos[None],
+                sin[None],
+            )
+            both[:, :heads] = query[0].transpose(0, 1)
+            both[:, heads:] = key[0].transpose(0, 1)
+        self._cache.write(index, qkv[:, heads:].view(-1, 2, self._kv_heads, self._dim))
+        keys, values = self._cache.read(index)
+        grid = window.unpack(qkv[:, :heads])  # [rows, width, heads, head_dim]
+        out, _ = self._attend(
+            layer.attention,
+            grid.transpose(1, 2),
+            keys,
+            values,
+            window.mask,
+            scaling=self._scaling,
+        )
+        return window.pack(out).flatten(1)
+
+    def _joined(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv, qkv_bias = _join((attention.q_proj, attention.k_proj, attention.v_proj))
+        if hasattr(mlp, "gate_up_proj"):
+            gate_up, gate_up_bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
+            activation = mlp.activation_fn
+        else:
+            gate_up, gate_up_bias = _join((mlp.gate_proj, mlp.up_proj))
+            activation = mlp.act_fn
+        head_norm = None
+        if hasattr(attention, "q_norm"):
+            query, key = _norm(attention.q_norm), _norm(attention.k_norm)
+            parts = (
+                query.weight.expand(self._heads, -1),
+                key.weight.expand(self._kv_heads, -1),
+            )
+            head_norm = (torch.cat(parts), query.eps)
+        return _Layer(
+            attention=attention,
+            before_attention=_norm(layer.input_layernorm),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            head_norm=head_norm,
+            out=attention.o_proj,
+            after_attention=_norm_if_any(layer, "post_self_attn_layernorm"),
+            before_mlp=_norm(layer.post_attention_layernorm),
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            activation=silu if isinstance(activation, nn.SiLU) else activation,
+            down=mlp.down_proj,
+            after_mlp=_norm_if_any(layer, "post_mlp_layernorm"),
+        )
+
+    def _rotates_halves(self) -> bool:
+        """Whether the model rotates the two halves of a whole head against each other."""
+        if self._cos.shape[-1] != self._dim:
+            return False
+        x = torch.linspace(-1, 1, self._dim, device=self._cos.device, dtype=self._cos.dtype)
+        last = slice(-1, None)
+        cos, sin = self._cos[None, last], self._sin[None, last]
+        turned, _ = self._rotate(x.view(1, 1, 1, -1), x.view(1, 1, 1, -1), cos, sin)
+        low, high = x.chunk(2)
+        by_halves = x * cos + torch.cat((-high, low)) * sin
+        return bool(torch.equal(turned.view(-1), by_halves.view(-1)))
+
+
+def _added(
+    x: torch.Tensor, out: torch.Tensor, layer: nn.Linear, norm: _Norm | None
+) -> torch.Tensor:
+    """The residual x and the layer's output, in one product where nothing stands between."""
+    if norm is not None:
+        return x + norm(linear(out, layer.weight, layer.bias))
+    if layer.bias is not None:
+        x = x + layer.bias
+    return torch.addmm(x, out, layer.weight.t())
+
+
+def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for layers of the same input; theirs become views, so none is doubled."""
+    parts = tuple(parts)
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    begin = 0
+    for part in parts:
+        end = begin + part.out_features
+        part.weight = nn.Parameter(weight[begin:end], requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias[begin:end], requires_grad=False)
+        begin = end
+    return weight, bias
+
+
+def _norm(module: nn.Module) -> _Norm:
+    eps = getattr(module, "variance_epsilon", None)
+    if "RMSNorm" not in type(module).__name__ or eps is None:
+        raise NotFused(f"{type(module).__name__} is not a known norm")
+    return _Norm(module.get_parameter("weight"), float(eps))
+
+
+def _norm_if_any(module: nn.Module, name: str) -> _Norm | None:
+    return _norm(getattr(module, name)) if hasattr(module, name) else None
+
+
+def _check_layer(layer: Any) -> None:
+    _known(layer, _LAYER, _LAYER_OUTPUT_NORMS)
+    attention = _known(layer.self_attn, _ATTENTION, _ATTENTION_NORMS)
+    names = {name for name, _ in layer.mlp.named_children()}
+    known = next((mlp for mlp in _MLPS if mlp <= names), None)
+    if known is None:
+        raise NotFused(f"{type(layer.mlp).__name__} is not a known feed-forward layer")
+    _known(layer.mlp, known, {"activation_fn"})
+    for module in (*attention.children(), *layer.mlp.children(), *layer.children()):
+        if isinstance(module, nn.Linear) or "Norm" in type(module).__name__:
+            _known(module, set())
+            if any(type(weight.data) is not torch.Tensor for weight in module.parameters()):
+                raise NotFused(f"{type(module).__name__} holds no plain weights")
+        if "Norm" in type(module).__name__:
+            _norm(module)
+    projections = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+    if any(type(one) is not nn.Linear for one in projections) or (
+        len({one.bias is None for one in projections}) > 1
+    ):
+        raise NotFused(f"{type(attention).__name__} has projections of several kinds")
+
+
+def _known(module: nn.Module, needed: set[str], others: set[str] | None = None) -> Any:
+    """The module, if it has these children, at most some of the others, and its class's forward."""
+    names = {name for name, _ in module.named_children()}
+    if not needed <= names <= needed | (others or set()):
+        raise NotFused(f"{type(module).__name__} has the parts {sorted(names)}")
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        raise NotFused(f"{type(module).__name__} has a forward pass of its own")
+    return module

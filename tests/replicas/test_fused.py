@@ -1,0 +1,138 @@
+"""Proves that joined layers compute what the model's own forward computes, or are not used.
+
+Models without norm weights, biases or rotation other than the default would hide a mistake in
+them, so all of these are random here.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from replicas.fused import TOLERANCE
+from replicas.model import ATTENTION, PagedModel
+from replicas.paged_cache import CacheShape, Layout, PagedCache
+from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model
+
+CPU = torch.device("cpu")
+SHAPE = CacheShape(block_size=4, context_len=256, dtype=torch.float32)
+BLOCKS = 64
+
+
+def uneven_model(architecture: str) -> PreTrainedModel:
+    """A tiny model whose norms and biases are random, too."""
+    if architecture == "qwen2":
+        config = copy.deepcopy(target_model("qwen3").config).to_dict()
+        kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        shape = {name: config[name] for name in (*kept, "num_key_value_heads", "vocab_size")}
+        model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**shape))
+    else:
+        model = copy.deepcopy(target_model(architecture))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    model.set_attn_implementation(ATTENTION)
+    return model.eval()
+
+
+def paged(model: PreTrainedModel, fuse: bool) -> PagedModel:
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = PagedCache(
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        dim,
+        BLOCKS,
+        SHAPE.block_size,
+        torch.float32,
+        CPU,
+    )
+    made = PagedModel(model, cache)
+    made.try_out(SHAPE, fuse)
+    return made
+
+
+@torch.inference_mode()
+def passes(model: PagedModel) -> list[torch.Tensor]:
+    """Logits of a ragged prefill, a wide window and single tokens, far into the context."""
+    generator = torch.Generator().manual_seed(2)
+    table = torch.arange(1, 1 + 3 * 16).view(3, 16)
+    logits = []
+    for starts, width in (([0, 0, 0], 40), ([40, 37, 5], 5), ([45, 40, 8], 1), ([46, 41, 9], 2)):
+        window = Layout(table, starts, width, SHAPE).window(0, width)
+        tokens = torch.randint(VOCAB, (3, width), generator=generator)
+        logits.append(model.forward(tokens, window))
+    logits.append(model.forward(tokens, window, logits_to_keep=1))
+    return logits
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
+def test_joined_layers_compute_what_the_model_computes(architecture: str) -> None:
+    model = uneven_model(architecture)
+    plain, fused = paged(copy.deepcopy(model), fuse=False), paged(model, fuse=True)
+    assert fused.fused
+    assert not plain.fused
+    for expected, got in zip(passes(plain), passes(fused), strict=True):
+        assert got.shape == expected.shape
+        difference = (got - expected).abs().max()
+        assert difference <= TOLERANCE[torch.float32] * expected.abs().max()
+
+
+def test_weights_are_joined_and_not_doubled() -> None:
+    model = uneven_model("llama")
+    assert paged(model, fuse=True).fused
+    attention = model.model.layers[0].self_attn
+    storages = {
+        getattr(attention, name).weight.untyped_storage().data_ptr()
+        for name in ("q_proj", "k_proj", "v_proj")
+    }
+    assert len(storages) == 1
+
+
+def _another_activation(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.forward = lambda x: x * 0.5
+
+
+def _a_part_more(model: PreTrainedModel) -> None:
+    model.model.layers[2].self_attn.sinks = nn.Linear(2, 2)
+
+
+def _a_hook(model: PreTrainedModel) -> None:
+    model.model.norm.register_forward_hook(lambda module, inputs, out: out * 2)
+
+
+def _scaled_logits(model: PreTrainedModel) -> None:
+    plain = model.forward
+
+    def forward(*args, **kwargs):  # type: ignore[no-untyped-def]
+        out = plain(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = forward
+
+
+def _another_norm(model: PreTrainedModel) -> None:
+    class OffsetRMSNorm(type(model.model.norm)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x * 0.01
+
+    model.model.norm.__class__ = OffsetRMSNorm
+
+
+@pytest.mark.parametrize(
+    "change", [_another_activation, _a_part_more, _a_hook, _scaled_logits, _another_norm]
+)
+def test_a_model_that_computes_something_else_keeps_its_own_forward(change) -> None:  # type: ignore[no-untyped-def]
+    model = uneven_model("llama")
+    change(model)
+    plain, fused = paged(copy.deepcopy(model), fuse=False), paged(model, fuse=True)
+    assert not fused.fused
+    for expected, got in zip(passes(plain), passes(fused), strict=True):
+        assert torch.equal(expected, got)
