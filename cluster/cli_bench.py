@@ -219,6 +219,7 @@ def _print(report: Report, console: Any) -> None:
         "requests/s": number(figures.requests_per_s),
         "requests, failed": f"{figures.requests}, {figures.failed} {errors}".strip(),
         "retries, recovered": f"{figures.retries}, {figures.recovered}",
+        "prompt tokens, cached": f"{figures.prompt_tokens}, {figures.cached_tokens}",
         "draft tokens accepted": f"{percent(figures.acceptance)} of {figures.draft_tokens}",
         "accepted per row and step": number(figures.accepted_per_step),
         "committed per row and step": number(figures.committed_per_step),

@@ -90,5 +90,5 @@ def _look(record: Record, output: Output, now_s: float) -> bool:
         record.error = output.reason.name
     record.steps, record.draft_tokens = usage.steps, usage.draft_tokens
     record.accepted_tokens, record.accepted_at = usage.accepted_tokens, usage.accepted_at
-    record.recovered = usage.recovered
+    record.recovered, record.cached_tokens = usage.recovered, usage.cached_tokens
     return True

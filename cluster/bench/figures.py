@@ -34,6 +34,8 @@ class Record:
     accepted_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
     recovered: int = 0
+    cached_tokens: int = 0
+    """Of the prompt: found in a prefix cache."""
 
     @property
     def new_tokens(self) -> int:
@@ -98,6 +100,8 @@ class Summary:
     elapsed_s: float
     """From the first intended arrival's origin to the last end."""
     prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt tokens: found in a prefix cache."""
     new_tokens: int
     tokens_per_s: float
     requests_per_s: float
@@ -149,6 +153,7 @@ def summarise(
         recovered=sum(record.recovered for record in served),
         elapsed_s=elapsed_s,
         prompt_tokens=sum(record.prompt_tokens for record in served),
+        cached_tokens=sum(record.cached_tokens for record in served),
         new_tokens=new_tokens,
         tokens_per_s=new_tokens / elapsed_s if elapsed_s else 0.0,
         requests_per_s=len(served) / elapsed_s if elapsed_s else 0.0,

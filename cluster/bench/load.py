@@ -31,6 +31,7 @@ def grpc_request(workload: Workload, number: int) -> pb.GenerateRequest:
         seed=sampling.seed if sampling.temperature > 0 else None,
         ignore_eos=workload.ignore_eos,
         draft_len=workload.draft_len,
+        cache_salt=workload.cache_salt(number),
     )
     if isinstance(prompt, str):
         request.prompt = prompt
@@ -101,6 +102,7 @@ def _take(record: Record, chunk: pb.GenerateChunk, now_s: float) -> None:
     if chunk.HasField("end"):
         end, speculation = chunk.end, chunk.end.speculation
         record.prompt_tokens = end.usage.prompt_tokens
+        record.cached_tokens = end.usage.cached_tokens
         record.steps, record.draft_tokens = speculation.steps, speculation.draft_tokens
         record.accepted_tokens = speculation.accepted_tokens
         record.accepted_at = tuple(speculation.accepted_at)

@@ -151,7 +151,10 @@ def _counts(report: Report) -> str:
         ("failed", f"{f.failed} ({errors})"),
         ("calls asked again by the client", str(f.retries)),
         ("requests that lost their place and were taken up again", str(f.recovered)),
-        ("prompt tokens", str(f.prompt_tokens)),
+        (
+            "prompt tokens, of which found in a prefix cache",
+            f"{f.prompt_tokens}, {f.cached_tokens}",
+        ),
         ("new tokens", str(f.new_tokens)),
         ("seconds", number(f.elapsed_s)),
         ("draft tokens, of which accepted", f"{f.draft_tokens}, {percent(f.acceptance)}"),

@@ -7,8 +7,9 @@ and wants the machine to itself: a cluster on the same machine should be idle th
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Plan:
             sampling=self.sampling,
             ignore_eos=self.ignore_eos,
             draft_len=self.draft_len,
+            salt=secrets.token_hex(8),
         )
 
     @property
@@ -108,16 +110,19 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Report:
     workload = plan.workload(config.replica.target, replica.spec.vocab_size)
     engine = LocalEngine(replica, config.scheduler)
 
-    def requests(prefix: str) -> Callable[[int], Any]:
-        return lambda n: engine_request(workload, n, text.encode, text.eos_token_ids, prefix)
+    def requests(asked: Workload, prefix: str) -> Callable[[int], Any]:
+        return lambda n: engine_request(asked, n, text.encode, text.eos_token_ids, prefix)
 
     driver.drive(
-        engine, requests("warm-up "), *plan.warming, _noting(note, "warm-up", plan.warm_up)
+        engine,
+        requests(_salted(workload), "warm-up "),
+        *plan.warming,
+        _noting(note, "warm-up", plan.warm_up),
     )
     before = driver.pool_sums(engine)
     records = driver.drive(
         engine,
-        requests(""),
+        requests(workload, ""),
         plan.arrivals,
         plan.extent,
         _noting(note, "load", plan.extent.requests),
@@ -167,7 +172,10 @@ async def _through_cluster(plan: Plan, server: Any, note: Note) -> _Load:
         def make(number: int) -> Any:
             return driver.grpc_request(workload, number)
 
-        await driver.drive(client, make, *plan.warming, _noting(note, "warm-up", plan.warm_up))
+        def warm(number: int) -> Any:
+            return driver.grpc_request(_salted(workload), number)
+
+        await driver.drive(client, warm, *plan.warming, _noting(note, "warm-up", plan.warm_up))
         before = driver.pool_sums(await client.status())
         retries = client.retries
         records = await driver.drive(
@@ -232,6 +240,11 @@ def _comparison(
         plan.draft_len,
         lambda phase, done: note(f"comparison: {phase}", done, None),
     )
+
+
+def _salted(workload: Workload) -> Workload:
+    """For the warm-up, which must leave no prompt in a cache for the load to find."""
+    return replace(workload, salt=f"{workload.salt} warm-up")
 
 
 def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:

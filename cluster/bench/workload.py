@@ -31,9 +31,16 @@ class Workload:
     ignore_eos: bool = True
     """Every request then commits exactly max_new_tokens."""
     draft_len: int | None = None
+    salt: str = ""
+    """Begins the requests' cache salts; another for every run that may share a cluster."""
 
     def prompt(self, number: int) -> Prompt:
         return self.prompts[number % len(self.prompts)]
+
+    def cache_salt(self, number: int) -> str:
+        """Another each time round the prompts: what several prompts of one round begin with may be
+        found in the prefix cache, a prompt that was asked before may not."""
+        return f"{self.salt} {number // len(self.prompts)}"
 
     def sampling_of(self, number: int) -> SamplingParams:
         return replace(self.sampling, seed=self.sampling.seed + number)
@@ -136,4 +143,5 @@ def engine_request(
         sampling=workload.sampling_of(number),
         stop_token_ids=() if workload.ignore_eos else tuple(eos),
         draft_len=workload.draft_len,
+        cache_salt=workload.cache_salt(number),
     )

@@ -47,7 +47,7 @@ def served() -> list[Record]:
     """Two that were served, one late by the driver's fault, and one that failed."""
     return [
         Record(0, 0.0, 0.0, 10, [(0.5, 1), (1.0, 4), (1.5, 3)], 1.5, "", 4, 16, 6, (3, 2, 1, 0)),
-        Record(1, 1.0, 1.5, 20, [(3.0, 2), (4.0, 2)], 4.0, "", 2, 4, 2, (2,), recovered=1),
+        Record(1, 1.0, 1.5, 20, [(3.0, 2), (4.0, 2)], 4.0, "", 2, 4, 2, (2,), 1, 16),
         Record(2, 2.0, 2.0, 0, [(2.5, 1)], 3.0, "UNAVAILABLE"),
     ]
 
@@ -66,6 +66,7 @@ def test_a_failed_request_counts_as_failed_and_in_nothing_else() -> None:
     made = summarise(served(), NOTHING, NOTHING, retries=3)
     assert (made.requests, made.failed, made.errors) == (3, 1, {"UNAVAILABLE": 1})
     assert (made.prompt_tokens, made.new_tokens, made.elapsed_s) == (30, 12, 4.0)
+    assert made.cached_tokens == 16
     assert (made.tokens_per_s, made.requests_per_s) == (3.0, 0.5)
     assert (made.retries, made.recovered) == (3, 1)
 

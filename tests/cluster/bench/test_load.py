@@ -89,6 +89,9 @@ def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
     first, second = (grpc_request(workload(0.8), n) for n in range(2))
     assert (first.temperature, first.seed, second.seed) == (0.8, 7, 8)
     assert first.ignore_eos
+    again = grpc_request(workload(), len(workload().prompts))
+    assert again.prompt_token_ids == first.prompt_token_ids
+    assert again.cache_salt != first.cache_salt == second.cache_salt
     assert not first.HasField("draft_len")
     greedy = grpc_request(workload(), 0)
     assert not greedy.HasField("seed")
