@@ -1,0 +1,33 @@
+"""Proves: `lockstep bench` measures a real cluster, open loop, with the pool's own figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import main
+from tests.integration.conftest import RunningCluster
+
+pytestmark = pytest.mark.ray
+
+
+def test_a_benchmark_of_a_real_cluster(cluster: RunningCluster, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    arguments = [
+        *("bench", "--address", cluster.address, "--prompt-tokens", "8..40", "--requests", "24"),
+        *("--rate", "40", "--warm-up", "2", "--max-new-tokens", "24", "--json", str(path)),
+    ]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    figures = data["figures"]
+    assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (24, 0, 24 * 24)
+    assert figures["elapsed_s"] > data["requests"][-1]["due_s"] > 0
+    assert figures["latency_s"]["p50"] >= figures["ttft_s"]["p50"] > 0
+    assert 0 < figures["acceptance"] <= 1
+    assert 0 <= figures["padding"] < 1
+    assert figures["spread_mean"] >= 0
+    assert data["settings"]["replicas"] == 2
