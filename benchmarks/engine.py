@@ -58,6 +58,8 @@ def main() -> None:
         device=args.device,
         dtype=args.dtype,
         torch_threads=args.threads,
+        # The same prompts come in every round.
+        prefix_sharing=False,
     )
     models = Transformers.load(config)
     replica = Replica.load(config)

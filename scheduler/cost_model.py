@@ -157,11 +157,7 @@ class CostModel:
         """An order was answered with its times."""
         times = result.times
         if order.kind is OrderKind.PREFILL:
-            filled = sum(
-                (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
-                for row in order.prefill
-            ) - sum(row.reused for row in result.rows)
-            self._prefill.observe(filled, 0.0, times.prefill_s)
+            self._prefill.observe(filled_tokens(order, result), 0.0, times.prefill_s)
             return
         steps = result.steps
         if not steps:
@@ -230,3 +226,14 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
         known = sum(matrix[row][at] * found[at] for at in range(row + 1, size))
         found[row] = (right[row] - known) / matrix[row][row]
     return found
+
+
+def filled_tokens(order: Order, result: StepResult) -> int:
+    """KV positions that a prefill order computed: not those that the replica had already, which may
+    be more than it was to fill."""
+    reused = {row.sequence_id: row.reused for row in result.rows}
+    return sum(
+        max((len(row.tokens) - 1 if row.until is None else row.until) - max(row.begin, found), 0)
+        for row in order.prefill
+        for found in (reused.get(row.sequence_id, 0),)
+    )

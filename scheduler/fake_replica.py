@@ -259,6 +259,7 @@ class Run:
                 RowResult(row.sequence_id, reused=self._reused[row.sequence_id])
                 for row in order.prefill
             )
+            times = StepTimes(prefill_s=times.total_s, total_s=times.total_s)
             return StepResult(order.id, order.replica_id, filled, times=times)
         rows = tuple(
             RowResult(

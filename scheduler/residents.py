@@ -10,9 +10,10 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from scheduler.admission import blocks_needed
+from scheduler.cost_model import filled_tokens
 from scheduler.grouping import ReadyRows
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
-from scheduler.orders import order_spread, prefill_tokens
+from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
 
@@ -37,9 +38,9 @@ class ReplicaFigures:
     kv_positions_own: int = 0
     kv_positions_read: int = 0
     prefill_tokens: int = 0
-    """KV positions that prefill orders were to fill, ..."""
+    """KV positions that prefill orders computed."""
     reused_tokens: int = 0
-    """... and those of them that were there already."""
+    """KV positions that sequences found when they came."""
     last_times: StepTimes = field(default_factory=StepTimes)
 
     def note(self, order: Order, result: StepResult, committed_tokens: int) -> None:
@@ -48,7 +49,7 @@ class ReplicaFigures:
         self.busy_s += result.times.total_s
         self.last_times = result.times
         if order.kind is OrderKind.PREFILL:
-            self.prefill_tokens += prefill_tokens(order)
+            self.prefill_tokens += filled_tokens(order, result)
             return
         self.groups += 1
         self.spread_sum += order_spread(order)

@@ -43,7 +43,7 @@ class ReplicaStatus:
     """Speculate orders answered, and the sum of their groups' spreads in tokens."""
     spread_sum: int = 0
     prefill_tokens: int = 0
-    """KV positions that prefill orders were to fill, and those that were there already."""
+    """KV positions that prefill orders computed, and those that sequences found when they came."""
     reused_tokens: int = 0
     beliefs: Beliefs = field(default_factory=Beliefs)
 

@@ -35,7 +35,10 @@ NEW = 20
 
 
 @cache
-def replica_of(dtype: str, deterministic: bool, draft: bool = True) -> Replica:
+def replica_of(
+    dtype: str, deterministic: bool, draft: bool = True, sharing: bool = False
+) -> Replica:
+    """Without sharing, or the prompts' KV would be computed in the first run only."""
     config = ReplicaConfig(
         target=TARGET,
         draft="planted:tiny-draft" if draft else None,
@@ -44,6 +47,7 @@ def replica_of(dtype: str, deterministic: bool, draft: bool = True) -> Replica:
         deterministic=deterministic,
         block_size=4,
         kv_blocks=2048,
+        prefix_sharing=sharing,
     )
     return Replica.load(config)
 
@@ -100,6 +104,24 @@ def test_output_is_the_same_whatever_the_batch_the_draft_length_and_the_arrival(
         assert run(replica, batch, k, arrival) == expected, (batch, k, seed)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_it_is_the_same_with_a_prefix_that_others_computed(sampled: bool) -> None:
+    """Its KV comes from other batches, and in part from steps instead of a prefill."""
+    expected = run(replica_of("bfloat16", deterministic=True), 1, 0, sampled=sampled)
+    sharing = replica_of("bfloat16", deterministic=True, sharing=True)
+    for batch, k, seed in SCHEDULES:
+        arrival = None if seed is None else random.Random(seed)
+        assert run(sharing, batch, k, arrival, sampled) == expected, (batch, k, seed)
+    again = [
+        Request(f"again {i}", (*prompt, *tokens[:9]), NEW - 9, sampling=SamplingParams())
+        for i, (prompt, tokens) in enumerate(zip(prompts(6), expected, strict=True))
+    ]
+    if not sampled:
+        outputs = LocalEngine(sharing, SchedulerConfig()).generate(again)
+        assert [output.tokens for output in outputs] == [tokens[9:] for tokens in expected]
+        assert sum(output.usage.cached_tokens for output in outputs) > 100
+
+
 def test_sampled_output_is_the_same_too() -> None:
     replica = replica_of("bfloat16", deterministic=True)
     expected = run(replica, 1, 0, sampled=True)
@@ -131,6 +153,7 @@ def test_a_sequence_prefilled_anew_in_the_middle_goes_on_as_it_would_have(chunk:
         block_size=4,
         kv_blocks=2048,
         prefill_chunk_tokens=chunk,
+        prefix_sharing=False,
     )
     pair = load_pair(
         config.model_copy(

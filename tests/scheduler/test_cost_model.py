@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_model import CELLS_MAX, CostModel, Fit, LinearCost
+from scheduler.cost_model import CELLS_MAX, CostModel, Fit, LinearCost, filled_tokens
 from scheduler.messages import (
     Order,
     OrderKind,
@@ -168,3 +168,15 @@ def test_a_prefill_is_fitted_by_what_it_fills() -> None:
         times = StepTimes(prefill_s=2e-3 + 1e-4 * count, total_s=1.0)
         model.observe(order, StepResult(1, "r", (RowResult("a"),), times=times))
     assert model.prefill(200, 0) == pytest.approx(22e-3, rel=0.02)
+
+
+def test_a_prefill_costs_what_it_filled_also_where_more_was_found_than_asked_for() -> None:
+    model = CostModel()
+    for fill, found in ((100, 0), (300, 0), (500, 400), (64, 640), (0, 0)):
+        row = PrefillRow("a", (1,) * 1000, 1, SamplingParams(), (), 70, until=fill)
+        order = Order(1, "r", OrderKind.PREFILL, prefill=(row,))
+        seconds = 2e-3 + 1e-5 * max(fill - found, 0)
+        result = StepResult(1, "r", (RowResult("a", reused=found),), 0, StepTimes(seconds, 0, 0, 1))
+        model.observe(order, result)
+        assert filled_tokens(order, result) == max(fill - found, 0)
+    assert model.prefill(200, 0) == pytest.approx(4e-3, rel=0.03)
