@@ -24,11 +24,20 @@ class Speed:
     step_s: float
     """One step, whatever the number of its rows."""
     prefill_s: float
-    """One prefill order."""
+    """One prefill order, whatever its tokens."""
     start_s: float
     """Loading the models."""
     acceptance: float
     """Probability that a draft token is accepted, if those before it are."""
+    prefill_token_s: float = 0.0
+    """Each token of a prefill order, on top."""
+
+    def step_time(self, order: Order) -> float:
+        """Seconds of one step of an order, or of a prefill order."""
+        if order.kind is OrderKind.SPECULATE:
+            return self.step_s
+        tokens = sum(len(row.tokens) for row in order.prefill)
+        return self.prefill_s + self.prefill_token_s * tokens
 
     def tokens_per_s(self, rows: int, draft_len: int) -> float:
         """What full groups of so many rows commit, without prefills."""
@@ -62,14 +71,18 @@ class SyntheticReplica:
             # A new membership; the residents of the old one were released before.
             assert not self._ids, "residents of an earlier membership"
             self._fake = FakeReplica(order.replica_id, self.spec, self._speed.acceptance, self._rng)
-        prefill = order.kind is OrderKind.PREFILL
-        each_s = self._speed.prefill_s if prefill else self._speed.step_s
+        end_s = time.perf_counter()
+        each_s = self._speed.step_time(order)
         self._fake.receive(order)
         run = self._fake.begin(order)
         self._ids.update(row.sequence_id for row in order.prefill)
-        time.sleep(each_s)
-        while run.advance() and not interrupted():
-            time.sleep(each_s)
+        more = True
+        while more:
+            # What the fake itself takes is part of the step.
+            end_s += each_s
+            more = run.advance()
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+            more = more and not interrupted()
         self._fake.end(order)
         return run.result(each_s)
 

@@ -1,0 +1,61 @@
+"""The same scheduler over the same synthetic replicas where nothing else costs any time.
+
+Virtual time: messages take none, the scheduler takes none, clients come back at once. What a
+cluster gives over this is what Ray, gRPC, the processes and their share of the CPU leave of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from benchmarks.cluster.load import Load
+from benchmarks.synthetic import Speed
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request
+from scheduler.simulator import Trouble, World
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """What the load gives at best."""
+
+    tokens_per_s: float
+    latencies_s: tuple[float, ...]
+
+
+def ideal(
+    load: Load, spec: ReplicaSpec, speed: Speed, replicas: int, config: SchedulerConfig
+) -> Ideal:
+    """Plays the load in virtual time; `new_tokens` of every request are committed."""
+    requests = [
+        Request(str(number), tuple(prompt), load.new_tokens)
+        for number, prompt in enumerate(load.prompts)
+    ]
+    coming = iter(requests)
+
+    def come_back(now_s: float, _event: Event, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Finish) and (request := next(coming, None)) is not None:
+                world.submit(now_s, request)
+
+    world = World(
+        Random(0),
+        config,
+        step_time=speed.step_time,
+        trouble=Trouble(delay_s=(0.0, 0.0)),
+        acceptance=speed.acceptance,
+        watch=come_back,
+    )
+    for number in range(replicas):
+        world.join(0.0, f"r{number}", spec)
+    for request in (next(coming) for _ in range(min(load.in_flight, len(requests)))):
+        world.submit(0.0, request)
+    outcomes = world.run().outcomes.values()
+    assert all(outcome.finish is not None for outcome in outcomes), "a request was not served"
+    tokens = sum(len(outcome.tokens) for outcome in outcomes)
+    ends_s = [outcome.finished_s or 0.0 for outcome in outcomes]
+    spent_s = tuple(
+        end_s - outcome.submitted_s for end_s, outcome in zip(ends_s, outcomes, strict=True)
+    )
+    return Ideal(tokens / max(ends_s), spent_s)
