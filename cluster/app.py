@@ -19,16 +19,18 @@ from ray.actor import ActorHandle
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ReplicaRank
 
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import ClusterConfig, from_args
 from cluster.http import http_app
 from cluster.ingress import Ingress
 from cluster.metrics import IngressMeter, ray_sink
-from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pool, this_process
+from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
 from cluster.replica_runner import HostedReplica, ReplicaRunner
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
+from scheduler.sharding import shard_of_rank
 
 APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (
@@ -57,14 +59,14 @@ def load_replica(config: ReplicaConfig) -> HostedReplica:
 # --------------------------------------------------------------------------- the pool
 
 
-def pool_opener(config: ClusterConfig) -> Callable[[], ActorHandle]:
-    """Finds the pool's actor, or creates it. It outlives its creator and leaves when idle."""
+def pool_opener(config: ClusterConfig, name: str) -> Callable[[], ActorHandle]:
+    """Finds the actor of a shard, or creates it. It outlives its creator and leaves when idle."""
 
     def open_actor() -> ActorHandle:
         actor: ActorHandle = (
             ray.remote(PoolProcess)
             .options(
-                name=config.pool_name,
+                name=name,
                 namespace=config.pool.namespace,
                 get_if_exists=True,
                 lifetime="detached",
@@ -79,6 +81,11 @@ def pool_opener(config: ClusterConfig) -> Callable[[], ActorHandle]:
     return open_actor
 
 
+def ray_pools(config: ClusterConfig) -> list[RayPool]:
+    """One per shard."""
+    return [RayPool(pool_opener(config, name)) for name in config.pool_names]
+
+
 # --------------------------------------------------------------------------- deployments
 
 
@@ -88,14 +95,21 @@ class ReplicaDeployment:
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
         log_to_stderr()
         replica_config = _replica_config(config)
+        context = serve.get_replica_context()
+        self._shards = config.pool.shards
         self._runner = ReplicaRunner(
             config,
             lambda: load(replica_config),
-            RayPool(pool_opener(config)),
-            name=serve.get_replica_context().replica_id.unique_id,
+            ray_pools(config),
+            name=context.replica_id.unique_id,
             process=this_process(),
+            shard=shard_of_rank(context.rank.rank, self._shards),
         )
         await self._runner.start()
+
+    def reconfigure(self, _user_config: None, rank: ReplicaRank) -> None:
+        """Serve keeps the ranks without gaps, and calls this when ours changes."""
+        self._runner.move_to(shard_of_rank(rank.rank, self._shards))
 
     def check_health(self) -> None:
         self._runner.check()
@@ -122,7 +136,7 @@ class IngressDeployment(Ingress):
         log_to_stderr()
         super().__init__(
             config,
-            RayPool(pool_opener(config)),
+            ray_pools(config),
             load_text(config.replica),
             name=serve.get_replica_context().replica_id.unique_id,
             meter=IngressMeter(ray_sink()),
@@ -236,17 +250,17 @@ class ClusterRun:
         """
         if not ray.is_initialized():
             return
-        pool: ActorHandle | None = None
-        with contextlib.suppress(ValueError):
-            pool = ray.get_actor(self._config.pool_name, namespace=self._config.pool.namespace)
-        if pool is not None:
-            stop_pool(pool, 0.0 if at_once else self._config.actors.drain_s)
+        pools: list[ActorHandle] = []
+        for name in self._config.pool_names:
+            with contextlib.suppress(ValueError):
+                pools.append(ray.get_actor(name, namespace=self._config.pool.namespace))
+        stop_pools(pools, 0.0 if at_once else self._config.actors.drain_s)
         if not (at_once and self._began_ray):
             # Before Serve as a whole: its proxies live on until the last answers are delivered.
             serve.delete(APP_NAME)
             if self._began_serve:
                 serve.shutdown()
-        if pool is not None:
+        for pool in pools:
             ray.kill(pool)
         if self._began_ray:
             ray.shutdown()

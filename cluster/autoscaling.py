@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from scheduler.autoscaling import (
     pool_load,
     wanted_replicas,
 )
+from scheduler.sharding import merged_status
 from scheduler.status import PoolStatus
 
 log = logging.getLogger("ray.serve")
@@ -48,7 +49,7 @@ class PoolPolicy:
 
     def __init__(
         self,
-        pool_name: str,
+        pool_names: Sequence[str],
         namespace: str,
         autoscaling: Mapping[str, Any],
         rows_max: int,
@@ -57,7 +58,7 @@ class PoolPolicy:
     ) -> None:
         """`autoscaling` holds the fields of AutoscalingConfig; `ask` may block and may raise."""
         self._config = AutoscalingConfig.model_validate(dict(autoscaling))
-        self._ask = ask or _Pool(pool_name, namespace)
+        self._ask = ask or _Pools(pool_names, namespace)
         self._clock = clock
         self._meter = CapacityMeter(self._config.tokens_per_s, rows_max)
         self._state = ScalingState()
@@ -113,24 +114,24 @@ class PoolPolicy:
         return number
 
 
-class _Pool:
-    """Asks the pool's actor and waits for the answer; finds it again when it is gone."""
+class _Pools:
+    """Asks the pool's actors and waits for their answers; finds them again when one is gone."""
 
-    def __init__(self, name: str, namespace: str) -> None:
-        self._name = name
+    def __init__(self, names: Sequence[str], namespace: str) -> None:
+        self._names = names
         self._namespace = namespace
-        self._actor: Any = None
+        self._actors: list[Any] = []
 
     def __call__(self) -> PoolStatus:
-        """Raises what Ray raises, ValueError when there is no such actor."""
-        if self._actor is None:
-            self._actor = ray.get_actor(self._name, namespace=self._namespace)
+        """All shards as one. Raises what Ray raises, ValueError when there is no such actor."""
+        if not self._actors:
+            self._actors = [ray.get_actor(name, namespace=self._namespace) for name in self._names]
         try:
-            status: PoolStatus = ray.get(self._actor.status.remote(), timeout=_ANSWER_S).status
+            views = ray.get([actor.status.remote() for actor in self._actors], timeout=_ANSWER_S)
         except Exception:
-            self._actor = None
+            self._actors = []
             raise
-        return status
+        return merged_status([view.status for view in views])
 
 
 def serve_autoscaling(config: ClusterConfig) -> ServeAutoscaling | None:
@@ -148,7 +149,7 @@ def serve_autoscaling(config: ClusterConfig) -> ServeAutoscaling | None:
         policy=AutoscalingPolicy(
             policy_function=f"{__name__}:{PoolPolicy.__name__}",
             policy_kwargs={
-                "pool_name": config.pool_name,
+                "pool_names": config.pool_names,
                 "namespace": config.pool.namespace,
                 "autoscaling": ours.model_dump(),
                 "rows_max": config.scheduler.rows_max,

@@ -99,6 +99,8 @@ def print_status(server: Server, as_json: bool) -> int:
         )
         return 0
     console.print(_summary(status))
+    if status.shards:
+        console.print(_shards(status))
     console.print(_replicas(status))
     return 0
 
@@ -117,6 +119,19 @@ def _summary(status: pb.StatusResponse) -> Table:
     }
     for name, value in rows.items():
         table.add_row(name, value)
+    return table
+
+
+def _shards(status: pb.StatusResponse) -> Table:
+    table = Table("shard", "up", "replicas", "waiting", "running", "outstanding", "tokens/s")
+    for shard in status.shards:
+        table.add_row(
+            shard.incarnation,
+            f"{shard.uptime_s:.0f} s",
+            *(str(count) for count in (shard.serving, shard.waiting, shard.running)),
+            f"{shard.outstanding_tokens} tokens",
+            f"{shard.tokens_per_s:.0f}",
+        )
     return table
 
 

@@ -29,6 +29,19 @@ class PoolConfig(_Settings):
     """The actor that holds the pool."""
 
     name: str = Field("pool", min_length=1, description="Begins the name of the actor.")
+    shards: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Actors side by side, each with its own pool and its share of the replicas; "
+        "for more orders than one process can give.",
+    )
+    move_s: float = Field(
+        1.0,
+        ge=0,
+        description="How long requests wait in a shard without a replica, or in one that does not "
+        "answer, before they go to one that serves.",
+    )
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     lease_s: float = Field(
         3.0, gt=0, description="Silence after which a replica or an ingress counts as lost."
@@ -169,7 +182,7 @@ class ClusterConfig(_Settings):
 
     @property
     def pool_name(self) -> str:
-        """Name of the pool's actor: settings that cannot share a pool get one each."""
+        """Name of the pool: settings that cannot share one get one each."""
         replica = self.replica
         parts = [
             *(replica.target, replica.dtype, replica.context_len),
@@ -177,6 +190,13 @@ class ClusterConfig(_Settings):
         ]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return f"{self.pool.name}-{digest[:8]}"
+
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        """Names of the pool's actors, one per shard."""
+        if self.pool.shards == 1:
+            return (self.pool_name,)
+        return tuple(f"{self.pool_name}-{shard}" for shard in range(self.pool.shards))
 
 
 SHORT_NAMES: Mapping[str, tuple[str, str]] = {

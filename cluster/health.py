@@ -6,14 +6,14 @@ Knows the pool by its status only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.calls import CallContext, Refusal, refuse
-from cluster.protocol import PoolPort, PoolUnreachable
+from cluster.protocol import PoolUnreachable, PoolView
 from cluster.servicer import Unparsed
 from protos import lockstep_pb2 as pb
 
@@ -29,9 +29,17 @@ _NO_HEALTH_REQUEST = Refusal(
 class HealthService:
     """The RPCs by their names, as Serve's proxy calls them."""
 
-    def __init__(self, pool: PoolPort, stopping: asyncio.Event, watches_max: int) -> None:
-        """`stopping` is set while the server accepts no new request."""
-        self._pool = pool
+    def __init__(
+        self,
+        status: Callable[[], Awaitable[PoolView]],
+        stopping: asyncio.Event,
+        watches_max: int,
+    ) -> None:
+        """`stopping` is set while the server accepts no new request.
+
+        `status` asks the pool and may raise PoolUnreachable.
+        """
+        self._status = status
         self._stopping = stopping
         self._watches_max = watches_max
         self._watches = 0
@@ -102,7 +110,7 @@ class HealthService:
     async def ready(self) -> bool:
         """Whether a replica has its models in memory."""
         try:
-            view = await self._pool.status()
+            view = await self._status()
         except PoolUnreachable:
             return False
         return not view.stopping and any(not replica.draining for replica in view.status.replicas)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,10 +20,11 @@ from cluster.auth import Admission, Caller, Door
 from cluster.calls import CallContext, Refusal, Refused, caller_of, refuse
 from cluster.config import ClusterConfig
 from cluster.health import HealthService
+from cluster.live_request import LiveRequest
 from cluster.metrics import IngressMeter
-from cluster.pool_link import LiveRequest, PoolLink
 from cluster.protocol import STOPPING, PoolPort
 from cluster.servicer import Unparsed
+from cluster.shard_links import ShardLinks
 from cluster.target_text import TargetText
 from cluster.text import TextStream
 from cluster.wire import (
@@ -72,20 +73,20 @@ class Ingress(HealthService):
     def __init__(
         self,
         config: ClusterConfig,
-        pool: PoolPort,
+        pools: Sequence[PoolPort],
         text: TargetText,
         name: str,
         meter: IngressMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`pools`: one per shard."""
         self._config = config
-        self._pool = pool
         self._text = text
-        self._link = PoolLink(pool, name, config.pool.poll_s, clock=clock)
+        self._link = ShardLinks(pools, name, config.pool.poll_s, config.pool.move_s, clock=clock)
         self._meter = meter or IngressMeter()
         self._clock = clock
         self._door = Door(config.auth, config.ingress, clock)
-        super().__init__(pool, self._link.stopping, config.ingress.watches_max)
+        super().__init__(self._link.status, self._link.stopping, config.ingress.watches_max)
 
     def start(self) -> None:
         self._link.start()
@@ -150,7 +151,7 @@ class Ingress(HealthService):
             with self._refusals():
                 self._door.check(caller_of(grpc_context))
                 _parsed(request, "StatusRequest")
-                return to_status(await self._pool.status())
+                return to_status(await self._link.status())
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             return pb.StatusResponse()

@@ -26,6 +26,7 @@ from cluster.protocol import (
     JoinReply,
     News,
     NewsReply,
+    PoolLoad,
     PoolView,
     PullReply,
     ReleaseNote,
@@ -136,6 +137,7 @@ class PoolActor:
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._replicas[replica_id] = _Replica(spec, process, self._clock(), Mailbox())
             self._step(ReplicaJoined(replica_id, spec))
+            self._wake_ingresses()
         return JoinReply(self._incarnation, self._orders_max)
 
     async def pull(
@@ -176,6 +178,7 @@ class PoolActor:
             replica.draining = True
             self._step(ReplicaDraining(replica_id))
             replica.mailbox.close()
+            self._wake_ingresses()
 
     async def leave(self, replica_id: str, blamed: bool = False) -> None:
         """The replica goes now; `blamed` if it does so because the order in hand hangs."""
@@ -204,7 +207,9 @@ class PoolActor:
         for request_id in cancels:
             if request_id in ingress.requests:
                 self._step(Cancel(request_id))
-        return SubmitReply(self._incarnation, tuple(rejects), stopping=self._stopping)
+        return SubmitReply(
+            self._incarnation, tuple(rejects), stopping=self._stopping, load=self._load()
+        )
 
     async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
         """One poll for all requests of an ingress; not polling is how an ingress is lost."""
@@ -214,7 +219,9 @@ class PoolActor:
         known = ingress_id in self._ingresses
         ingress = self._ingress(ingress_id)
         if not known:
-            return NewsReply(self._incarnation, known=False, stopping=self._stopping)
+            return NewsReply(
+                self._incarnation, known=False, stopping=self._stopping, load=self._load()
+            )
         first, items = await ingress.mailbox.poll(acknowledged, min(wait_s, self._config.poll_s))
         ingress.heard_s = self._clock()
         known = self._ingresses.get(ingress_id) is ingress
@@ -226,6 +233,7 @@ class PoolActor:
             first=first,
             stopping=self._stopping,
             cut=self._stopping and self._cut,
+            load=self._load(),
         )
 
     async def part(self, ingress_id: str) -> None:
@@ -255,8 +263,7 @@ class PoolActor:
         self._stopping_until_s, self._cut = self._clock() + for_s, cut
         if news:
             log.info("no new request is accepted%s", ", the unfinished ones end" if cut else "")
-            for ingress in self._ingresses.values():
-                ingress.mailbox.close()
+            self._wake_ingresses()
         return self._scheduler.snapshot().live
 
     @property
@@ -303,6 +310,15 @@ class PoolActor:
     def _post(self, mailbox: Mailbox[Any], item: Any, urgent: bool = True) -> None:
         mailbox.put(item, urgent)
         self._touched.add(mailbox)
+
+    def _load(self) -> PoolLoad:
+        serving = sum(not replica.draining for replica in self._replicas.values())
+        return PoolLoad(serving, self._scheduler.outstanding_tokens)
+
+    def _wake_ingresses(self) -> None:
+        """Their polls return at once: all of them should know what the replies say of the pool."""
+        for ingress in self._ingresses.values():
+            ingress.mailbox.close()
 
     # ------------------------------------------------------------------ leases
 
@@ -372,6 +388,7 @@ class PoolActor:
         if replica.probe is not None:
             replica.probe.cancel()
         self._step(ReplicaLost(replica_id, blamed))
+        self._wake_ingresses()
 
     def _lose_ingress(self, ingress_id: str, why: str) -> None:
         self._ended[ingress_id] = None

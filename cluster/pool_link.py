@@ -14,10 +14,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from cluster.protocol import News, NewsReply, PoolPort, PoolUnreachable
-from scheduler.messages import Finish, FinishReason, Reject, Request, Submit, Usage
+from cluster.live_request import LiveRequest
+from cluster.protocol import News, NewsReply, PoolLoad, PoolPort, PoolUnreachable
+from scheduler.messages import Finish, FinishReason, Request, Submit, Usage
+from scheduler.sharding import ShardLoad
 
 log = logging.getLogger("lockstep.ingress")
 
@@ -25,33 +27,6 @@ _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """An accepted request: what was delivered and whether it has ended."""
-
-    request: Request
-    deadline_s: float
-    tokens: list[int]
-    """All new tokens so far, those that came with the request included."""
-    pool_id: str = ""
-    """The id it has in the current session."""
-    finish: Finish | None = None
-    reject: Reject | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    sent: bool = False
-    """Whether the current session's pool may know it."""
-    cancelled: bool = False
-    recovered: int = 0
-    first_s: float = 0.0
-    """When the first new token came; 0 before."""
-    unreachable: bool = False
-
-    def end(self) -> None:
-        self.changed.set()
-        self.ended.set()
 
 
 class PoolLink:
@@ -64,13 +39,18 @@ class PoolLink:
         poll_s: float,
         unreachable_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Requests end as unreachable when the pool does not answer for `unreachable_s`."""
+        """Requests end as unreachable when the pool does not answer for `unreachable_s`.
+
+        `heard` is called when the pool has said something new of itself.
+        """
         self._pool = pool
         self._name = name
         self._poll_s = poll_s
         self._unreachable_s = unreachable_s
         self._clock = clock
+        self._heard = heard
         self._live: dict[str, LiveRequest] = {}
         self._queue: list[LiveRequest] = []
         self._cancels: list[str] = []
@@ -83,6 +63,9 @@ class PoolLink:
         self._registered = False
         """Whether the pool has answered a call of this session, and so knows it."""
         self._answered_s = clock()
+        self._load = PoolLoad()
+        self._unanswered = 0
+        """Tokens of requests that the pool has not confirmed, so that its load lacks them."""
         self.stopping = asyncio.Event()
         """Set while the pool accepts no new request, as far as is known here."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -95,6 +78,23 @@ class PoolLink:
         live = LiveRequest(request, self._clock() + timeout_s, list(request.committed))
         self._enqueue(live)
         return live
+
+    def adopt(self, live: LiveRequest) -> None:
+        """Hand over what another link has let go; it goes on where it was."""
+        live.recovered += live.sent
+        self._enqueue(live)
+
+    def let_go(self) -> list[LiveRequest]:
+        """Forget all requests that go on elsewhere, and have the pool forget them, too."""
+        gone = [live for live in self._live.values() if not live.cancelled]
+        for live in gone:
+            del self._live[live.pool_id]
+            if live.sent:
+                self._cancels.append(live.pool_id)
+        self._unanswered -= sum(live.tokens_left for live in self._queue if not live.cancelled)
+        self._queue = [live for live in self._queue if live.cancelled]
+        self._work.set()
+        return gone
 
     def cancel(self, live: LiveRequest) -> None:
         """The client is gone, or has all that it wants. Its Finish still comes."""
@@ -111,6 +111,18 @@ class PoolLink:
     def answered(self) -> bool:
         """Whether the pool has answered lately."""
         return self._clock() - self._answered_s < 2 * self._poll_s + 1.0
+
+    @property
+    def load(self) -> ShardLoad:
+        """What the pool has said of itself last, at most a poll ago, and what it does not know."""
+        outstanding = self._load.outstanding_tokens + self._unanswered
+        answers = self.answered and self._steady.is_set()
+        return ShardLoad(self._load.serving, outstanding, answers)
+
+    @property
+    def stranded(self) -> bool:
+        """Whether what it has here waits for a replica or for the pool itself."""
+        return bool(self._live) and not (self.answered and self._load.serving)
 
     # ------------------------------------------------------------------ life
 
@@ -142,6 +154,7 @@ class PoolLink:
         live.sent = False
         self._live[live.pool_id] = live
         self._queue.append(live)
+        self._unanswered += live.tokens_left
         self._work.set()
 
     async def _submit_forever(self) -> None:
@@ -153,6 +166,7 @@ class PoolLink:
             session = self._session
             queue, self._queue = self._queue, []
             cancels, self._cancels = self._cancels, []
+            tokens = sum(live.tokens_left for live in queue)
             submits = [self._as_sent(live) for live in queue if live.finish is None]
             try:
                 reply = await self._pool.submit(session, submits, cancels)
@@ -167,7 +181,8 @@ class PoolLink:
                 await self._start_over(session, "it has ended this session")
                 continue
             self._registered = True
-            self._note_stopping(reply.stopping)
+            self._unanswered -= tokens
+            self._note(reply.load, reply.stopping)
             for reject in reply.rejects:
                 if (live := self._live.pop(reject.request_id, None)) is not None:
                     live.reject = reject
@@ -206,18 +221,20 @@ class PoolLink:
                 await self._start_over(session, "it does not know this ingress")
                 continue
             self._registered = True
-            self._note_stopping(reply.stopping)
             acknowledged = self._take(reply, acknowledged)
+            self._note(reply.load, reply.stopping)
             if reply.cut:
                 for live in list(self._live.values()):
                     self.cancel(live)
                 self._give_up()
 
-    def _note_stopping(self, stopping: bool) -> None:
+    def _note(self, load: PoolLoad, stopping: bool) -> None:
+        self._load = load
         if stopping:
             self.stopping.set()
         else:
             self.stopping.clear()
+        self._heard()
 
     def _take(self, reply: NewsReply, acknowledged: int) -> int:
         for number, item in enumerate(reply.items, start=reply.first):
@@ -294,6 +311,7 @@ class PoolLink:
         self._live.clear()
         self._queue.clear()
         self._cancels.clear()
+        self._unanswered = 0
         self._new_session()
         self._steady.clear()
         for live in unfinished:
@@ -327,3 +345,4 @@ class PoolLink:
             live.unreachable = True
             live.end()
         self._queue.clear()
+        self._unanswered = 0

@@ -23,6 +23,7 @@ from scheduler.messages import (
     StepResult,
     Submit,
 )
+from scheduler.sharding import merged_status
 from scheduler.status import PoolStatus
 
 STOPPING = "the server is stopping"
@@ -69,6 +70,16 @@ News = tuple[str, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """How much there is to do in a pool, for whoever has several to choose from."""
+
+    serving: int = 0
+    """Replicas that take sequences."""
+    outstanding_tokens: int = 0
+    """Tokens that accepted requests may still commit."""
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitReply:
     """With `known` false the pool has ended this ingress's session and has accepted nothing."""
 
@@ -77,6 +88,8 @@ class SubmitReply:
     known: bool = True
     stopping: bool = False
     """The pool accepts no new request."""
+    load: PoolLoad = PoolLoad()
+    """With the requests of this call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,7 @@ class NewsReply:
     """The pool accepts no new request."""
     cut: bool = False
     """The grace time is over: whatever is unfinished will not be finished here."""
+    load: PoolLoad = PoolLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +117,22 @@ class PoolView:
     process_id: int
     status: PoolStatus
     stopping: bool = False
+    shards: tuple[PoolView, ...] = ()
+    """Where it is several pools as one: each of them."""
+
+
+def merged_view(shards: Sequence[PoolView]) -> PoolView:
+    """Several pools as one, as old as the youngest of them. `shards` must not be empty."""
+    if len(shards) == 1:
+        return shards[0]
+    return PoolView(
+        incarnation="+".join(shard.incarnation for shard in shards),
+        uptime_s=min(shard.uptime_s for shard in shards),
+        process_id=shards[0].process_id,
+        status=merged_status([shard.status for shard in shards]),
+        stopping=any(shard.stopping for shard in shards),
+        shards=tuple(shards),
+    )
 
 
 class PoolPort(Protocol):

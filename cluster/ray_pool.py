@@ -116,26 +116,32 @@ class RayPool:
             raise PoolUnreachable(str(error)) from error
 
 
-def stop_pool(actor: ActorHandle, grace_s: float) -> None:
-    """Let the pool refuse what is new, and wait until it has finished the rest.
+def stop_pools(actors: Sequence[ActorHandle], grace_s: float) -> None:
+    """Let the pools refuse what is new, and wait until they have finished the rest.
 
     What is unfinished after `grace_s` ends as UNAVAILABLE, so that clients go elsewhere with it.
     """
     deadline_s = time.monotonic() + grace_s
-    unfinished = 1
-    while unfinished:
+    busy = list(actors)
+    while busy:
         cut = time.monotonic() >= deadline_s
-        try:
-            reply = actor.stop_accepting.remote(_STOPPING_S, cut)
-            unfinished = ray.get(reply, timeout=_ANSWER_S)
-        except ActorDiedError:
-            return
-        except (RayActorError, RaySystemError, GetTimeoutError) as error:
-            log.warning("the pool does not answer while it is stopped: %s", error)
+        asked = [(actor, actor.stop_accepting.remote(_STOPPING_S, cut)) for actor in busy]
+        busy = [actor for actor, reply in asked if _is_unfinished(reply)]
         if cut:
             return
-        if unfinished:
+        if busy:
             time.sleep(_STOP_LOOK_S)
+
+
+def _is_unfinished(reply: ray.ObjectRef[int]) -> bool:
+    """Whether a pool that is told to stop must be asked again."""
+    try:
+        return bool(ray.get(reply, timeout=_ANSWER_S))
+    except ActorDiedError:
+        return False
+    except (RayActorError, RaySystemError, GetTimeoutError) as error:
+        log.warning("the pool does not answer while it is stopped: %s", error)
+        return True
 
 
 async def process_lives(process: ActorHandle) -> bool:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
@@ -64,11 +64,15 @@ class ReplicaRunner:
         self,
         config: ClusterConfig,
         load: Callable[[], HostedReplica],
-        pool: PoolPort,
+        pools: Sequence[PoolPort],
         name: str,
         process: Any = None,
+        shard: int = 0,
     ) -> None:
-        """`name` is for people; `process` is what lets the pool ask whether this one lives."""
+        """`name` is for people; `process` is what lets the pool ask whether this one lives.
+
+        `pools`: one per shard; `shard` is the one to serve.
+        """
         self._poll_s = config.pool.poll_s
         self._beat_s = config.pool.lease_s / 3
         self._failures_max = config.actors.failures_max
@@ -77,7 +81,10 @@ class ReplicaRunner:
         self._order_began_s: float | None = None
         """When the order that runs now began; the thread writes it."""
         self._load = load
-        self._pool = pool
+        self._pools = pools
+        self._shard = shard
+        self._pool = pools[shard]
+        """Of the shard that this replica is in, or was in last."""
         self._name = name
         self._process = process
         self._jobs: queue.SimpleQueue[Order | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
@@ -104,6 +111,13 @@ class ReplicaRunner:
         self._thread.start()
         self._spec = await loaded
         self._puller = self._loop.create_task(self._pull_forever())
+
+    def move_to(self, shard: int) -> None:
+        """Serve this shard from now on: finish the orders in hand, hand back the residents."""
+        if shard != self._shard:
+            log.info("replica %s goes to shard %d", self.replica_id, shard)
+            self._shard = shard
+            self._something_new.set()
 
     def check(self) -> None:
         """Raises ReplicaUnhealthy when the process cannot serve: broken, hanging or refused."""
@@ -157,7 +171,7 @@ class ReplicaRunner:
                 raise
 
     async def _serve_one_membership(self) -> None:
-        """Join under a new id and pull until the pool no longer knows it.
+        """Join under a new id and pull until the pool no longer knows it, or another one is due.
 
         Raises ReplicaUnhealthy, having left the pool, when this replica should be replaced.
         """
@@ -166,12 +180,15 @@ class ReplicaRunner:
         self._results.clear()
         self._holding = 0
         self._interrupted = 0
+        shard = self._shard
+        self._pool = self._pools[shard]
         self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
         joined = await self._pool.join(self.replica_id, self._spec, self._process)
         if joined.refused:
             raise ReplicaUnhealthy(joined.refused)
         log.info("replica %s joined pool %s", self.replica_id, joined.incarnation)
         acknowledged = 0
+        moving = False
         pulls: set[asyncio.Task[PullReply]] = set()
         try:
             while True:
@@ -180,6 +197,9 @@ class ReplicaRunner:
                 except ReplicaUnhealthy as unhealthy:
                     await self._depart(acknowledged, unhealthy.hangs)
                     raise
+                if self._shard != shard and not moving:
+                    moving = True
+                    await self._pool.drain(self.replica_id)
                 idle_for_s = self._poll_s
                 if self._results or (not pulls and self._holding < joined.orders_in_flight_max):
                     results, self._results = self._results, []
@@ -199,6 +219,9 @@ class ReplicaRunner:
                         log.warning("replica %s is unknown to the pool", self.replica_id)
                         return
                     acknowledged = self._take(reply, acknowledged)
+                    if reply.draining and moving and not self._draining:
+                        await self._pool.leave(self.replica_id)
+                        return
         finally:
             for pull in pulls:
                 pull.cancel()

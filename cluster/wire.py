@@ -297,12 +297,26 @@ def to_status(view: PoolView) -> pb.StatusResponse:
         preempted=status.preempted,
         moved=status.moved,
         recovered=status.recovered,
+        shards=[_shard(shard) for shard in view.shards],
         groups=totals.groups,
         group_spread_sum=totals.spread_sum,
         kv_positions_own=totals.kv_positions_own,
         kv_positions_read=totals.kv_positions_read,
         prefill_tokens=totals.prefill_tokens,
         reused_tokens=totals.reused_tokens,
+    )
+
+
+def _shard(view: PoolView) -> pb.ShardStatus:
+    status = view.status
+    return pb.ShardStatus(
+        incarnation=view.incarnation,
+        uptime_s=view.uptime_s,
+        serving=sum(not replica.draining for replica in status.replicas),
+        waiting=status.waiting,
+        running=status.live - status.waiting,
+        outstanding_tokens=status.outstanding_tokens,
+        tokens_per_s=status.tokens_per_s,
     )
 
 

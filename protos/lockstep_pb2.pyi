@@ -219,8 +219,26 @@ class ReplicaStatus(_message.Message):
     beliefs: ReplicaBeliefs
     def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., beliefs: _Optional[_Union[ReplicaBeliefs, _Mapping]] = ...) -> None: ...
 
+class ShardStatus(_message.Message):
+    __slots__ = ("incarnation", "uptime_s", "serving", "waiting", "running", "outstanding_tokens", "tokens_per_s")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    uptime_s: float
+    serving: int
+    waiting: int
+    running: int
+    outstanding_tokens: int
+    tokens_per_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., uptime_s: _Optional[float] = ..., serving: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read", "prefill_tokens", "reused_tokens")
+    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read", "prefill_tokens", "reused_tokens", "shards")
     READY_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POOL_UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +266,7 @@ class StatusResponse(_message.Message):
     KV_POSITIONS_READ_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     pool_incarnation: str
     pool_uptime_s: float
@@ -275,4 +294,5 @@ class StatusResponse(_message.Message):
     kv_positions_read: int
     prefill_tokens: int
     reused_tokens: int
-    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., groups: _Optional[int] = ..., group_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
+    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., groups: _Optional[int] = ..., group_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...

@@ -109,6 +109,11 @@ class Scheduler:
         """The pool as it stands, O(replicas)."""
         return pool_status(self._pool, self._rejected, self._now_s, self._policy)
 
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that accepted requests may still commit; as in `snapshot`, O(1)."""
+        return self._pool.outstanding_tokens
+
     # ----------------------------------------------------------------- events
 
     def _submit(self, event: Submit, now_s: float) -> None:

@@ -60,7 +60,8 @@ def merged_status(shards: Sequence[PoolStatus]) -> PoolStatus:
         live=sum(shard.live for shard in shards),
         replicas=tuple(replica for shard in shards for replica in shard.replicas),
         finished={
-            reason: sum(shard.finished[reason] for shard in shards) for reason in FinishReason
+            reason: sum(shard.finished.get(reason, 0) for shard in shards)
+            for reason in FinishReason
         },
         rejected=sum(shard.rejected for shard in shards),
         waiting_tokens=sum(shard.waiting_tokens for shard in shards),

@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(
-        app, "stop_pool", lambda _pool, grace_s: made.append(("stop_pool", grace_s))
+        app, "stop_pools", lambda pools, grace_s: made.append(("stop_pools", *pools, grace_s))
     )
     for module, name in [(ray, "kill"), (ray, "shutdown"), (serve, "delete")]:
         monkeypatch.setattr(module, name, note(name))
@@ -49,7 +49,7 @@ def serve_runs(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
 
 APPLICATION: Any = object()
 KILL_POOL = ("kill", CONFIG.pool_name)
-STOP_POOL = ("stop_pool", CONFIG.actors.drain_s)
+STOP_POOL = ("stop_pools", CONFIG.pool_name, CONFIG.actors.drain_s)
 DELETE = ("delete", "lockstep")
 
 
@@ -66,7 +66,7 @@ def test_a_stop_at_once_waits_for_no_request(calls: list[Any]) -> None:
     cluster.start(APPLICATION)
     cluster.stop(at_once=True)
     begun = [("init", "local"), "serve.start"]
-    assert calls == [*begun, ("stop_pool", 0.0), KILL_POOL, "shutdown"]
+    assert calls == [*begun, ("stop_pools", CONFIG.pool_name, 0.0), KILL_POOL, "shutdown"]
 
 
 def test_a_serve_that_ran_before_keeps_running(

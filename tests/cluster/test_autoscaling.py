@@ -44,7 +44,7 @@ class Clock:
 
 
 def policy_of(ask: Callable[[], PoolStatus], clock: Callable[[], float]) -> PoolPolicy:
-    return PoolPolicy("pool", "lockstep", SETTINGS, rows_max=8, ask=ask, clock=clock)
+    return PoolPolicy(["pool"], "lockstep", SETTINGS, rows_max=8, ask=ask, clock=clock)
 
 
 def decide(policy: PoolPolicy, target: int) -> int:
@@ -155,7 +155,7 @@ def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:
     made = cloudpickle.loads(option.policy.get_serialized_policy_def())
     policy = made(**option.policy.policy_kwargs)
     assert policy._config == AutoscalingConfig.model_validate(SETTINGS)
-    assert option.policy.policy_kwargs["pool_name"] == config.pool_name
+    assert option.policy.policy_kwargs["pool_names"] == config.pool_names
 
 
 def test_without_the_section_the_number_is_fixed() -> None:

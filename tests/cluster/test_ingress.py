@@ -65,9 +65,9 @@ async def ingress(
 ) -> AsyncIterator[Ingress]:
     pool = PoolActor(config)
     runners = [
-        ReplicaRunner(config, lambda: FakeReplica(step_s), pool, f"r{n}") for n in range(replicas)
+        ReplicaRunner(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
     ]
-    made = Ingress(config, pool, load_fake_text(ReplicaConfig()), "ingress")
+    made = Ingress(config, [pool], load_fake_text(ReplicaConfig()), "ingress")
     async with asyncio.timeout(20):
         for runner in runners:
             await runner.start()

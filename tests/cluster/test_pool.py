@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig, from_args
+from cluster.live_request import LiveRequest
 from cluster.pool_actor import PoolActor
-from cluster.pool_link import LiveRequest, PoolLink
+from cluster.pool_link import PoolLink
 from cluster.protocol import PoolUnreachable
 from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
 from scheduler.messages import FinishReason, OrderKind, RejectCode, Request, Submit
@@ -83,7 +84,7 @@ class World:
     async def add_replica(self, step_s: float = 0.002, **options: Any) -> ReplicaRunner:
         fake = FakeReplica(step_s, **options)
         name = f"replica{len(self.runners)}"
-        runner = ReplicaRunner(self.config, lambda: fake, self.wire, name, process=fake)
+        runner = ReplicaRunner(self.config, lambda: fake, [self.wire], name, process=fake)
         await runner.start()
         self.fakes.append(fake)
         self.runners.append(runner)
@@ -462,7 +463,7 @@ def test_an_order_that_fails_is_tried_again() -> None:
         async with world() as w:
             fake = Broken()
             fake.bad = range(2, 4)
-            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "broken")
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "broken")
             await runner.start()
             w.runners.append(runner)
             live = w.submit([7, 8], 10)
@@ -481,7 +482,7 @@ def test_a_replica_whose_orders_of_a_kind_all_fail_is_unhealthy(
         async with world() as w:
             fake = Broken()
             fake.bad, fake.bad_kinds = range(1, 1000), kinds
-            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "broken")
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "broken")
             await runner.start()
             w.runners.append(runner)
             live = w.submit([7, 8], 10)
@@ -513,7 +514,7 @@ def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
 
     async def test() -> None:
         async with world() as w:
-            runner = ReplicaRunner(config, Hanging, w.wire, "hanging")
+            runner = ReplicaRunner(config, Hanging, [w.wire], "hanging")
             await runner.start()
             w.runners.append(runner)
             live = w.submit([7, 8], 10)
@@ -546,7 +547,7 @@ def test_a_replica_whose_orders_fail_leaves_the_queue_to_others() -> None:
         async with world() as w:
             fake = Broken()
             fake.bad = range(1, 1000)
-            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "broken")
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "broken")
             await runner.start()
             w.runners.append(runner)
             w.submit([7, 8], 10)
@@ -568,7 +569,7 @@ def test_a_replica_of_another_target_is_refused() -> None:
             await w.until(lambda: bool(w.wire.actor._replicas))
             fake = FakeReplica()
             fake.spec = replace(fake.spec, target="another")
-            runner = ReplicaRunner(CONFIG, lambda: fake, w.wire, "other")
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "other")
             await runner.start()
             w.runners.append(runner)
             await w.until(runner._puller.done)
@@ -585,7 +586,7 @@ def test_loading_errors_reach_the_starter() -> None:
 
     async def test() -> None:
         with pytest.raises(OSError, match="no such model"):
-            await ReplicaRunner(CONFIG, load, Wire(CONFIG), "x").start()  # type: ignore[arg-type]
+            await ReplicaRunner(CONFIG, load, [Wire(CONFIG)], "x").start()  # type: ignore[arg-type]
 
     asyncio.run(test())
 

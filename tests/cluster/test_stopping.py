@@ -27,7 +27,7 @@ STOPPING = "the server is stopping"
 
 
 async def stop(made: Ingress, cut: bool = False, for_s: float = 60.0) -> int:
-    pool = made._pool
+    [pool] = made._link._pools
     assert isinstance(pool, PoolActor)
     unfinished = await pool.stop_accepting(for_s, cut)
     await asyncio.wait_for(made._link.stopping.wait(), 0.5)

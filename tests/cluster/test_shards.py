@@ -1,0 +1,278 @@
+"""Proves: with several pools each request is served by one that can, whole and with the right
+tokens, though replicas change sides and pools die, and all pools together look like one.
+
+Pools, replicas and link run in one event loop, without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cluster.config import from_args
+from cluster.live_request import LiveRequest
+from cluster.protocol import PoolUnreachable
+from cluster.replica_runner import ReplicaRunner, _Stop
+from cluster.shard_links import ShardLinks
+from cluster.wire import to_status
+from scheduler.messages import FinishReason, Request
+from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire
+
+MOVE_S = 0.1
+PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
+
+
+class Shards:
+    """Two pools that can be killed, one ingress's links to both, and replicas."""
+
+    def __init__(self) -> None:
+        self.wires = [Wire(CONFIG, seed=seed) for seed in range(2)]
+        poll_s = CONFIG.pool.poll_s
+        self.links = ShardLinks(self.wires, "ingress", poll_s, MOVE_S, unreachable_s=5.0)
+        self.runners: list[ReplicaRunner] = []
+
+    async def add_replica(self, shard: int, step_s: float = 0.002) -> ReplicaRunner:
+        name = f"replica{len(self.runners)}"
+        runner = ReplicaRunner(CONFIG, lambda: FakeReplica(step_s), self.wires, name, shard=shard)
+        await runner.start()
+        self.runners.append(runner)
+        return runner
+
+    def submit(self, prompt: list[int], count: int) -> LiveRequest:
+        return self.links.submit(Request("x", tuple(prompt), count), TIMEOUT_S)
+
+    async def until_serving(self, *serving: int) -> None:
+        async with asyncio.timeout(5):
+            while tuple(link.load.serving for link in self.links.links) != serving:
+                await asyncio.sleep(0.005)
+
+    def live(self) -> list[int]:
+        return [wire.actor._scheduler.snapshot().live for wire in self.wires]
+
+
+@asynccontextmanager
+async def shards(*replicas: int) -> AsyncIterator[Shards]:
+    """With so many replicas in each shard."""
+    made = Shards()
+    made.links.start()
+    try:
+        async with asyncio.timeout(30):
+            for shard, count in enumerate(replicas):
+                for _ in range(count):
+                    await made.add_replica(shard)
+            await made.until_serving(*replicas)
+            yield made
+    finally:
+        for wire in made.wires:
+            wire.loss = 0.0
+        await made.links.close()
+        for runner in made.runners:
+            runner._puller.cancel()
+            runner._jobs.put(_Stop())
+        for wire in made.wires:
+            if wire.actor._ticker is not None:
+                wire.actor._ticker.cancel()
+
+
+async def check(lives: list[LiveRequest], count: int) -> None:
+    """All have ended, each with the tokens of an undisturbed run."""
+    for prompt, live in zip(PROMPTS, lives, strict=False):
+        await live.ended.wait()
+        assert live.finish is not None, (live.reject, live.unreachable)
+        assert live.finish.reason is FinishReason.LENGTH
+        assert live.tokens == perfect(prompt, count)
+
+
+def test_requests_are_shared_by_replicas_and_answered_right() -> None:
+    async def test() -> None:
+        async with shards(1, 3) as s:
+            lives = [s.submit(prompt, 40) for prompt in PROMPTS]
+            assert [sum(live.shard == n for live in lives) for n in (0, 1)] == [6, 18]
+            await check(lives, 40)
+            assert s.live() == [0, 0]
+
+    asyncio.run(test())
+
+
+def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            before = [link.load.outstanding_tokens for link in s.links.links]
+            long = s.submit(PROMPTS[0], 300)
+            short = [s.submit(prompt, 20) for prompt in PROMPTS[1:11]]
+            assert before == [0, 0]
+            assert {live.shard for live in short} == {1 - long.shard}
+            for live in (long, *short):
+                await live.ended.wait()
+            assert [link._unanswered for link in s.links.links] == [0, 0]
+
+    asyncio.run(test())
+
+
+def test_a_shard_without_replicas_gets_nothing() -> None:
+    async def test() -> None:
+        async with shards(0, 1) as s:
+            lives = [s.submit(prompt, 20) for prompt in PROMPTS]
+            assert {live.shard for live in lives} == {1}
+            await check(lives, 20)
+
+    asyncio.run(test())
+
+
+def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            lives = [s.submit(prompt, 200) for prompt in PROMPTS]
+            left = [live for live in lives if live.shard == 0]
+            await asyncio.sleep(0.05)
+            s.runners[0]._puller.cancel()
+            await check(lives, 200)
+            assert {live.shard for live in lives} == {1}
+            assert any(live.tokens and live.recovered for live in left)
+            # What was let go there is forgotten there, too.
+            await asyncio.sleep(0.05)
+            assert s.live() == [0, 0]
+
+    asyncio.run(test())
+
+
+def test_requests_that_came_before_any_replica_go_where_the_first_one_is() -> None:
+    async def test() -> None:
+        async with shards(0, 0) as s:
+            lives = [s.submit(prompt, 20) for prompt in PROMPTS]
+            assert {live.shard for live in lives} == {0, 1}
+            await asyncio.sleep(3 * MOVE_S)
+            assert {live.shard for live in lives} == {0, 1}, "nowhere to go yet"
+            await s.add_replica(1)
+            await check(lives, 20)
+            assert {live.shard for live in lives} == {1}
+
+    asyncio.run(test())
+
+
+def test_a_replica_that_changes_sides_finishes_its_order_and_loses_nothing() -> None:
+    async def test() -> None:
+        async with shards(2, 0) as s:
+            lives = [s.submit(prompt, 200) for prompt in PROMPTS]
+            await asyncio.sleep(0.05)
+            s.runners[1].move_to(1)
+            await s.until_serving(1, 1)
+            later = [s.submit(prompt, 40) for prompt in PROMPTS]
+            assert 1 in {live.shard for live in later}
+            await check(lives, 200)
+            await check(later, 40)
+            assert all(
+                not wire.actor._replicas[each].draining
+                for wire in s.wires
+                for each in wire.actor._replicas
+            )
+
+    asyncio.run(test())
+
+
+def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            lives = [s.submit(prompt, 100) for prompt in PROMPTS]
+            await asyncio.sleep(0.02)
+            s.runners[1].move_to(0)
+            await asyncio.wait_for(s.runners[1].close(), CONFIG.actors.drain_s / 2)
+            await s.until_serving(1, 0)
+            await check(lives, 100)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_pool_that_restarts_is_told_everything_again(shard: int) -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            lives = [s.submit(prompt, 150) for prompt in PROMPTS]
+            await asyncio.sleep(0.05)
+            s.wires[shard].restart()
+            await check(lives, 150)
+            await s.until_serving(1, 1)
+
+    asyncio.run(test())
+
+
+def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            lives = [s.submit(prompt, 150) for prompt in PROMPTS]
+            await asyncio.sleep(0.05)
+            s.wires[0].loss = 1.0
+            await asyncio.sleep(0.05)
+            # New ones go past it at once, before anybody has given it up.
+            new = s.submit(PROMPTS[0], 20)
+            assert new.shard == 1
+            await check(lives, 150)
+            await check([new], 20)
+            assert {live.shard for live in lives} == {1}
+            with pytest.raises(PoolUnreachable):
+                await s.wires[0].status()
+            assert len((await s.links.status()).status.replicas) == 1
+
+    asyncio.run(test())
+
+
+def test_a_cancel_finds_its_request_after_a_move() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+            s.runners[0]._puller.cancel()
+            async with asyncio.timeout(5):
+                while {live.shard for live in lives} != {1}:
+                    await asyncio.sleep(0.01)
+            for live in lives:
+                s.links.cancel(live)
+            for live in lives:
+                await live.ended.wait()
+                assert live.finish is not None
+                assert live.finish.reason is FinishReason.CANCELLED
+            assert s.live()[1] == 0
+
+    asyncio.run(test())
+
+
+def test_all_shards_look_like_one_pool() -> None:
+    async def test() -> None:
+        async with shards(1, 2) as s:
+            lives = [s.submit(prompt, 20) for prompt in PROMPTS]
+            await check(lives, 20)
+            status = to_status(await s.links.status())
+            assert len(status.replicas) == 3
+            assert status.requests_finished == len(PROMPTS)
+            assert [shard.serving for shard in status.shards] == [1, 2]
+            assert {shard.incarnation for shard in status.shards} == {
+                wire.actor._incarnation for wire in s.wires
+            }
+
+    asyncio.run(test())
+
+
+def test_one_shard_that_stops_stops_the_server() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            await s.wires[1].actor.stop_accepting(60.0)
+            await asyncio.wait_for(s.links.stopping.wait(), 1.0)
+            # The other one's news change nothing.
+            await asyncio.sleep(3 * CONFIG.pool.poll_s)
+            assert s.links.stopping.is_set()
+            await s.wires[1].actor.stop_accepting(0.0)
+            async with asyncio.timeout(5):
+                while s.links.stopping.is_set():
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(test())
+
+
+def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
+    one, three = from_args({}), from_args({"pool": {"shards": 3}})
+    assert one.pool_names == (one.pool_name,)
+    assert three.pool_names == tuple(f"{three.pool_name}-{n}" for n in range(3))
+    assert one.pool_name != three.pool_name
