@@ -83,7 +83,7 @@ def pool_opener(config: ClusterConfig, name: str) -> Callable[[], ActorHandle]:
 
 def ray_pools(config: ClusterConfig) -> list[RayPool]:
     """One per shard."""
-    return [RayPool(pool_opener(config, name)) for name in config.pool_names]
+    return [RayPool(pool_opener(config, name), config.pool.line) for name in config.pool_names]
 
 
 # --------------------------------------------------------------------------- deployments

@@ -43,6 +43,11 @@ class PoolConfig(_Settings):
         "answer, before they go to one that serves.",
     )
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
+    line: bool = Field(
+        True,
+        description="Orders and news take a connection of their own between the processes, on a "
+        "port that the system draws; where it cannot be opened, and with false, Ray's calls.",
+    )
     lease_s: float = Field(
         3.0, gt=0, description="Silence after which a replica or an ingress counts as lost."
     )

@@ -1,13 +1,16 @@
 """The pool in its own process, and as seen through its handle: every Ray call to it stands here.
 
-Ray's many ways to say that an actor did not answer become `PoolUnreachable`. The pool's process
-imports this module and no other with Ray in it, so that it is back soon after a restart.
+Ray's many ways to say that an actor did not answer become `PoolUnreachable`. The calls that come
+with every order go over a line (see `line`), which Ray leads to; where it cannot be opened they go
+through Ray as well. The pool's process imports this module and no other with Ray in it, so that it
+is back soon after a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 
 from cluster.config import ClusterConfig
+from cluster.line import Door, Line, LineLost, LineServer, connect
 from cluster.metrics import PoolMeter, ray_sink
 from cluster.pool_actor import PoolActor
 from cluster.protocol import (
@@ -33,6 +37,8 @@ log = logging.getLogger("lockstep.pool")
 
 _ANSWER_S = 5.0
 """How long any answer may take beyond the wait that was asked for."""
+_NO_LINE_S = 30.0
+"""How long after a line could not be opened it is tried again."""
 _STOPPING_S = 60.0
 """How long the pool stays closed after it was last told to stop. A stop that was itself killed
 leaves a pool that serves again."""
@@ -45,6 +51,11 @@ class PoolProcess(PoolActor):
     def __init__(self, config: ClusterConfig) -> None:
         log_to_stderr()
         super().__init__(config, process_lives, _leave, PoolMeter(ray_sink()))
+        self._line = LineServer({"pull": self.pull, "submit": self.submit, "news": self.news})
+
+    async def door(self) -> Door:
+        """Where the line to this process begins. Raises OSError where none can be had."""
+        return await self._line.door(ray.util.get_node_ip_address())
 
 
 def _leave() -> None:
@@ -54,10 +65,13 @@ def _leave() -> None:
 class RayPool:
     """Implements `PoolPort`; opens the actor again when it is gone for good."""
 
-    def __init__(self, open_actor: Callable[[], ActorHandle]) -> None:
-        """`open_actor` finds the actor or creates it."""
+    def __init__(self, open_actor: Callable[[], ActorHandle], line: bool = True) -> None:
+        """`open_actor` finds the actor or creates it; without `line` all calls go through Ray."""
         self._open_actor = open_actor
         self._actor: ActorHandle | None = None
+        self._line: Line | None = None
+        self._connecting: asyncio.Task[Line | None] | None = None
+        self._no_line_until_s = 0.0 if line else math.inf
 
     async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
         reply: JoinReply = await self._call("join", replica_id, spec, process)
@@ -70,7 +84,7 @@ class RayPool:
         results: Sequence[StepResult | StepFailed],
         wait_s: float,
     ) -> PullReply:
-        reply: PullReply = await self._call(
+        reply: PullReply = await self._quick(
             "pull", replica_id, acknowledged, results, wait_s, wait_s=wait_s
         )
         return reply
@@ -84,11 +98,13 @@ class RayPool:
     async def submit(
         self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
     ) -> SubmitReply:
-        reply: SubmitReply = await self._call("submit", ingress_id, submits, cancels)
+        reply: SubmitReply = await self._quick("submit", ingress_id, submits, cancels)
         return reply
 
     async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
-        reply: NewsReply = await self._call("news", ingress_id, acknowledged, wait_s, wait_s=wait_s)
+        reply: NewsReply = await self._quick(
+            "news", ingress_id, acknowledged, wait_s, wait_s=wait_s
+        )
         return reply
 
     async def part(self, ingress_id: str) -> None:
@@ -101,6 +117,42 @@ class RayPool:
     async def stop_accepting(self, for_s: float, cut: bool = False) -> int:
         unfinished: int = await self._call("stop_accepting", for_s, cut)
         return unfinished
+
+    async def _quick(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
+        """Over the line if there is one."""
+        line = await self._connected()
+        if line is None:
+            return await self._call(method, *args, wait_s=wait_s)
+        try:
+            return await line.call(method, args, wait_s + _ANSWER_S)
+        except LineLost as error:
+            line.close()
+            raise PoolUnreachable(str(error)) from error
+
+    async def _connected(self) -> Line | None:
+        """The line, opened again if it was lost."""
+        if self._line is not None and not self._line.lost:
+            return self._line
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._no_line_until_s:
+            return None
+        if self._connecting is None:
+            self._connecting = loop.create_task(self._connect())
+        try:
+            # Several calls may wait for the same line, and each may be cancelled.
+            return await asyncio.shield(self._connecting)
+        finally:
+            if self._connecting is not None and self._connecting.done():
+                self._connecting = None
+
+    async def _connect(self) -> Line | None:
+        try:
+            self._line = await connect(await self._call("door"))
+        except OSError as error:
+            log.warning("no line to the pool, its calls go through Ray: %s", error)
+            self._line = None
+            self._no_line_until_s = asyncio.get_running_loop().time() + _NO_LINE_S
+        return self._line
 
     async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
         try:

@@ -1,0 +1,190 @@
+"""Proves: each call over the line gets its own reply, a lost line ends what waits, and whoever does
+not know the secret is neither answered nor listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from cluster import line as line_module
+from cluster.line import Door, Line, LineError, LineLost, LineServer, connect
+
+HOST = "127.0.0.1"
+
+
+class Methods:
+    """What the server offers, and what was called."""
+
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+        self.cancelled = 0
+        self.forever = asyncio.Event()
+
+    async def echo(self, value: Any, delay_s: float = 0.0) -> Any:
+        self.called.append(value)
+        await asyncio.sleep(delay_s)
+        return value
+
+    async def fail(self) -> None:
+        raise ValueError("not like this")
+
+    async def hang(self) -> None:
+        try:
+            await self.forever.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Methods, Door]]:
+    methods = Methods()
+    server = LineServer({"echo": methods.echo, "fail": methods.fail, "hang": methods.hang})
+    async with asyncio.timeout(10):
+        yield methods, await server.door(HOST)
+        await server.close()
+
+
+def run(test: Callable[[Methods, Door], Any]) -> None:
+    async def main() -> None:
+        async with served() as (methods, door):
+            await test(methods, door)
+
+    asyncio.run(main())
+
+
+async def call(line: Line, name: str, *args: Any, answer_s: float = 5.0) -> Any:
+    return await line.call(name, args, answer_s)
+
+
+def test_replies_find_their_calls_in_whatever_order_they_come() -> None:
+    async def test(methods: Methods, door: Door) -> None:
+        line = await connect(door)
+        delays = [0.05, 0.0, 0.03, 0.01]
+        calls = [call(line, "echo", (number, delay), delay) for number, delay in enumerate(delays)]
+        assert await asyncio.gather(*calls) == list(enumerate(delays))
+        assert [number for number, _ in methods.called] == [0, 1, 2, 3], "calls keep their order"
+        line.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 3_000_000])
+def test_a_message_of_any_size_arrives_whole(size: int) -> None:
+    async def test(_methods: Methods, door: Door) -> None:
+        line = await connect(door)
+        value = bytes(index % 251 for index in range(size))
+        assert await asyncio.gather(*(call(line, "echo", value) for _ in range(3))) == [value] * 3
+        line.close()
+
+    run(test)
+
+
+def test_frames_in_crumbs_are_frames() -> None:
+    async def test(methods: Methods, door: Door) -> None:
+        reader, writer = await asyncio.open_connection(door.host, door.port)
+        message = line_module.pack(("echo", ("x",)))
+        frames = struct.pack("!IQ", 8 + len(message), 7) + message
+        for byte in door.secret + frames + frames:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        for _ in range(2):
+            length, number = struct.unpack("!IQ", await reader.readexactly(12))
+            reply = line_module.unpack(await reader.readexactly(length - 8))
+            assert (number, reply) == (7, (False, "x"))
+        writer.close()
+
+    run(test)
+
+
+def test_an_error_of_the_method_is_told_and_the_line_stays() -> None:
+    async def test(_methods: Methods, door: Door) -> None:
+        line = await connect(door)
+        with pytest.raises(LineError, match="ValueError: not like this"):
+            await call(line, "fail")
+        with pytest.raises(LineError, match="KeyError"):
+            await call(line, "nothing of this name")
+        assert await call(line, "echo", 1) == 1
+        line.close()
+
+    run(test)
+
+
+def test_a_lost_line_ends_the_calls_on_both_sides() -> None:
+    async def test(methods: Methods, door: Door) -> None:
+        line = await connect(door)
+        waiting = asyncio.create_task(call(line, "hang"))
+        await call(line, "echo", 1)
+        line.close()
+        with pytest.raises(LineLost):
+            await waiting
+        with pytest.raises(LineLost):
+            await call(line, "echo", 2)
+        while not methods.cancelled:
+            await asyncio.sleep(0.001)
+        assert methods.called == [1]
+
+    run(test)
+
+
+def test_no_reply_in_time_is_a_lost_call_and_its_late_reply_nobodys() -> None:
+    async def test(methods: Methods, door: Door) -> None:
+        line = await connect(door)
+        with pytest.raises(LineLost, match="in time"):
+            await call(line, "hang", answer_s=0.01)
+        methods.forever.set()
+        assert await call(line, "echo", 2) == 2
+        line.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"\0" * 32, b"GET / HTTP/1.1\r\nHost: somewhere else\r\n\r\n"],
+)
+def test_without_the_secret_nothing_is_read(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(methods: Methods, door: Door) -> None:
+        def unpack(data: bytes) -> Any:
+            raise AssertionError("bytes of a stranger were unpacked")
+
+        monkeypatch.setattr(line_module, "unpack", unpack)
+        message = line_module.pack(("echo", ("x",)))
+        reader, writer = await asyncio.open_connection(door.host, door.port)
+        writer.write(said + struct.pack("!IQ", 8 + len(message), 1) + message)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(1)
+        assert methods.called == []
+
+    run(test)
+
+
+def test_a_frame_beyond_the_bound_ends_the_connection() -> None:
+    async def test(_methods: Methods, door: Door) -> None:
+        for length in (0, 7, 2**32 - 1):
+            reader, writer = await asyncio.open_connection(door.host, door.port)
+            writer.write(door.secret + struct.pack("!IQ", length, 1))
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+                await reader.readexactly(1)
+
+    run(test)
+
+
+def test_a_door_that_is_closed_says_so() -> None:
+    async def test() -> None:
+        server = LineServer({})
+        door = await server.door(HOST)
+        assert await server.door(HOST) == door, "one door, however often it is asked for"
+        await server.close()
+        with pytest.raises(ConnectionRefusedError):
+            await connect(door)
+        # Not an address of this machine.
+        with pytest.raises(OSError, match=r"203\.0\.113\.1"):
+            await LineServer({}).door("203.0.113.1")
+
+    asyncio.run(test())

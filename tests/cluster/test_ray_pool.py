@@ -1,0 +1,126 @@
+"""Proves: what comes with every order takes the line, a lost line is a pool that does not answer,
+and is opened again, and where there is none everything goes through the actor's handle.
+
+The handle is a fake one in front of a real PoolActor; no Ray runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.config import from_args
+from cluster.line import Door, LineServer
+from cluster.pool_actor import PoolActor
+from cluster.protocol import PoolUnreachable
+from cluster.ray_pool import RayPool
+from scheduler.messages import Request, Submit
+from tests.cluster.fakes import FakeReplica
+
+HOST = "127.0.0.1"
+SUBMIT = Submit(Request("a", (3, 4), 5))
+
+
+class Handle:
+    """An actor's handle, as far as it is used; notes what was called through it."""
+
+    def __init__(self, has_door: bool = True) -> None:
+        self.actor = PoolActor(from_args({}))
+        self.calls: list[str] = []
+        self._has_door = has_door
+        self.restart()
+
+    def restart(self) -> None:
+        """A new process: another door."""
+        methods = ("pull", "submit", "news")
+        self.server = LineServer({name: getattr(self.actor, name) for name in methods})
+
+    async def _door(self) -> Door:
+        if not self._has_door:
+            raise OSError("no port")
+        return await self.server.door(HOST)
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> Any:
+            self.calls.append(method)
+            return self._door() if method == "door" else getattr(self.actor, method)(*args)
+
+        return SimpleNamespace(remote=remote)
+
+
+@asynccontextmanager
+async def pool_behind(handle: Handle, line: bool = True) -> AsyncIterator[RayPool]:
+    pool = RayPool(lambda: handle, line)  # type: ignore[arg-type, return-value]
+    async with asyncio.timeout(10):
+        yield pool
+    if pool._line is not None:
+        pool._line.close()
+    if handle.actor._ticker is not None:
+        handle.actor._ticker.cancel()
+
+
+async def serve_one(pool: RayPool) -> None:
+    """A request that a replica takes, over whatever way the calls go."""
+    await pool.join("r", FakeReplica().spec, None)
+    await pool.submit("ingress", [SUBMIT], [])
+    pulled, news = await asyncio.gather(pool.pull("r", 0, [], 1.0), pool.news("ingress", 0, 0.01))
+    assert pulled.items[0].prefill[0].tokens == (3, 4)  # type: ignore[union-attr]
+    assert news.known
+
+
+def test_what_comes_with_every_order_takes_the_line() -> None:
+    async def test() -> None:
+        handle = Handle()
+        async with pool_behind(handle) as pool:
+            await serve_one(pool)
+            assert sorted(handle.calls) == ["door", "join"]
+
+    asyncio.run(test())
+
+
+def test_without_a_line_everything_goes_through_the_handle() -> None:
+    async def test() -> None:
+        for handle, line in ((Handle(has_door=False), True), (Handle(), False)):
+            async with pool_behind(handle, line) as pool:
+                await serve_one(pool)
+                calls = ["door"] * line + ["join", "news", "pull", "submit"]
+                assert sorted(handle.calls) == calls, "the door is asked for once"
+
+    asyncio.run(test())
+
+
+def test_a_lost_line_is_a_pool_that_does_not_answer_and_is_opened_again() -> None:
+    async def test() -> None:
+        handle = Handle()
+        async with pool_behind(handle) as pool:
+            await pool.join("r", FakeReplica().spec, None)
+            waiting = asyncio.create_task(pool.pull("r", 0, [], 5.0))
+            await pool.submit("ingress", [], [])
+            assert pool._line is not None
+            pool._line.close()
+            with pytest.raises(PoolUnreachable):
+                await waiting
+            handle.restart()
+            assert (await pool.pull("r", 0, [], 0.0)).known
+            assert handle.calls.count("door") == 2
+
+    asyncio.run(test())
+
+
+def test_calls_that_come_at_once_share_one_line_though_one_is_cancelled() -> None:
+    async def test() -> None:
+        handle = Handle()
+        async with pool_behind(handle) as pool:
+            calls = [asyncio.create_task(pool.submit(f"i{n}", [], [])) for n in range(5)]
+            await asyncio.sleep(0)
+            calls[0].cancel()
+            replies = await asyncio.gather(*calls[1:])
+            assert all(reply.known for reply in replies)
+            assert handle.calls == ["door"]
+
+    asyncio.run(test())

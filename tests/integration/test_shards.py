@@ -1,0 +1,91 @@
+"""Proves on a real Ray: two shards share the load and the replicas, and whatever is killed or
+scaled away, every request gets the tokens of an undisturbed run.
+
+The replicas are fakes, so every right token is known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from protos import lockstep_pb2 as pb
+from tests.chaos.hosted import HostedCluster, Plan, cluster_config
+from tests.chaos.load import all_right, fake_asks, serve
+from tests.cluster.fakes import fake_loader, load_fake_text
+
+pytestmark = pytest.mark.ray
+
+TOKENS = 220
+STREAMS = 24
+
+
+@pytest.fixture(scope="module")
+def hosted() -> Iterator[HostedCluster]:
+    config = cluster_config(
+        replicas=2, pool={"shards": 2}, scheduler={"rows_max": 4, "steps_per_order_max": 2}
+    )
+    plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
+    with HostedCluster(plan) as running:
+        yield running
+
+
+def spread_as(hosted: HostedCluster, *serving: int) -> pb.StatusResponse:
+    """Waits until the shards have so many replicas each."""
+    return hosted.wait_for(
+        lambda status: [shard.serving for shard in status.shards] == list(serving)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_replica_each_before_and_nothing_left_after(hosted: HostedCluster) -> Iterator[None]:
+    spread_as(hosted, 1, 1)
+    yield
+    spread_as(hosted, 1, 1)
+    hosted.wait_until_idle()
+
+
+def both_busy(hosted: HostedCluster) -> None:
+    """Until requests run on both."""
+    hosted.wait_for(lambda status: all(shard.running for shard in status.shards))
+    time.sleep(0.5)
+
+
+def test_both_shards_serve(hosted: HostedCluster) -> None:
+    all_right(serve(hosted.address, fake_asks(STREAMS, tokens=60), lambda: both_busy(hosted)))
+
+
+def test_a_killed_pool_loses_no_request(hosted: HostedCluster) -> None:
+    def disturb() -> None:
+        both_busy(hosted)
+        os.kill(hosted.processes("pool")[0].pid, signal.SIGKILL)
+
+    outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)
+    all_right(outcomes)
+    recovered = sum(outcome.end.recovered > 0 for outcome in outcomes if outcome.end)
+    assert 0 < recovered < STREAMS, "only those of one shard begin again"
+
+
+def test_a_killed_replica_leaves_its_requests_to_the_other_shard(hosted: HostedCluster) -> None:
+    def disturb() -> None:
+        both_busy(hosted)
+        os.kill(hosted.processes("replica")[0].pid, signal.SIGKILL)
+
+    all_right(serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb))
+
+
+def test_replicas_come_and_go_and_stay_evenly_spread(hosted: HostedCluster) -> None:
+    def disturb() -> None:
+        both_busy(hosted)
+        hosted.scale(3)
+        spread_as(hosted, 2, 1)
+        hosted.scale(1)
+        # Whichever one is left takes the rank 0, and with it the first shard.
+        spread_as(hosted, 1, 0)
+        hosted.scale(2)
+
+    all_right(serve(hosted.address, fake_asks(2 * STREAMS, tokens=TOKENS), disturb))
