@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 from cluster import line as line_module
 from cluster.line import Door, Line, LineError, LineLost, LineServer, connect
@@ -51,11 +52,15 @@ async def served() -> AsyncIterator[tuple[Methods, Door]]:
 
 
 def run(test: Callable[[Methods, Door], Any]) -> None:
+    """On Python's event loop, and on the one that Ray gives its actors."""
+
     async def main() -> None:
         async with served() as (methods, door):
             await test(methods, door)
 
-    asyncio.run(main())
+    for loop_factory in (None, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main())
 
 
 async def call(line: Line, name: str, *args: Any, answer_s: float = 5.0) -> Any:
@@ -187,4 +192,6 @@ def test_a_door_that_is_closed_says_so() -> None:
         with pytest.raises(OSError, match=r"203\.0\.113\.1"):
             await LineServer({}).door("203.0.113.1")
 
-    asyncio.run(test())
+    for loop_factory in (None, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(test())
