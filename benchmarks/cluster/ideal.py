@@ -6,27 +6,18 @@ cluster gives over this is what Ray, gRPC, the processes and their share of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
 
-from benchmarks.cluster.load import Load
+from benchmarks.cluster.load import Base, Load
 from benchmarks.synthetic import Speed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request
 from scheduler.simulator import Trouble, World
 
 
-@dataclass(frozen=True)
-class Ideal:
-    """What the load gives at best."""
-
-    tokens_per_s: float
-    latencies_s: tuple[float, ...]
-
-
 def ideal(
     load: Load, spec: ReplicaSpec, speed: Speed, replicas: int, config: SchedulerConfig
-) -> Ideal:
+) -> Base:
     """Plays the load in virtual time; `new_tokens` of every request are committed."""
     requests = [
         Request(str(number), tuple(prompt), load.new_tokens)
@@ -51,11 +42,12 @@ def ideal(
         world.join(0.0, f"r{number}", spec)
     for request in (next(coming) for _ in range(min(load.in_flight, len(requests)))):
         world.submit(0.0, request)
-    outcomes = world.run().outcomes.values()
+    by_id = world.run().outcomes
+    outcomes = [by_id[request.id] for request in requests]
     assert all(outcome.finish is not None for outcome in outcomes), "a request was not served"
     tokens = sum(len(outcome.tokens) for outcome in outcomes)
     ends_s = [outcome.finished_s or 0.0 for outcome in outcomes]
     spent_s = tuple(
         end_s - outcome.submitted_s for end_s, outcome in zip(ends_s, outcomes, strict=True)
     )
-    return Ideal(tokens / max(ends_s), spent_s)
+    return Base(tokens / max(ends_s), spent_s, [outcome.tokens for outcome in outcomes])

@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
+import ray
+
 from benchmarks.processes import cluster_processes
-from cluster.client import AsyncClient
+from cluster.client import NO_RETRY, AsyncClient
+from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
 
 Prompts = Sequence[Sequence[int]]
@@ -33,6 +37,15 @@ class Load:
     prompts: Prompts
     new_tokens: int
     in_flight: int
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a load gives without the cluster, and the right tokens by request."""
+
+    tokens_per_s: float
+    latencies_s: tuple[float, ...]
+    tokens: Tokens
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,65 @@ class Served:
             }
             found["pool_cpu_us_per_order"] = round(1e6 * self.cpu_s["pool"] / self.orders)
         return found
+
+
+async def compare(
+    client: AsyncClient,
+    load: Load,
+    base: Callable[[], Base],
+    rounds: int,
+    count_orders: Callable[[], int],
+) -> dict[str, Any]:
+    """The load in all ways, in turn, over its base of the same round; what is written of it.
+
+    Raises AssertionError for a wrong token.
+    """
+    bases: list[Base] = []
+    runs: dict[str, list[Served]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        bases.append(base())
+        for way in WAYS:
+            served = await through_grpc(client, load, way == "stream", count_orders)
+            assert served.tokens == bases[-1].tokens, f"{way}: a wrong token"
+            runs[way].append(served)
+    entry: dict[str, Any] = {
+        "in_flight": load.in_flight,
+        "requests": len(load.prompts),
+        "base": [
+            {"tokens_per_s": round(one.tokens_per_s, 1), "latency_s": percentiles(one.latencies_s)}
+            for one in bases
+        ],
+    }
+    for way in WAYS:
+        pairs = zip(runs[way], bases, strict=True)
+        ratio = median(served.tokens_per_s / one.tokens_per_s for served, one in pairs)
+        entry[way] = {
+            "ratio": round(ratio, 3),
+            "rounds": [served.figures() for served in runs[way]],
+        }
+    return entry
+
+
+def order_counter(config: ClusterConfig) -> Callable[[], int]:
+    """Asks the pool's actors how many orders they have given to the replicas of now."""
+    namespace = config.pool.namespace
+    actors = [ray.get_actor(name, namespace=namespace) for name in config.pool_names]
+
+    def count() -> int:
+        views = ray.get([actor.status.remote() for actor in actors])
+        return sum(replica.orders for view in views for replica in view.status.replicas)
+
+    return count
+
+
+@asynccontextmanager
+async def clients_of(config: ClusterConfig) -> AsyncIterator[AsyncClient]:
+    """One client, when all replicas serve."""
+    async with AsyncClient(f"localhost:{config.server.grpc_port}", retry=NO_RETRY) as client:
+        await client.wait_until_ready(120)
+        while len((await client.status()).replicas) < config.replicas:
+            await asyncio.sleep(0.1)
+        yield client
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -1,0 +1,114 @@
+"""What the cluster costs: tokens/s through gRPC over the same work without Ray and gRPC.
+
+    python -m benchmarks.cluster [--parts real synthetic] [--in-flight 1 4 16 64] [--json FILE]
+
+For each number of replicas a cluster is started on this machine, and for each number of clients a
+closed loop of unary calls and one of streams runs against it. Every answer is compared with the
+right tokens. `real` has the demo pair, and as its base one engine in this process, measured in the
+same round; `synthetic` has replicas whose steps take a given time, and as its base the same
+scheduler over the same number of them in virtual time, where nothing else takes any. Latencies are
+the clients'; CPU times are the kernel's, by kind of process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.load import WAYS
+from benchmarks.cluster.real import measure_real
+from benchmarks.cluster.synthetic import measure_synthetic
+from benchmarks.report import machine, table, write_json
+from benchmarks.synthetic import Speed
+from cluster.config import ClusterConfig, from_args
+
+PARTS = ("real", "synthetic")
+HEADER = (
+    *("replicas", "in flight", "base tokens/s", "base p50 s"),
+    *(f"{way} {what}" for way in WAYS for what in ("/ base", "p50 s", "p99 s")),
+    "pool us/order",
+)
+
+
+def rows_of(entries: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """By HEADER; of several rounds the last one's latencies."""
+    rows = []
+    for entry in entries:
+        row: list[object] = [entry["replicas"], entry["in_flight"]]
+        row += [entry["base"][-1]["tokens_per_s"], entry["base"][-1]["latency_s"]["p50"]]
+        for way in WAYS:
+            last = entry[way]["rounds"][-1]
+            row += [entry[way]["ratio"], *last["latency_s"].values()]
+        rows.append((*row, entry["unary"]["rounds"][-1]["pool_cpu_us_per_order"]))
+    return rows
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="real ones")
+    parser.add_argument("--synthetic-replicas", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--requests-per-client", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--step-ms", type=float, default=10.0, help="of a synthetic replica")
+    parser.add_argument("--prefill-token-ms", type=float, default=0.03, help="the same")
+    parser.add_argument("--acceptance", type=float, default=0.7, help="the same")
+    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--through-ray", action="store_true", help="orders and news, too")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads, everywhere")
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--draft", default="demo")
+    parser.add_argument("--prompts", type=Path, help="JSON lines with `prompt` or `turns`")
+    parser.add_argument("--grpc-port", type=int, default=9210)
+    parser.add_argument("--json", type=Path, help="write the figures here; other parts stay")
+    args = parser.parse_args()
+
+    def config_of(replicas: int) -> ClusterConfig:
+        return from_args(
+            {
+                "replicas": replicas,
+                "target": args.target,
+                "draft": args.draft,
+                "torch_threads": args.threads,
+                "pool": {
+                    "name": "cluster-benchmark",
+                    "shards": args.shards,
+                    "line": not args.through_ray,
+                },
+                "grpc_port": args.grpc_port,
+                "http_port": args.grpc_port + 1,
+            }
+        )
+
+    size = (args.in_flight, args.requests_per_client, args.new_tokens, args.rounds)
+    step_s = args.step_ms / 1000
+    speed = Speed(step_s, step_s, 0.0, args.acceptance, args.prefill_token_ms / 1000)
+    found: dict[str, Any] = {}
+    if args.json and args.json.exists():
+        found = json.loads(args.json.read_text())
+    print(machine())
+    settings = {
+        name: getattr(args, name) for name in ("new_tokens", "rounds", "shards", "through_ray")
+    }
+    for part in args.parts:
+        entries: list[dict[str, Any]] = []
+        for replicas in args.synthetic_replicas if part == "synthetic" else args.replicas:
+            config = config_of(replicas)
+            if part == "synthetic":
+                entries += measure_synthetic(config, speed, *size)
+            else:
+                entries += measure_real(config, args.prompts, *size)
+        print(f"\n{part}\n{table(HEADER, rows_of(entries))}")
+        own = {"speed": vars(speed)} if part == "synthetic" else {"threads": args.threads}
+        found[part] = {**settings, **own, "runs": entries}
+    found.pop("machine", None)
+    write_json(args.json, found)
+
+
+if __name__ == "__main__":
+    main()
