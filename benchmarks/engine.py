@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from benchmarks.measured import MeasuredWay
 from benchmarks.mixed import mixed_figures, mixed_requests
@@ -51,6 +52,8 @@ def transformers_name(batch: int) -> str:
 def main() -> None:
     """Parse the command line, run everything, print the tables."""
     args = _arguments()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     begun_s = perf_counter()
     config = ReplicaConfig(
         target=args.target,

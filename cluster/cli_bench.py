@@ -169,6 +169,7 @@ def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | No
         progress.update(task[phase], completed=done)
 
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         with progress:
             report = (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from cluster.bench import svg
 from cluster.bench.compare import Comparison
 from cluster.bench.figures import Distribution, first_token_times, histogram, latencies
-from cluster.bench.report_json import TIMELINE_BINS, Report
+from cluster.bench.report_json import Report
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fcfcfb; --ink: #1c1c1a; --soft: #63625d;
@@ -88,11 +89,14 @@ def _tiles(report: Report) -> str:
 def _plots(report: Report) -> list[str]:
     figures = report.summary
     waited = sorted(latencies(report.records))
-    cdf = [(0.0, 0.0)] + [(value, 100 * n / len(waited)) for n, value in enumerate(waited, 1)]
-    bin_s = figures.elapsed_s / TIMELINE_BINS
-    speed = [((n + 0.5) * bin_s, value) for n, value in enumerate(report.timeline)]
-    first = histogram([1000 * value for value in first_token_times(report.records)], 24)
-    positions = [(j + 0.5, j + 1.5, 100 * share) for j, share in enumerate(figures.accepted_at)]
+    steps = [
+        (value, 100 * (n + up) / len(waited)) for n, value in enumerate(waited) for up in (0, 1)
+    ]
+    cdf = [(0.0, 0.0), *steps]
+    speed = [((n + 0.5) * report.bin_s, value) for n, value in enumerate(report.timeline)]
+    times = [1000 * value for value in first_token_times(report.records)]
+    first = histogram(times, min(max(math.ceil(2 * math.sqrt(len(times))), 5), 24))
+    positions = [(j, j + 1.0, 100 * share) for j, share in enumerate(figures.accepted_at)]
     return [
         _figure(
             "Latency: share of requests that took at most so long",
@@ -109,7 +113,7 @@ def _plots(report: Report) -> list[str]:
                 positions,
                 "position of the draft token",
                 "% of steps",
-                [(j + 1.0, str(j + 1)) for j in range(len(positions))],
+                [(j + 0.5, str(j + 1)) for j in range(len(positions))],
                 100,
             ),
         ),

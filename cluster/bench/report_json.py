@@ -13,7 +13,10 @@ from cluster.bench.figures import Record, Summary, timeline
 SCHEMA = "lockstep-bench"
 VERSION = 1
 """Raised when a field changes its meaning or goes; a new field leaves it as it is."""
-TIMELINE_BINS = 60
+BINS_MAX = 60
+"""Most parts of the timeline; none is shorter than BIN_S but in runs of a few seconds."""
+BINS_MIN = 8
+BIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,17 @@ class Report:
     comparison: Comparison | None = None
 
     @property
+    def bin_s(self) -> float:
+        """Length of a part of the timeline."""
+        elapsed_s = self.summary.elapsed_s
+        return elapsed_s / min(max(int(elapsed_s / BIN_S), BINS_MIN), BINS_MAX)
+
+    @property
     def timeline(self) -> list[float]:
-        """Tokens/s in TIMELINE_BINS equal parts of the run."""
-        return timeline(self.records, self.summary.elapsed_s, TIMELINE_BINS)
+        """Tokens/s in equal parts of the run."""
+        elapsed_s = self.summary.elapsed_s
+        bins = round(elapsed_s / self.bin_s) if elapsed_s else 0
+        return timeline(self.records, elapsed_s, bins)
 
 
 def to_json(report: Report) -> str:
@@ -45,10 +56,7 @@ def to_json(report: Report) -> str:
         "machine": dict(report.machine),
         "settings": dict(report.settings),
         "figures": asdict(report.summary),
-        "timeline": {
-            "bin_s": report.summary.elapsed_s / TIMELINE_BINS,
-            "tokens_per_s": report.timeline,
-        },
+        "timeline": {"bin_s": report.bin_s, "tokens_per_s": report.timeline},
         "requests": [_request(record) for record in report.records],
         "comparison": None if report.comparison is None else _comparison(report.comparison),
     }

@@ -37,16 +37,17 @@ def columns(
     x_ticks: Sequence[tuple[float, str]] | None = None,
     y_most: float | None = None,
 ) -> str:
-    """A column of the third value over each part (from, to)."""
+    """A column of the third value over each part (from, to); `x_ticks` one per part, if given."""
     frame = _Frame(
         max((right for _, right, _ in parts), default=0.0),
         max((value for _, _, value in parts), default=0.0) if y_most is None else y_most,
     )
     shapes = []
-    for left, right, value in parts:
+    for n, (left, right, value) in enumerate(parts):
         x, width = frame.x(left) + 1, max(frame.x(right) - frame.x(left) - 2, 0.5)
         top = frame.y(value)
-        title = escape(f"{left:.3g} to {right:.3g}: {value:.3g}")
+        where = f"{left:.3g} to {right:.3g}" if x_ticks is None else x_ticks[n][1]
+        title = escape(f"{where}: {value:.3g}")
         shapes.append(
             f'<rect class="mark" x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" '
             f'height="{frame.y(0) - top:.1f}"><title>{title}</title></rect>'
