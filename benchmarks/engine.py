@@ -78,7 +78,7 @@ def main() -> None:
         for batch in args.batches
         for k in args.draft_lens
     }
-    assistance = fastest_assistance(models, requests[:4])
+    assistance = fastest_assistance(models, requests)
     print(f"assisted generation is fastest with {assistance}", flush=True)
     expected = models.batched(requests, 1)
     contenders, figures = greedy(args, models, measured, requests, expected, assistance)
