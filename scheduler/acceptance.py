@@ -14,13 +14,17 @@ from scheduler.sequence import Sequence
 
 DECAY = 0.85
 """What a sequence's past keeps of its weight per step."""
-PRIOR_TRIES = 2.0
+PRIOR_TRIES = 4.0
 """Tries for which the class's acceptance stands."""
 CLASS_TRIES = 400.0
 """Tries after which a class has forgotten: a few hundred steps of a full group."""
 FIRST_GUESS = 0.6
 """Acceptance of a class of which nothing is known; a guess that lasts for a few tries."""
 _GUESS_TRIES = 4.0
+SELDOM_RIGHT = 0.35
+"""A sequence whose acceptance falls below it is of the kind for which drafts are seldom right."""
+OFTEN_RIGHT = 0.6
+"""Above it, it is of the other kind again."""
 
 
 @dataclass(slots=True)
@@ -55,6 +59,11 @@ class Acceptance:
         keep = DECAY**row.steps
         sequence.tried = keep * sequence.tried + tried
         sequence.agreed = keep * sequence.agreed + agreed
+        acceptance = self.of(sequence)
+        if acceptance < SELDOM_RIGHT or sequence.request.draft_len == 0:
+            sequence.kind = 1
+        elif acceptance > OFTEN_RIGHT:
+            sequence.kind = 0
         if not tried:
             return
         known = self._classes[sequence.request.sampling.temperature == 0.0]

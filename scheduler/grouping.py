@@ -24,6 +24,11 @@ Measured (64 residents of 16 to 256 tokens, groups of 8, 4 draft tokens): KV pos
 row's own, least spread alone against this: 7.1 % and 4.9 % until the pool is empty, 6.9 % and 5.4 %
 with new ones coming in; the longest wait is 26 orders, of 32 allowed.
 
+Kinds. A row is of one of two kinds: the draft is often right about it, or seldom (see `acceptance`).
+A step drafts as many tokens for all its rows, so rows of one kind belong together: rules 1 and 2
+look at the oldest row's kind alone, or else the other one, if there are rows enough for a group,
+and at both kinds together only if neither has.
+
 The bound. No row is passed over more than w * G - 1 times in a row, G taken at its largest during
 the wait: a round, in which every row could step once, is G orders, so none waits for more than w
 rounds. Rows that became ready before a row s only get fewer. Once s has been passed over
@@ -39,6 +44,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from heapq import merge
 from itertools import islice
 from operator import sub
 
@@ -87,20 +93,87 @@ def may_step(
     return 2 * ready >= min(ready + prefilling, rows_max)
 
 
+class _Shelf:
+    """Rows by length."""
+
+    def __init__(self, keys: Iterable[_Key] = ()) -> None:
+        self.keys = list(keys)
+        self.lengths = [key[0] for key in self.keys]
+        """The lengths alone: a window is sought in every order, among all rows."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, key: _Key) -> None:
+        """It is the youngest, so it stands behind all of its length."""
+        at = bisect_right(self.lengths, key[0])
+        self.lengths.insert(at, key[0])
+        self.keys.insert(at, key)
+
+    def remove(self, key: _Key) -> None:
+        at = bisect_left(self.keys, key)
+        del self.keys[at], self.lengths[at]
+
+    def remove_all(self, keys: list[_Key]) -> None:
+        """Some of its rows, in order."""
+        first = bisect_left(self.keys, keys[0])
+        last = first + len(keys)
+        if self.keys[last - 1 : last] == keys[-1:]:
+            # A window, nearly always.
+            del self.keys[first:last], self.lengths[first:last]
+            return
+        for key in keys:
+            self.remove(key)
+
+    def window(self, size: int, anchor: _Key | None) -> list[_Key]:
+        """With an anchor the tightest window that holds it, else that of rule 1."""
+        lengths = self.lengths
+        size = min(size, len(lengths))
+        first, last = 0, len(lengths) - size
+        if anchor is not None:
+            at = bisect_left(self.keys, anchor)
+            first, last = max(first, at - size + 1), min(last, at)
+        shortest = lengths[first : last + 1]
+        longest = lengths[first + size - 1 : last + size]
+        spreads = list(map(sub, longest, shortest))
+        least = min(spreads)
+        if anchor is None:
+            tight = LEVEL * (lengths[-1] - lengths[0]) * size / len(lengths)
+            if least <= tight:
+                start = next(start for start, spread in enumerate(spreads) if spread <= tight)
+                return self.keys[start : start + size]
+        start = first + spreads.index(least)
+        if anchor is None and spreads.count(least) > 1:
+            start = self._oldest_of(spreads, least, size)
+        return self.keys[start : start + size]
+
+    def _oldest_of(self, spreads: list[int], least: int, size: int) -> int:
+        """Start of the window with the oldest row, of those of least spread."""
+        start = -1
+        found: list[tuple[int, int]] = []
+        for _ in range(TIES_MAX):
+            try:
+                start = spreads.index(least, start + 1)
+            except ValueError:
+                break
+            found.append((min(key[1] for key in self.keys[start : start + size]), start))
+        return min(found)[1]
+
+
 class ReadyRows:
-    """The ready rows of one replica, by length and by age."""
+    """The ready rows of one replica, by kind and length, and by age."""
 
     def __init__(self) -> None:
-        self._by_length: list[_Key] = []
-        self._lengths: list[int] = []
-        """The lengths alone: a window is sought in every order, among all ready rows."""
-        self._by_age: OrderedDict[str, tuple[_Key, int]] = OrderedDict()
+        self._shelves = (_Shelf(), _Shelf())
+        """Rows of kind 0 and 1."""
+        self._by_age: OrderedDict[str, tuple[_Key, int, int]] = OrderedDict()
+        """(key, orders so far, kind) per row."""
         self._ready_number = 0
         self.orders = 0
         """Speculate orders dispatched on this replica."""
 
     def __len__(self) -> int:
-        return len(self._by_length)
+        return len(self._by_age)
 
     def __contains__(self, sequence_id: object) -> bool:
         return sequence_id in self._by_age
@@ -111,22 +184,18 @@ class ReadyRows:
 
     def lengths(self) -> list[int]:
         """Lengths of all ready rows, rising."""
-        return list(self._lengths)
+        return list(merge(*(shelf.lengths for shelf in self._shelves)))
 
-    def add(self, sequence_id: str, length: int) -> None:
+    def add(self, sequence_id: str, length: int, kind: int = 0) -> None:
         """The row is ready, from now on the youngest. Takes O(log n) comparisons."""
         self._ready_number += 1
         key = (length, self._ready_number, sequence_id)
-        # It is the youngest, so it stands behind all of its length.
-        at = bisect_right(self._lengths, length)
-        self._lengths.insert(at, length)
-        self._by_length.insert(at, key)
-        self._by_age[sequence_id] = (key, self.orders)
+        self._shelves[kind].add(key)
+        self._by_age[sequence_id] = (key, self.orders, kind)
 
     def remove(self, sequence_id: str) -> None:
-        key, _ = self._by_age.pop(sequence_id)
-        at = bisect_left(self._by_length, key)
-        del self._by_length[at], self._lengths[at]
+        key, _, kind = self._by_age.pop(sequence_id)
+        self._shelves[kind].remove(key)
 
     def passes(self, sequence_id: str) -> int:
         """How often the row was passed over since it became ready."""
@@ -138,68 +207,43 @@ class ReadyRows:
         `size` is the ideal size, `groups` is G; the group has min(size, ready) rows, or
         min(rows_max, ready) when the oldest rows are taken. Needs at least one ready row.
         """
-        oldest = next(iter(self._by_age))
-        passes = self.passes(oldest)
+        key, since, kind = self._by_age[next(iter(self._by_age))]
+        passes = self.orders - since
         if passes >= (wait_rounds - 1) * groups:
             keys = sorted(self._by_age[row][0] for row in islice(self._by_age, rows_max))
         else:
             overdue = 2 * passes >= (2 * wait_rounds - 3) * groups
-            anchor = self._by_age[oldest][0] if overdue else None
-            start = self._window(min(size, len(self)), anchor)
-            keys = self._by_length[start : start + size]
+            keys = self._shelf(kind, size, overdue).window(size, key if overdue else None)
         return [key[2] for key in keys]
+
+    def _shelf(self, kind: int, size: int, overdue: bool) -> _Shelf:
+        """Where the next group is sought, `kind` being that of the oldest row."""
+        own, other = self._shelves[kind], self._shelves[1 - kind]
+        if len(own) >= size or not other.keys:
+            return own
+        if not overdue and len(other) >= size:
+            return other
+        return _Shelf(merge(own.keys, other.keys))
 
     def take(self, sequence_ids: Iterable[str]) -> None:
         """Removes the rows of an order that is dispatched: it passes the others over."""
         self.orders += 1
-        keys = [self._by_age.pop(sequence_id)[0] for sequence_id in sequence_ids]
-        keys.sort()
-        first = bisect_left(self._by_length, keys[0])
-        last = first + len(keys)
-        if self._by_length[last - 1 : last] == keys[-1:]:
-            # A window, nearly always.
-            del self._by_length[first:last], self._lengths[first:last]
-            return
-        for key in keys:
-            at = bisect_left(self._by_length, key)
-            del self._by_length[at], self._lengths[at]
-
-    def _window(self, size: int, anchor: _Key | None) -> int:
-        """Start of the window: with an anchor the tightest that holds it, else by rule 1."""
-        lengths = self._lengths
-        first, last = 0, len(lengths) - size
-        if anchor is not None:
-            at = bisect_left(self._by_length, anchor)
-            first, last = max(first, at - size + 1), min(last, at)
-        shortest = lengths[first : last + 1]
-        longest = lengths[first + size - 1 : last + size]
-        spreads = list(map(sub, longest, shortest))
-        least = min(spreads)
-        if anchor is None:
-            tight = LEVEL * (lengths[-1] - lengths[0]) * size / len(lengths)
-            if least <= tight:
-                return next(start for start, spread in enumerate(spreads) if spread <= tight)
-        start = spreads.index(least)
-        if anchor is not None or spreads.count(least) == 1:
-            return first + start
-        best, best_age = start, self._age(start, size)
-        for _ in range(TIES_MAX - 1):
-            try:
-                start = spreads.index(least, start + 1)
-            except ValueError:
-                break
-            age = self._age(start, size)
-            if age < best_age:
-                best, best_age = start, age
-        return best
-
-    def _age(self, start: int, size: int) -> int:
-        """The ready number of the window's oldest row."""
-        return min(key[1] for key in self._by_length[start : start + size])
+        taken: tuple[list[_Key], list[_Key]] = ([], [])
+        for sequence_id in sequence_ids:
+            key, _, kind = self._by_age.pop(sequence_id)
+            taken[kind].append(key)
+        for shelf, keys in zip(self._shelves, taken, strict=True):
+            if keys:
+                shelf.remove_all(sorted(keys))
 
     def check_integrity(self) -> None:
-        assert self._by_length == sorted(self._by_length), "ready rows are out of order"
-        assert self._lengths == [key[0] for key in self._by_length], "lengths of ready rows"
-        assert {key[2] for key in self._by_length} == set(self._by_age), "ready rows differ"
-        numbers = [key[1] for key, _ in self._by_age.values()]
+        ids = set()
+        for kind, shelf in enumerate(self._shelves):
+            assert shelf.keys == sorted(shelf.keys), "ready rows are out of order"
+            assert shelf.lengths == [key[0] for key in shelf.keys], "lengths of ready rows"
+            for key in shelf.keys:
+                assert self._by_age[key[2]][::2] == (key, kind), "ready rows differ"
+                ids.add(key[2])
+        assert ids == set(self._by_age), "ready rows differ"
+        numbers = [key[1] for key, _, _ in self._by_age.values()]
         assert numbers == sorted(numbers), "ready rows are not in order of age"

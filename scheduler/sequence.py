@@ -145,6 +145,8 @@ class Sequence:
     """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
     agreed: float = 0.0
     """Those of them that the target agreed with."""
+    kind: int = 0
+    """Rows of one kind step together where there are enough: 0 where drafts are often right."""
     left: int = 0
     """How often a replica left it to another that has its prefix."""
     keys: tuple[Key, ...] = ()

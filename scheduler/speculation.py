@@ -173,6 +173,9 @@ class GoodputPolicy:
             sequence = rows.get(row.sequence_id)
             if sequence is not None:
                 self._acceptance.observe(sequence, row)
+                if self._config.draft_len is not None:
+                    # All draft alike, so who steps with whom is a matter of length alone.
+                    sequence.kind = 0
 
     def beliefs(self, replica_id: str) -> Beliefs:
         known = self._replicas[replica_id]

@@ -106,6 +106,32 @@ def test_with_one_round_rows_go_in_order_of_arrival() -> None:
     ]
 
 
+def test_rows_of_one_kind_step_together_where_there_are_enough() -> None:
+    rows = ReadyRows()
+    for index, length in enumerate([10, 10, 11, 11, 12, 12]):
+        rows.add(str(index), length, kind=index % 2)
+    assert sorted(take(rows, 3, 3, 2, 4)) == ["0", "2", "4"], "the kind of the oldest row"
+    rows.check_integrity()
+    assert sorted(take(rows, 3, 3, 2, 4)) == ["1", "3", "5"]
+
+
+def test_the_other_kind_goes_first_where_it_alone_fills_a_group() -> None:
+    rows = ReadyRows()
+    for index, kind in enumerate([0, 1, 1, 1]):
+        rows.add(str(index), 10 + index, kind)
+    assert sorted(take(rows, 3, 3, 2, 4)) == ["1", "2", "3"]
+    assert take(rows, 3, 3, 2, 4) == ["0"]
+
+
+def test_kinds_mix_where_neither_fills_a_group() -> None:
+    rows = ReadyRows()
+    for index, length in enumerate([30, 10, 20, 40]):
+        rows.add(str(index), length, kind=index % 2)
+    taken = take(rows, 3, 3, 2, 4)
+    assert taken == ["1", "2", "0"], "by rising length"
+    rows.check_integrity()
+
+
 @settings(max_examples=100, deadline=None)
 @given(lengths_of_rows, st.integers(1, 12), st.data())
 def test_an_anchored_window_is_the_tightest_with_the_anchor(
@@ -147,7 +173,7 @@ def test_no_row_waits_beyond_the_bound(rows_count, rows_max, wait_rounds, in_fli
             for row in orders.pop(0):
                 # Growing by nothing keeps the most attractive rows attractive for ever.
                 lengths[row] += rng.choice([0, 0, 1])
-                rows.add(row, lengths[row])
+                rows.add(row, lengths[row], kind=rng.choice([0, 0, 0, 1]))
         orders.append(take(rows, size, rows_max, groups, wait_rounds))
         assert all(rows.passes(row) <= bound for row in rows)
 
