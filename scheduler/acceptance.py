@@ -14,7 +14,7 @@ from scheduler.sequence import Sequence
 
 DECAY = 0.85
 """What a sequence's past keeps of its weight per step."""
-PRIOR_TRIES = 4.0
+PRIOR_TRIES = 3.0
 """Tries for which the class's acceptance stands."""
 CLASS_TRIES = 400.0
 """Tries after which a class has forgotten: a few hundred steps of a full group."""
@@ -45,8 +45,7 @@ class Acceptance:
 
     def of(self, sequence: Sequence) -> float:
         """Probability in [0, 1] that one more draft token of the sequence is accepted."""
-        prior = self._classes[sequence.request.sampling.temperature == 0.0].acceptance
-        return (sequence.agreed + PRIOR_TRIES * prior) / (sequence.tried + PRIOR_TRIES)
+        return self._estimate(sequence, PRIOR_TRIES)
 
     def overall(self, greedy: bool) -> float:
         """The acceptance of a class lately."""
@@ -59,7 +58,8 @@ class Acceptance:
         keep = DECAY**row.steps
         sequence.tried = keep * sequence.tried + tried
         sequence.agreed = keep * sequence.agreed + agreed
-        acceptance = self.of(sequence)
+        # By its own tries: towards the others' acceptance both kinds would come to look alike.
+        acceptance = self._estimate(sequence, 1.0)
         if acceptance < SELDOM_RIGHT or sequence.request.draft_len == 0:
             sequence.kind = 1
         elif acceptance > OFTEN_RIGHT:
@@ -73,3 +73,7 @@ class Acceptance:
             fade = CLASS_TRIES / known.tried
             known.tried *= fade
             known.agreed *= fade
+
+    def _estimate(self, sequence: Sequence, prior_tries: float) -> float:
+        prior = self._classes[sequence.request.sampling.temperature == 0.0].acceptance
+        return (sequence.agreed + prior_tries * prior) / (sequence.tried + prior_tries)

@@ -24,7 +24,7 @@ Measured (64 residents of 16 to 256 tokens, groups of 8, 4 draft tokens): KV pos
 row's own, least spread alone against this: 7.1 % and 4.9 % until the pool is empty, 6.9 % and 5.4 %
 with new ones coming in; the longest wait is 26 orders, of 32 allowed.
 
-Kinds. A row is of one of two kinds: the draft is often right about it, or seldom (see `acceptance`).
+Kinds. A row is of one of two kinds: the draft is often right about it, or seldom; see `acceptance`.
 A step drafts as many tokens for all its rows, so rows of one kind belong together: rules 1 and 2
 look at the oldest row's kind alone, or else the other one, if there are rows enough for a group,
 and at both kinds together only if neither has.
