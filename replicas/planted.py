@@ -112,6 +112,9 @@ def plant(
     else:
         planted = _calibrated(model, vectors, wanted, parsed)
         _log.info("%s: scale=%g, follows the map at %.3f", name, planted.scale, planted.follows)
+    if device.type == "cuda":
+        del vectors
+        torch.cuda.empty_cache()  # what calibration used is free for the KV cache
     return planted
 
 
@@ -141,6 +144,8 @@ def _scaled(
     model: PreTrainedModel, vectors: torch.Tensor, scale: float, follows: float | None
 ) -> Planted:
     torch.mul(vectors, scale, out=model.get_input_embeddings().weight)
+    # Beside the sizes, for whoever loads the model by its name.
+    model.config.planted_scale, model.config.planted_follows = scale, follows
     return Planted(model, scale, follows)
 
 

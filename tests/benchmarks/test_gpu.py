@@ -1,0 +1,105 @@
+"""Proves that the device benchmark runs without the cluster's packages and counts work rightly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.ceilings import ModelWork, Rates, Work, measure_rates
+from replicas.planted import planted_config
+from replicas.shapes import parse_planted
+
+ROOT = Path(__file__).parents[2]
+
+# As on a machine with torch and transformers alone.
+WITHOUT_CLUSTER = """
+import runpy, sys
+
+ABSENT = {"ray", "grpc", "fastapi", "starlette", "uvicorn", "typer", "protos"}
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_path: Path) -> None:
+    figures_file = tmp_path / "figures.json"
+    options = ["--shape", "tiny", "--device", "cpu", "--dtype", "bfloat16"]
+    options += ["--batches", "1", "3", "--json", str(figures_file)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CLUSTER, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| deterministic | 3 | 3 |" in done.stdout
+    written = json.loads(figures_file.read_text())
+    assert written["follows"] == pytest.approx(0.7, abs=0.05)
+    assert written["device"]["copy_gb_per_s"] > 0
+    runs = {(run["mode"], run["batch"], run["draft_len"]): run for run in written["runs"]}
+    assert set(runs) == {
+        *(
+            (mode, batch, k)
+            for mode in ("plain", "deterministic")
+            for batch in (1, 3)
+            for k in (0, 3)
+        ),
+        ("transformers", 8, 0),
+    }
+    for (mode, _, k), run in runs.items():
+        assert run["tokens_per_s"] > 0
+        if mode == "deterministic":
+            assert run["identical"] == run["compared"] == 4
+        if mode != "transformers":
+            assert run["committed"] >= 1 + (k > 0) * 0.3
+            assert 0 < run["tokens_per_s"] < min(run["bandwidth_ceiling"], run["matrix_ceiling"])
+            assert (run["over_plain"] == 1.0) == (k == 0)
+    assert {prefill["mode"] for prefill in written["prefill"]} == {"plain", "deterministic"}
+
+
+def work_of(shape: str) -> ModelWork:
+    with torch.device("meta"):
+        config = planted_config(parse_planted(f"planted:{shape}"))
+        return ModelWork.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+def test_the_work_of_qwen3_8b_is_what_its_sizes_say() -> None:
+    work = work_of("qwen3-8b")
+    layer = 4096 * 128 * (32 + 8 + 8) + 32 * 128 * 4096 + 3 * 4096 * 12_288
+    norms = 36 * (2 * 4096 + 2 * 128) + 4096
+    assert work.weights == 36 * layer + norms + 4096 * 151_936
+    assert work.weight_bytes == 2 * work.weights
+    assert work.kv_bytes == 36 * 2 * 8 * 128 * 2
+    one = work.decode(passes=1, tokens=1, positions=100)
+    assert one.bytes == work.weight_bytes + 100 * work.kv_bytes
+    assert one.operations == 2 * work.weights + 100 * 36 * 4 * 32 * 128
+
+
+def test_a_batch_shares_the_weights_and_a_ceiling_is_work_over_rate() -> None:
+    work = work_of("qwen3-0.6b")
+    rates = Rates(bytes_per_s=1e12, operations_per_s=1e14)
+    one, eight = work.decode(10, 10, 0), work.decode(10, 80, 0)
+    assert eight.bandwidth_s(rates) == one.bandwidth_s(rates) == 10 * work.weight_bytes / 1e12
+    assert eight.matrix_s(rates) == 8 * one.matrix_s(rates)
+    assert one + eight == Work(one.bytes + eight.bytes, one.operations + eight.operations)
+    # A prefill needs the output matrix for no more than one position.
+    assert work.prefill([100]).operations < work.decode(1, 100, 5000).operations
+
+
+def test_rates_are_measured_on_the_device() -> None:
+    rates = measure_rates(torch.device("cpu"), torch.float32)
+    assert 1e8 < rates.bytes_per_s < 1e13
+    assert 1e8 < rates.operations_per_s < 1e15
