@@ -64,6 +64,13 @@ class SchedulerConfig(BaseModel):
         description="Tokens of one prefill order; a longer prompt is filled over several, with "
         "decode orders between them.",
     )
+    gather_orders: int = Field(
+        default=1,
+        ge=0,
+        le=64,
+        description="Decode orders that a few short prompts wait for others to share their prefill"
+        " order, while other rows run. 0: they never wait.",
+    )
     residents_max: int = Field(
         default=256, ge=1, description="Sequences whose KV cache a replica holds at once."
     )

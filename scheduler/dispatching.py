@@ -114,8 +114,11 @@ class Dispatcher:
                     self.interrupt(replica, self._out)
                     return None
         to_fill = bool(choice.rows or replica.partial)
-        if to_fill and goes_first(replica):
-            return self._prefill(replica, choice, budget)
+        if to_fill:
+            if goes_first(replica, choice.rows, budget, self._config.gather_orders):
+                return self._prefill(replica, choice, budget)
+            # It waits for what is in flight, and no longer than for one step of it.
+            self.interrupt(replica, self._out)
         if may_step(
             ready,
             replica.stepping,
@@ -146,6 +149,7 @@ class Dispatcher:
     def _prefill(self, replica: Replica, choice: Choice, budget: int) -> Order:
         """Chunks of the chosen rows and of those that were begun."""
         order_id = self._new_order_id()
+        replica.gathers_until = None
         for sequence, count in choice.overtaken:
             sequence.overtaken += count
         given = chunks(replica, choice.rows, budget, self._config)
@@ -171,8 +175,10 @@ class Dispatcher:
             groups_needed(count, rows_max),
             config.wait_rounds,
         )
-        # Rows that wait would wait longer; where there are none, round trips are saved.
-        long = alone and len(chosen) == len(replica.ready)
+        # Rows that wait would wait longer; where there are none, round trips are saved. A client's
+        # first token waits for no second one.
+        begun = all(replica.residents[one].committed for one in chosen)
+        long = alone and begun and len(chosen) == len(replica.ready)
         steps_most = config.steps_per_order_max if long else 1
         return self._step(replica, [replica.residents[one] for one in chosen], steps_most)
 

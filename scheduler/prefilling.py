@@ -23,6 +23,10 @@ from scheduler.messages import OrderKind
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
 
+ENOUGH_SHARE = 16
+"""Prompts need not wait for more to come once they are one for so many rows that run: in simulated
+closed loops with prefills as dear as steps, waiting for more gained nothing with 16 rows, 4 % of
+throughput with 32 and 7 % with 64, and a share of 4 lost 3 % with 8."""
 CHUNK_SHARE = 4
 """A part of a prompt has at least one in so many of the order's tokens."""
 
@@ -101,7 +105,22 @@ def chunks(
     return given
 
 
-def goes_first(replica: Replica) -> bool:
-    """Whether a prefill order may go now: never two in a row while rows are ready, so that
-    neither those that wait nor those that are ready starve."""
-    return not (replica.ready and replica.last_kind is OrderKind.PREFILL)
+def goes_first(replica: Replica, chosen: list[Sequence], budget: int, orders: int) -> bool:
+    """Whether a prefill order may go now, with `chosen` rows that waited.
+
+    Never two in a row while rows are ready, so that neither those that wait nor those that are
+    ready starve. And a few short prompts wait for others to share their order with, while rows
+    step: for `orders` decode orders at most. Not those that lost their place, nor suspects.
+    """
+    if replica.ready and replica.last_kind is OrderKind.PREFILL:
+        return False
+    running = len(replica.ready) + replica.stepping
+    if replica.partial or ENOUGH_SHARE * len(chosen) >= running:
+        return True
+    if 2 * sum(one.fill for one in chosen) >= budget:
+        return True
+    if any(one.recovered or one.rows_limit is not None for one in chosen):
+        return True
+    if replica.gathers_until is None:
+        replica.gathers_until = replica.ready.orders + orders
+    return replica.ready.orders >= replica.gathers_until

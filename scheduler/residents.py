@@ -101,6 +101,8 @@ class Replica:
     """An order in flight of several steps that was not interrupted."""
     sent_alone: tuple[int, float] = (0, 0.0)
     """The last order that was sent while nothing was in flight, and when."""
+    gathers_until: int | None = None
+    """Prompts that wait are not filled before so many groups were dispatched; see `prefilling`."""
     last_kind: OrderKind | None = None
     """Kind of the order dispatched last."""
     prefixes: PrefixSet = field(init=False)

@@ -119,7 +119,7 @@ def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_order(
     hand.join()
     hand.submit("a")
     if not in_prefill:
-        hand.settle()
+        hand.done(hand.settle()[0])
     (order,) = hand.in_flight()
     actions = hand.cancel("a")
     interrupts = [] if in_prefill else [Interrupt("r", order.id)]

@@ -126,11 +126,15 @@ def test_several_steps_per_order_only_where_no_other_row_waits() -> None:
     hand.join()
     hand.submit("a")
     (order,) = orders_of(hand.done(hand.in_flight()[0]))
+    assert order.steps == 1, "the first token waits for no second one"
+    (order,) = orders_of(hand.done(order))
     assert order.steps == 4
     (prefill,) = orders_of(hand.submit("b"))
     (order,) = orders_of(hand.done(order))
     assert (rows_of(order), order.steps) == (["a"], 1), "b is being prefilled"
     hand.done(prefill)
+    (order,) = orders_of(hand.done(order))
+    assert (sorted(rows_of(order)), order.steps) == (["a", "b"], 1), "the first one of b"
     (order,) = orders_of(hand.done(order))
     assert (sorted(rows_of(order)), order.steps) == (["a", "b"], 4)
 
@@ -141,6 +145,7 @@ def test_waiting_requests_that_do_not_fit_do_not_shorten_orders() -> None:
     hand.submit("a")  # 26 of 30 blocks
     hand.submit("b")
     (order,) = orders_of(hand.done(hand.in_flight()[0]))
+    (order,) = orders_of(hand.done(order))
     assert (rows_of(order), order.steps) == (["a"], 4)
 
 

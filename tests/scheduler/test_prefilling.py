@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from scheduler.messages import FinishReason, Order, OrderKind, Release
+from scheduler.messages import FinishReason, Interrupt, Order, OrderKind, Release
 from tests.scheduler.hand import Hand, only, orders_of, released, rows_of
 
 
@@ -189,3 +189,56 @@ def test_blocks_of_the_whole_prompt_are_set_aside_with_the_first_chunk() -> None
     world = Partial()
     row = prefills(world.hand)[1].prefill[0]
     assert row.blocks == (26 + 100 + 3) // 4
+
+
+def running(rows: int, **config: object) -> Hand:
+    """So many rows that step in one group, nobody waiting."""
+    hand = Hand(rows_max=64, prefill_rows_max=64, steps_per_order_max=4, **config)
+    hand.join(kv_blocks=100_000)
+    for index in range(rows):
+        hand.submit(f"r{index}", max_new_tokens=400)
+    while len(rows_of(hand.in_flight()[0])) < rows or hand.in_flight()[0].steps == 1:
+        work(hand, 1)
+    return hand
+
+
+def test_one_prompt_among_many_rows_waits_for_others_and_for_one_decode_order_at_most() -> None:
+    hand = running(40)
+    (order,) = hand.in_flight()
+    actions = hand.submit("a")
+    assert not orders_of(actions)
+    assert only(actions, Interrupt).order_id == order.id, "not for all steps of it"
+    assert not orders_of(hand.submit("b"))
+    steps, prefill = orders_of(hand.done(order))
+    assert (len(rows_of(steps)), steps.steps) == (40, 1)
+    assert rows_of(prefill) == ["a", "b"]
+
+
+def test_it_waits_no_longer_once_there_are_enough() -> None:
+    hand = running(40)
+    assert not orders_of(hand.submit("a"))
+    assert not orders_of(hand.submit("b"))
+    (prefill,) = orders_of(hand.submit("c"))
+    assert rows_of(prefill) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "config"),
+    [(16, 3, {}), (40, 60, {"prefill_tokens_max": 100}), (40, 3, {"gather_orders": 0})],
+    ids=["few rows run", "its prefill is long anyway", "turned off"],
+)
+def test_a_prompt_does_not_wait_where_it_would_gain_nothing(
+    rows: int, length: int, config: dict[str, object]
+) -> None:
+    hand = running(rows, **config)
+    (prefill,) = orders_of(hand.submit("a", length=length, max_new_tokens=10))
+    assert rows_of(prefill) == ["a"]
+
+
+def test_who_lost_its_place_does_not_wait_for_others() -> None:
+    hand = running(40)
+    hand.join("r2")
+    hand.submit("a", length=300, max_new_tokens=10)
+    (order,) = hand.in_flight("r2")
+    assert rows_of(order) == ["a"]
+    assert any("a" in rows_of(one) for one in orders_of(hand.lose("r2", blamed=False)))

@@ -298,7 +298,7 @@ def test_a_policy_of_ones_own_is_asked_per_order_and_told_every_result() -> None
     policy = Recorder()
     scheduler = Scheduler(SchedulerConfig(steps_per_order_max=3), policy)
     scheduler.step(ReplicaJoined("r", ReplicaSpec(100, 4, 100, 100)), 0.0)
-    scheduler.step(Submit(Request("a", (1, 2, 3), 9)), 1.0)
+    scheduler.step(Submit(Request("a", (1, 2), 9, committed=(3,))), 1.0)
     done = StepResult(1, "r", (RowResult("a"),), times=StepTimes(total_s=0.5))
     (action,) = scheduler.step(StepDone(done), 2.0)
     assert isinstance(action, Dispatch)

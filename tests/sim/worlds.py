@@ -144,6 +144,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         wait_rounds=knobs.wait_rounds,
         prefill_rows_max=rng.choice([1, 4, 8]),
         prefill_tokens_max=rng.choice([1, 5, 16, 64, 2048]),
+        gather_orders=rng.choice([0, 1, 3]),
         residents_max=knobs.residents_max,
         waiting_requests_max=knobs.waiting_requests_max,
         waiting_tokens_max=rng.choice([300, 4_194_304, 4_194_304]),
