@@ -221,7 +221,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--alone-limit", type=int, default=16, help="prompts of the runs at batch 1, the first ones"
     )
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument(
         "--draft-lens",
