@@ -28,6 +28,7 @@ from cluster.cli_options import (
     given_options,
     reached_server,
 )
+from cluster.cli_simulate import simulate
 
 main = typer.Typer(
     name="lockstep",
@@ -38,6 +39,7 @@ main = typer.Typer(
 )
 main.add_typer(keys, name="keys")
 main.command()(bench)
+main.command()(simulate)
 
 
 @main.command()

@@ -11,7 +11,6 @@ the lease, and the replica joins again under a new id.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,12 +42,17 @@ from scheduler.messages import (
 )
 from scheduler.orders import order_spread, prefill_tokens
 from scheduler.scheduler import Scheduler
+from scheduler.simulated import SimulatedReplica
+from scheduler.virtual_clock import VirtualClock
 
 StepTime = Callable[[Order], float]
 """Seconds that a replica takes for one step of an order (for all of it, if it is a prefill)."""
 
 Watch = Callable[[float, Event, list[Action]], None]
 """Told of every event and its actions: (now_s, event, actions)."""
+
+PoolCost = Callable[[Event], float]
+"""Seconds for which an event occupies the pool; the next one waits, and its actions come after."""
 
 
 def linear_step_time(order: Order) -> float:
@@ -113,6 +117,8 @@ class Report:
     """Rows of all speculate orders."""
     killed: int = 0
     """Replicas killed by deadly requests."""
+    pool_busy_s: float = 0.0
+    """Time in which the pool was occupied, by its `PoolCost`."""
     busy_s: float = 0.0
     alive_s: float = 0.0
     """Busy and alive time, summed over all incarnations."""
@@ -134,7 +140,7 @@ class Report:
 class _Host:
     """A fake replica in time: its queue of orders, its message channel, its life."""
 
-    def __init__(self, replica: FakeReplica, name: str, born_s: float) -> None:
+    def __init__(self, replica: SimulatedReplica, name: str, born_s: float) -> None:
         self.replica = replica
         self.name = name
         self.born_s = born_s
@@ -163,22 +169,41 @@ class World:
         tick_s: float = 0.05,
         watch: Watch | None = None,
         scheduler: Scheduler | None = None,
+        clock: VirtualClock | None = None,
+        pool_cost: PoolCost | None = None,
+        replica: Callable[[str, ReplicaSpec], SimulatedReplica] | None = None,
+        ended: Callable[[str, Outcome], None] | None = None,
     ) -> None:
+        """`clock`: one that other worlds share. `pool_cost`: None for a pool that takes no time.
+        `replica` makes a replica for an id and a spec, in place of a FakeReplica. `ended` is told
+        of every request that has ended."""
         self.scheduler = scheduler or Scheduler(config)
         self.report = Report()
-        self.now_s = 0.0
+        self.clock = clock or VirtualClock()
         self._rng = rng
         self._step_time = step_time
         self.trouble = trouble or Trouble()
         self._acceptance = acceptance
         self._tick_s = tick_s
         self._watch = watch
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._heap_number = 0
+        self._pool_cost = pool_cost
+        self._pool_free_s = 0.0
+        """When the pool has done all events that have reached it."""
+        self._replica = replica or self._fake_replica
+        self._ended = ended
         self._hosts: dict[str, _Host] = {}
         """Hosts by replica id, dead ones until they are declared lost."""
         self._incarnations: dict[str, int] = {}
         self._unfinished = 0
+
+    @property
+    def now_s(self) -> float:
+        return self.clock.now_s
+
+    @property
+    def pool_behind_s(self) -> float:
+        """How long an event that comes now waits for the pool."""
+        return max(self._pool_free_s - self.now_s, 0.0)
 
     # ----------------------------------------------------------------- what is to happen
 
@@ -219,10 +244,16 @@ class World:
 
     def run(self, until_s: float = float("inf")) -> Report:
         """Runs until nothing is left to happen, or until the virtual time `until_s`."""
+        self.start()
+        self.clock.run(until_s)
+        return self.end()
+
+    def start(self) -> None:
+        """Ticks begin; for whoever runs the clock himself."""
         self._after(self._tick_s, self._tick)
-        while self._heap and self._heap[0][0] <= until_s:
-            self.now_s, _, happen = heapq.heappop(self._heap)
-            happen()
+
+    def end(self) -> Report:
+        """The report up to now."""
         self.report.ended_s = self.now_s
         for host in self._hosts.values():
             if host.alive:
@@ -233,11 +264,10 @@ class World:
     # ----------------------------------------------------------------- clock
 
     def _at(self, at_s: float, happen: Callable[[], None]) -> None:
-        self._heap_number += 1
-        heapq.heappush(self._heap, (max(at_s, self.now_s), self._heap_number, happen))
+        self.clock.at(at_s, happen)
 
     def _after(self, delay_s: float, happen: Callable[[], None]) -> None:
-        self._at(self.now_s + delay_s, happen)
+        self.clock.at(self.clock.now_s + delay_s, happen)
 
     def _tick(self) -> None:
         self._tell(Tick())
@@ -250,6 +280,16 @@ class World:
     # ----------------------------------------------------------------- the pool's side
 
     def _tell(self, event: Event) -> None:
+        """An event reaches the pool, which does one after the other."""
+        if self._pool_cost is None:
+            self._step(event)
+            return
+        cost_s = self._pool_cost(event)
+        self.report.pool_busy_s += cost_s
+        self._pool_free_s = max(self.now_s, self._pool_free_s) + cost_s
+        self._at(self._pool_free_s, lambda: self._step(event))
+
+    def _step(self, event: Event) -> None:
         actions = self.scheduler.step(event, self.now_s)
         self.report.events += 1
         for action in actions:
@@ -281,6 +321,8 @@ class World:
         else:
             outcome.reject = action
         self._unfinished -= 1
+        if self._ended is not None:
+            self._ended(action.request_id, outcome)
 
     def _note_order(self, order: Order) -> None:
         self.report.orders += 1
@@ -297,11 +339,14 @@ class World:
                 return host
         return None
 
+    def _fake_replica(self, replica_id: str, spec: ReplicaSpec) -> FakeReplica:
+        return FakeReplica(replica_id, spec, self._acceptance, self._rng)
+
     def _join(self, name: str, spec: ReplicaSpec) -> None:
         count = self._incarnations.get(name, -1) + 1
         self._incarnations[name] = count
         replica_id = f"{name}+{count}" if count else name
-        replica = FakeReplica(replica_id, spec, self._acceptance, self._rng)
+        replica = self._replica(replica_id, spec)
         self._hosts[replica_id] = _Host(replica, name, self.now_s)
         self._tell(ReplicaJoined(replica_id, spec))
 

@@ -1,0 +1,325 @@
+"""`lockstep simulate`: its options and its table. The work is in `cluster.simulate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from cluster.simulate import Result
+    from scheduler.arrivals import Ask, Lengths
+    from scheduler.study import PoolTimes
+
+CHARACTERS_PER_TOKEN = 4
+"""By which the lengths of prompts in a file are estimated."""
+
+
+def simulate(
+    replicas: Annotated[
+        str, typer.Option(help="Number of replicas; several, as 64,256, one after the other.")
+    ] = "8",
+    shards: Annotated[str, typer.Option(help="Number of pools; several likewise.")] = "1",
+    requests: Annotated[int, typer.Option(min=1, help="How many requests come.")] = 2000,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Poisson arrivals, requests per second.")
+    ] = None,
+    bursts: Annotated[
+        str | None,
+        typer.Option(
+            help="With --rate: that rate for ON seconds, nobody for OFF.", metavar="ON,OFF"
+        ),
+    ] = None,
+    in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: so many at a time.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with at_s, prompt_tokens, new_tokens.", exists=True, dir_okay=False
+        ),
+    ] = None,
+    per_replica: Annotated[
+        bool,
+        typer.Option("--per-replica", help="--requests, --rate, --in-flight for each replica."),
+    ] = False,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="N, N..M or lognormal:MEDIAN:SIGMA.")
+    ] = "lognormal:200:0.8",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Lengths of these prompts instead.", exists=True, dir_okay=False),
+    ] = None,
+    new_tokens: Annotated[str, typer.Option(help="Likewise.")] = "lognormal:200:0.6",
+    acceptance: Annotated[
+        str, typer.Option(help="Of draft tokens; or a mix of requests, as 0.9:3,0.4:1.")
+    ] = "0.7",
+    device: Annotated[str, typer.Option(help="h200, h100, a100-80gb or l40s.")] = "h100",
+    pair: Annotated[
+        str, typer.Option(help="qwen3-8b/0.6b, glm-4-9b or vicuna-7b/68m.")
+    ] = "qwen3-8b/0.6b",
+    times: Annotated[
+        Path | None,
+        typer.Option(help="Fitted times as JSON, instead of both.", exists=True, dir_okay=False),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a group.")] = 8,
+    draft_len: Annotated[int, typer.Option(min=0, help="Draft tokens per step.")] = 4,
+    pool_cost: Annotated[
+        str,
+        typer.Option(help="What an event costs the pool: none, measured or microseconds."),
+    ] = "measured",
+    baseline: Annotated[
+        str | None, typer.Option(help="eqspec: beside each, rows in order of arrival.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same figures.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+) -> None:
+    """The real scheduler over many replicas in virtual time; see docs/simulate.md."""
+    if sum(each is not None for each in (rate, in_flight, trace)) != 1:
+        raise typer.BadParameter("give one of --rate, --in-flight and --trace")
+    if bursts is not None and rate is None:
+        raise typer.BadParameter("--bursts needs --rate")
+    if baseline not in (None, "eqspec"):
+        raise typer.BadParameter("--baseline: expected eqspec")
+    from cluster import simulate as runs
+    from scheduler.config import SchedulerConfig
+    from scheduler.messages import ReplicaSpec
+    from scheduler.study import Setup
+
+    load = _Load(
+        requests=requests,
+        rate=rate,
+        bursts=None if bursts is None else _two("--bursts", bursts),
+        trace=trace,
+        per_replica=per_replica,
+        prompts=_lengths("--prompt-tokens", prompt_tokens) if prompts is None else _seen(prompts),
+        new=_lengths("--new-tokens", new_tokens),
+        acceptance=_acceptance(acceptance),
+    )
+    hardware = _hardware(device, pair, times)
+    spec = ReplicaSpec(
+        kv_blocks=hardware.kv_blocks(_BLOCK_SIZE),
+        block_size=_BLOCK_SIZE,
+        context_len=32768,
+        vocab_size=2,
+    )
+    # Who waits is to be seen, not refused.
+    config = SchedulerConfig(
+        rows_max=batch_size,
+        draft_len=draft_len,
+        waiting_requests_max=10**9,
+        waiting_tokens_max=10**12,
+    )
+    base = Setup(
+        replicas=1,
+        spec=spec,
+        times=hardware.times,
+        config=config,
+        pool=_pool_times(pool_cost),
+        in_flight=in_flight,
+        seed=seed,
+    )
+    all_cases = runs.cases(
+        base,
+        _counts("--replicas", replicas),
+        _counts("--shards", shards),
+        baseline is not None,
+        per_replica,
+    )
+    if any(case.setup.shards > case.setup.replicas for case in all_cases):
+        raise typer.BadParameter("every shard needs a replica")
+    results = []
+    for case in all_cases:
+        if sys.stderr.isatty():
+            typer.echo(f"{case.named()} ...", err=True)
+        results.append(runs.run(case, load.asks))
+    described = {
+        "device": device if times is None else str(times.name),
+        "pair": pair if times is None else None,
+        "arrivals": load.described(in_flight),
+        "prompt_tokens": prompt_tokens if prompts is None else prompts.name,
+        "new_tokens": new_tokens,
+        "acceptance": acceptance,
+        "batch_size": batch_size,
+        "draft_len": draft_len,
+        "kv_blocks": spec.kv_blocks,
+        "pool_cost": None if base.pool is None else base.pool.model_dump(),
+        "seed": seed,
+    }
+    for path, text in ((json, runs.to_json(described, results)), (svg, runs.to_svg(results))):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    _print(results)
+
+
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What the options say of the requests."""
+
+    requests: int
+    rate: float | None
+    bursts: tuple[float, float] | None
+    trace: Path | None
+    per_replica: bool
+    prompts: Lengths
+    new: Lengths
+    acceptance: tuple[tuple[float, float], ...]
+
+    def asks(self, replicas: int, rng: Random) -> tuple[Iterable[Ask], int]:
+        """The requests for so many replicas, and how many they are."""
+        from scheduler import arrivals
+
+        if self.trace is not None:
+            try:
+                lines = self.trace.read_text(encoding="utf-8").splitlines()
+                read = arrivals.read_trace(lines, self.acceptance, rng)
+            except (OSError, ValueError) as error:
+                raise typer.BadParameter(f"--trace: {error}") from None
+            return read, len(read)
+        times = replicas if self.per_replica else 1
+        due = arrivals.at_once()
+        if self.rate is not None and self.bursts is not None:
+            due = arrivals.bursts(self.rate * times, *self.bursts, rng)
+        elif self.rate is not None:
+            due = arrivals.poisson(self.rate * times, rng)
+        count = self.requests * times
+        drawn = arrivals.drawn(due, count, self.prompts, self.new, self.acceptance, rng)
+        return drawn, count
+
+    def described(self, in_flight: int | None) -> str:
+        each = " for each replica" if self.per_replica else ""
+        if self.trace is not None:
+            return f"trace {self.trace.name}"
+        if in_flight is not None:
+            return f"closed loop, {in_flight} in flight{each}"
+        if self.bursts is not None:
+            on_s, off_s = self.bursts
+            return f"{self.rate:g} requests/s for {on_s:g} s, then none for {off_s:g} s{each}"
+        return f"Poisson, {self.rate:g} requests/s{each}"
+
+
+def _hardware(device: str, pair: str, times: Path | None) -> Any:
+    from pydantic import ValidationError
+
+    from scheduler.hardware import DEVICES, PAIRS, FittedTimes, Roofline
+
+    if times is not None:
+        try:
+            return FittedTimes.model_validate_json(times.read_text(encoding="utf-8"))
+        except (OSError, ValidationError) as error:
+            raise typer.BadParameter(f"--times: {error}") from None
+    for option, name, known in (("--device", device, DEVICES), ("--pair", pair, PAIRS)):
+        if name not in known:
+            raise typer.BadParameter(f"{option}: expected one of {', '.join(known)}")
+    return Roofline(device=DEVICES[device], pair=PAIRS[pair])
+
+
+def _pool_times(text: str) -> PoolTimes | None:
+    from scheduler.study import MEASURED_POOL, PoolTimes
+
+    if text in ("none", "measured"):
+        return MEASURED_POOL if text == "measured" else None
+    try:
+        each_s = float(text) * 1e-6
+        return PoolTimes(order_s=each_s, other_s=each_s)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--pool-cost: expected none, measured or microseconds, got {text!r}"
+        ) from None
+
+
+def _lengths(option: str, text: str) -> Lengths:
+    from scheduler.arrivals import parse_lengths
+
+    try:
+        return parse_lengths(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def _seen(path: Path) -> Lengths:
+    from cluster.prompts import PromptsError, read_prompts
+    from scheduler.arrivals import Seen
+
+    try:
+        texts = read_prompts(path)
+    except (OSError, PromptsError) as error:
+        raise typer.BadParameter(f"--prompts: {error}") from None
+    return Seen([max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in texts])
+
+
+def _acceptance(text: str) -> tuple[tuple[float, float], ...]:
+    from scheduler.arrivals import parse_acceptance
+
+    try:
+        return parse_acceptance(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--acceptance: {error}") from None
+
+
+def _counts(option: str, text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"{option}: expected N or N,M,..., got {text!r}")
+    return counts
+
+
+def _two(option: str, text: str) -> tuple[float, float]:
+    try:
+        on_s, off_s = (float(part) for part in text.split(","))
+    except ValueError:
+        on_s = off_s = -1.0
+    if on_s <= 0 or off_s < 0:
+        raise typer.BadParameter(f"{option}: expected ON,OFF in seconds, got {text!r}")
+    return on_s, off_s
+
+
+def _print(results: list[Result]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in (
+        "replicas", "pools", "rows", "tokens/s", "at work", "pool", "first token", "per token",
+        "latency", "spread", "padding", "waiting",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for result in results:
+        one = result.summary()
+        first, token, latency = one["ttft_s"], one["token_s"], one["latency_s"]
+        table.add_row(
+            str(one["replicas"]),
+            str(one["shards"]),
+            one["rows"],
+            f"{one['tokens_per_s']:,.0f}",
+            f"{one['utilisation']:.0%}",
+            f"{one['pool_utilisation']:.0%}",
+            _times(first, 1000, "ms"),
+            _times(token, 1000, "ms"),
+            _times(latency, 1, "s"),
+            f"{one['spread_mean']:.0f}",
+            f"{one['padding']:.1%}",
+            str(one["waiting_most"]),
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("times: median / 99th percentile; rates over the middle half", style="dim")
+
+
+def _times(of: dict[str, float] | None, scale: float, unit: str) -> str:
+    if of is None:
+        return "-"
+    return f"{of['p50'] * scale:.3g} / {of['p99'] * scale:.3g} {unit}"

@@ -1,0 +1,210 @@
+"""What `lockstep simulate` runs and writes: studies side by side, as JSON and as a picture.
+
+Knows no options and no console; the studies themselves are in `scheduler.study`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+from cluster.bench import svg
+from cluster.bench.figures import Distribution, percentile
+from scheduler.arrivals import Ask
+from scheduler.config import SchedulerConfig
+from scheduler.study import Figures, Setup, Study
+
+_STYLE = (
+    "text{fill:#6b6a64;font:12px system-ui,sans-serif}.x{text-anchor:middle}.y{text-anchor:end}"
+    ".name{text-anchor:start;fill:#22221f;font-size:13px}.grid{stroke:#e3e2dd}"
+    ".line{fill:none;stroke:#2a6fc9;stroke-width:2;stroke-linejoin:round}"
+)
+_CDF_POINTS = 100
+
+ARRIVAL = "arrival"
+"""Rows step in order of arrival, as in EQSPEC (arXiv 2510.22876): never by their lengths."""
+GROUPED = "grouped"
+"""Rows step in groups of near length, as the config says."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One study of several."""
+
+    setup: Setup
+    rows: str
+    """GROUPED or ARRIVAL."""
+
+    def named(self) -> dict[str, Any]:
+        return {
+            "replicas": self.setup.replicas,
+            "shards": self.setup.shards,
+            "rows": self.rows,
+            "in_flight": self.setup.in_flight,
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case and what came of it."""
+
+    case: Case
+    figures: Figures
+
+    def summary(self) -> dict[str, Any]:
+        """The figures as JSON has them; times in virtual seconds."""
+        figures, setup = self.figures, self.case.setup
+        latency, first, token = (
+            Distribution.of(list(values))
+            for values in (figures.latency_s, figures.first_token_s, figures.per_token_s)
+        )
+        return {
+            **self.case.named(),
+            "requests": figures.asked,
+            "finished": figures.finished,
+            "refused": figures.refused,
+            "new_tokens": figures.tokens,
+            "elapsed_s": figures.ended_s - figures.began_s,
+            "tokens_per_s": figures.tokens_per_s(),
+            "utilisation": figures.utilisation(setup.replicas),
+            "pool_utilisation": figures.pool_utilisation(setup.shards),
+            "latency_s": asdict(latency) if latency else None,
+            "ttft_s": asdict(first) if first else None,
+            "token_s": asdict(token) if token else None,
+            "rows_mean": figures.rows_mean,
+            "spread_mean": figures.spread_mean,
+            "padding": figures.padding,
+            "tokens_per_row_and_step": figures.committed_per_step,
+            "waiting_most": max(one.waiting for one in figures.samples),
+            "pool_behind_s_most": max(one.pool_behind_s for one in figures.samples),
+            "recovered": figures.recovered,
+            "events": figures.events,
+            "orders": figures.orders,
+        }
+
+
+def cases(
+    base: Setup, replicas: Sequence[int], shards: Sequence[int], baseline: bool, per_replica: bool
+) -> list[Case]:
+    """Every number of replicas with every number of shards, and the baseline beside each.
+
+    `per_replica`: a closed loop's requests in flight are for each replica.
+    """
+    made = []
+    for count in replicas:
+        for number in shards:
+            in_flight = base.in_flight
+            if in_flight is not None and per_replica:
+                in_flight *= count
+            for rows in (GROUPED, ARRIVAL) if baseline else (GROUPED,):
+                config = base.config if rows == GROUPED else in_order_of_arrival(base.config)
+                setup = Setup(
+                    replicas=count,
+                    spec=base.spec,
+                    times=base.times,
+                    config=config,
+                    shards=number,
+                    pool=base.pool,
+                    in_flight=in_flight,
+                    message_s=base.message_s,
+                    seed=base.seed,
+                )
+                made.append(Case(setup, rows))
+    return made
+
+
+def in_order_of_arrival(config: SchedulerConfig) -> SchedulerConfig:
+    """The same but for the choice of rows."""
+    return config.model_copy(update={"wait_rounds": 1})
+
+
+def run(case: Case, asks: Callable[[int, Random], tuple[Iterable[Ask], int]]) -> Result:
+    """`asks` gives the requests for so many replicas, drawn from this generator, and their number:
+    the same for every case of as many replicas."""
+    drawn, count = asks(case.setup.replicas, Random(case.setup.seed))
+    return Result(case, Study(case.setup, drawn, count).run())
+
+
+def to_json(described: dict[str, Any], results: Sequence[Result]) -> str:
+    """What was asked, then for each case its summary and its pools over time."""
+    report = {
+        "simulated": described,
+        "cases": [
+            {
+                **_rounded(result.summary()),
+                "over_time": [_rounded(asdict(one)) for one in result.figures.samples],
+            }
+            for result in results
+        ],
+    }
+    return json.dumps(report, separators=(",", ":")).replace('{"replicas"', '\n{"replicas"') + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def to_svg(results: Sequence[Result]) -> str:
+    """For each case a row of plots: who waits, who works, and how long requests took."""
+    rows = [_plots(result) for result in results]
+    across = max(len(plots) for plots in rows)
+    height = svg.HEIGHT + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across * svg.WIDTH} '
+        f'{len(rows) * height}"><style>{_STYLE}</style><rect width="100%" height="100%" '
+        'fill="#fff"/>'
+    ]
+    for row, (result, plots) in enumerate(zip(results, rows, strict=True)):
+        for column, plot in enumerate(plots):
+            placed = f'x="{column * svg.WIDTH}" y="{row * height + 28}" width="{svg.WIDTH}"'
+            parts.append(plot.replace("<svg ", f'<svg {placed} height="{svg.HEIGHT}" ', 1))
+        parts.append(f'<text class="name" x="56" y="{row * height + 20}">{_title(result)}</text>')
+    return "".join(parts) + "</svg>\n"
+
+
+def _title(result: Result) -> str:
+    setup, figures = result.case.setup, result.figures
+    shards = f", {setup.shards} shards" if setup.shards > 1 else ""
+    return (
+        f"{setup.replicas} replicas{shards}, rows {result.case.rows}: "
+        f"{figures.tokens_per_s():,.0f} tokens/s"
+    )
+
+
+def _plots(result: Result) -> list[str]:
+    figures, setup = result.figures, result.case.setup
+    samples = figures.samples
+    pairs = [(a, b) for a, b in pairwise(samples) if b.at_s > a.at_s]
+
+    def share(name: str, by: int) -> list[tuple[float, float]]:
+        return [
+            (b.at_s, 100 * (getattr(b, name) - getattr(a, name)) / (b.at_s - a.at_s) / by)
+            for a, b in pairs
+        ]
+
+    plots = [
+        svg.lines([(one.at_s, one.waiting) for one in samples], "seconds", "requests that wait"),
+        svg.lines(share("busy_s", setup.replicas), "seconds", "% of replicas' time at work", 100),
+    ]
+    if setup.pool is not None:
+        busy = share("pool_busy_s", setup.shards)
+        plots.append(svg.lines(busy, "seconds", "% of pools' time at work", 100))
+    ordered = sorted(figures.latency_s)
+    if ordered:
+        shares = [number / _CDF_POINTS for number in range(_CDF_POINTS + 1)]
+        cdf = [(percentile(ordered, each), 100 * each) for each in shares]
+        plots.append(svg.lines(cdf, "seconds from arrival to the last token", "% of requests", 100))
+    return [_labelled(plot) for plot in plots]
+
+
+def _labelled(plot: str) -> str:
+    """A plot names its axis of values only for screen readers; here it is written on it."""
+    label = plot.split('aria-label="', 1)[1].split(" over ", 1)[0]
+    text = f'<text x="{svg.WIDTH - 20}" y="12" text-anchor="end">{label}</text></svg>'
+    return plot.removesuffix("</svg>") + text
