@@ -31,9 +31,7 @@ def simulate(
     ] = None,
     bursts: Annotated[
         str | None,
-        typer.Option(
-            help="With --rate: that rate for ON seconds, nobody for OFF.", metavar="ON,OFF"
-        ),
+        typer.Option(help="With --rate: that for ON seconds, nobody for OFF.", metavar="ON,OFF"),
     ] = None,
     in_flight: Annotated[
         int | None, typer.Option(min=1, help="Closed loop: so many at a time.")
@@ -46,7 +44,7 @@ def simulate(
     ] = None,
     per_replica: Annotated[
         bool,
-        typer.Option("--per-replica", help="--requests, --rate, --in-flight for each replica."),
+        typer.Option("--per-replica", help="Requests, rate, in flight are for each."),
     ] = False,
     prompt_tokens: Annotated[
         str, typer.Option(help="N, N..M or lognormal:MEDIAN:SIGMA.")
@@ -123,7 +121,6 @@ def simulate(
         config=config,
         pool=_pool_times(pool_cost),
         in_flight=in_flight,
-        seed=seed,
     )
     all_cases = runs.cases(
         base,
@@ -138,7 +135,7 @@ def simulate(
     for case in all_cases:
         if sys.stderr.isatty():
             typer.echo(f"{case.named()} ...", err=True)
-        results.append(runs.run(case, load.asks))
+        results.append(runs.run(case, load.asks, seed))
     described = {
         "device": device if times is None else str(times.name),
         "pair": pair if times is None else None,
@@ -291,32 +288,35 @@ def _print(results: list[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    shown = [_cells(result.summary()) for result in results]
     table = Table()
-    for name in (
-        "replicas", "pools", "rows", "tokens/s", "at work", "pool", "first token", "per token",
-        "latency", "spread", "padding", "waiting",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    for result in results:
-        one = result.summary()
-        first, token, latency = one["ttft_s"], one["token_s"], one["latency_s"]
-        table.add_row(
-            str(one["replicas"]),
-            str(one["shards"]),
-            one["rows"],
-            f"{one['tokens_per_s']:,.0f}",
-            f"{one['utilisation']:.0%}",
-            f"{one['pool_utilisation']:.0%}",
-            _times(first, 1000, "ms"),
-            _times(token, 1000, "ms"),
-            _times(latency, 1, "s"),
-            f"{one['spread_mean']:.0f}",
-            f"{one['padding']:.1%}",
-            str(one["waiting_most"]),
-        )
+    table.add_column()
+    for cells in shown:
+        table.add_column(cells["case"], justify="right")
+    for name in shown[0]:
+        if name != "case":
+            table.add_row(name, *(cells[name] for cells in shown))
     console = Console(highlight=False)
     console.print(table)
-    console.print("times: median / 99th percentile; rates over the middle half", style="dim")
+    legend = "replicas / pools / rows; median / 99th percentile; rates over the middle half"
+    console.print(legend, style="dim")
+
+
+def _cells(one: dict[str, Any]) -> dict[str, str]:
+    return {
+        "case": f"{one['replicas']} / {one['shards']} / {one['rows']}",
+        "tokens/s": f"{one['tokens_per_s']:,.0f}",
+        "replicas at work": f"{one['utilisation']:.0%}",
+        "pools at work": f"{one['pool_utilisation']:.0%}",
+        "to the first token": _times(one["ttft_s"], 1000, "ms"),
+        "per token": _times(one["token_s"], 1000, "ms"),
+        "latency": _times(one["latency_s"], 1, "s"),
+        "rows per step": f"{one['rows_mean']:.1f}",
+        "spread": f"{one['spread_mean']:.0f}",
+        "padding": f"{one['padding']:.1%}",
+        "most that waited": str(one["waiting_most"]),
+        "requests": str(one["finished"]),
+    }
 
 
 def _times(of: dict[str, float] | None, scale: float, unit: str) -> str:

@@ -111,7 +111,6 @@ def cases(
                     pool=base.pool,
                     in_flight=in_flight,
                     message_s=base.message_s,
-                    seed=base.seed,
                 )
                 made.append(Case(setup, rows))
     return made
@@ -122,11 +121,11 @@ def in_order_of_arrival(config: SchedulerConfig) -> SchedulerConfig:
     return config.model_copy(update={"wait_rounds": 1})
 
 
-def run(case: Case, asks: Callable[[int, Random], tuple[Iterable[Ask], int]]) -> Result:
+def run(case: Case, asks: Callable[[int, Random], tuple[Iterable[Ask], int]], seed: int) -> Result:
     """`asks` gives the requests for so many replicas, drawn from this generator, and their number:
     the same for every case of as many replicas."""
-    drawn, count = asks(case.setup.replicas, Random(case.setup.seed))
-    return Result(case, Study(case.setup, drawn, count).run())
+    drawn, count = asks(case.setup.replicas, Random(seed))
+    return Result(case, Study(case.setup, drawn, count, Random(f"{seed}/study")).run())
 
 
 def to_json(described: dict[str, Any], results: Sequence[Result]) -> str:

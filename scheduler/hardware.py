@@ -158,7 +158,7 @@ class FittedTimes(BaseModel):
     prefill_fixed_s: float = Field(ge=0, description="A prefill order.")
     prefill_token_s: float = Field(ge=0, description="The same per token.")
     overhead_s: float = Field(default=0, ge=0, description="A step's own time.")
-    kv_blocks: int = Field(default=8192, ge=1, description="KV blocks of a replica.")
+    kv_tokens: int = Field(default=131_072, ge=1, description="KV positions of a replica.")
 
     def times(self, order: Order) -> StepTimes:
         """One step of a speculate order, or all of a prefill."""
@@ -172,6 +172,10 @@ class FittedTimes(BaseModel):
         return StepTimes(
             draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + self.overhead_s
         )
+
+    def kv_blocks(self, block_size: int) -> int:
+        """Blocks of this size that a replica has."""
+        return max(self.kv_tokens // block_size, 1)
 
 
 DEVICES = {

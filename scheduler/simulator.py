@@ -285,9 +285,13 @@ class World:
             self._step(event)
             return
         cost_s = self._pool_cost(event)
-        self.report.pool_busy_s += cost_s
         self._pool_free_s = max(self.now_s, self._pool_free_s) + cost_s
-        self._at(self._pool_free_s, lambda: self._step(event))
+
+        def do() -> None:
+            self.report.pool_busy_s += cost_s
+            self._step(event)
+
+        self._at(self._pool_free_s, do)
 
     def _step(self, event: Event) -> None:
         actions = self.scheduler.step(event, self.now_s)

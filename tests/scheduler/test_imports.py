@@ -13,6 +13,7 @@ import scheduler
 
 FOLDER = Path(scheduler.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+DRAWING = ("simulator", "fake_replica", "timed_replica", "arrivals", "study")
 FORBIDDEN = ("torch", "ray", "grpc", "transformers", "cluster", "replicas", "protos")
 
 
@@ -40,9 +41,9 @@ def test_no_module_reads_a_clock_the_environment_or_draws_by_itself(module: str)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
     tops = {name.split(".")[0] for name in names}
     assert not tops & {"time", "datetime", "os", "secrets", "uuid", "asyncio", "threading"}
-    # A generator may be passed in, so its type may be named where fake replicas draw from it.
+    # A generator may be passed in, so its type may be named where simulations draw from it.
     drawn = {name for name in names if name.split(".")[0] == "random"}
-    assert drawn <= ({"random.Random"} if module in ("simulator", "fake_replica") else set())
+    assert drawn <= ({"random.Random"} if module in DRAWING else set())
     for node in ast.walk(tree):
         made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         assert not (made and node.func.id == "Random"), "a generator of its own"

@@ -1,0 +1,119 @@
+"""The roofline gives what a hand computes, and presets have the sizes of the models they name."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from scheduler.hardware import DEVICES, PAIRS, Device, FittedTimes, Model, Pair, Roofline, forward_s
+from scheduler.messages import Order, OrderKind, PrefillRow, SamplingParams, StepRow
+
+PLAIN = Device(
+    bytes_per_s=1e9,
+    flops_per_s=1e12,
+    memory_bytes=1e9,
+    bandwidth_share=1,
+    matrix_share=1,
+    layer_s=0.001,
+    step_s=0.01,
+)
+TINY = Model(layers=2, hidden=10, intermediate=20, heads=2, kv_heads=1, head_dim=5, vocab=100)
+BODY = 2 * (10 * 10 + 2 * 10 * 5 + 10 * 10 + 3 * 10 * 20)
+HEAD = 1000
+
+
+def speculate(lengths: list[int], draft_len: int) -> Order:
+    rows = tuple(StepRow(str(n), length, draft_len, 1) for n, length in enumerate(lengths))
+    return Order(1, "r", OrderKind.SPECULATE, rows=rows, draft_len=draft_len)
+
+
+def prefill(begin: int, until: int | None, tokens: int) -> Order:
+    row = PrefillRow("a", (1,) * tokens, 5, SamplingParams(), (), 9, begin, until)
+    return Order(1, "r", OrderKind.PREFILL, prefill=(row,))
+
+
+@pytest.mark.parametrize(
+    ("name", "target_e9", "draft_e9"),
+    [("qwen3-8b/0.6b", 8.19, 0.596), ("glm-4-9b", 9.40, None), ("vicuna-7b/68m", 6.74, 0.068)],
+)
+def test_presets_have_the_parameters_of_their_models(
+    name: str, target_e9: float, draft_e9: float | None
+) -> None:
+    pair = PAIRS[name]
+    assert pair.target.weight_bytes / 2e9 == pytest.approx(target_e9, rel=0.01)
+    if draft_e9 is not None:
+        assert pair.draft is not None
+        assert pair.draft.weight_bytes / 2e9 == pytest.approx(draft_e9, rel=0.01)
+
+
+def test_a_pass_of_few_tokens_is_bound_by_its_bytes() -> None:
+    assert (TINY.body, TINY.head, TINY.kv_bytes) == (BODY, HEAD, 2 * 2 * 2 * 1 * 5)
+    spent_s = forward_s(PLAIN, TINY, tokens=1, kv_positions=30, attended=30)
+    assert spent_s == pytest.approx((2 * (BODY + HEAD) + 30 * 40) / 1e9 + 2 * 0.001)
+
+
+def test_a_pass_of_many_tokens_is_bound_by_its_operations() -> None:
+    tokens = 1_000_000
+    spent_s = forward_s(PLAIN, TINY, tokens, kv_positions=1, attended=7, head=False)
+    operations = 2 * BODY * tokens + 4 * 7 * 2 * 2 * 5
+    assert spent_s == pytest.approx(operations / 1e12 + 0.002)
+
+
+def test_a_step_is_k_draft_passes_and_one_of_the_target() -> None:
+    roofline = Roofline(device=PLAIN, pair=Pair(target=TINY, draft=TINY))
+    # Two rows, read up to the longer: 2 * 50 positions.
+    one_s = forward_s(PLAIN, TINY, 2, 100, 100)
+    verify_s = forward_s(PLAIN, TINY, 2 * 4, 100, 400)
+    times = roofline.times(speculate([30, 50], 3))
+    assert times.draft_s == pytest.approx(3 * one_s)
+    assert times.verify_s == pytest.approx(verify_s)
+    assert times.total_s == pytest.approx(3 * one_s + verify_s + 0.01)
+    assert roofline.times(speculate([30, 50], 0)).draft_s == 0
+
+
+def test_a_spread_costs_and_so_does_a_longer_prefill() -> None:
+    roofline = Roofline(device=DEVICES["h100"], pair=PAIRS["vicuna-7b/68m"])
+    even, uneven = speculate([1000] * 8, 4), speculate([500] * 7 + [1500], 4)
+    assert roofline.times(even).total_s < roofline.times(uneven).total_s
+    first, second = prefill(0, 500, 1000), prefill(500, None, 1000)
+    whole_s = roofline.times(prefill(0, None, 1000)).prefill_s
+    # Two chunks read the weights twice and attend to the same pairs.
+    assert roofline.times(first).prefill_s < roofline.times(second).prefill_s <= whole_s
+
+
+def test_an_h100_decodes_qwen3_8b_at_its_bandwidth() -> None:
+    roofline = Roofline(device=DEVICES["h100"], pair=PAIRS["qwen3-8b/0.6b"])
+    weights = 2 * (PAIRS["qwen3-8b/0.6b"].target.body + PAIRS["qwen3-8b/0.6b"].target.head)
+    step = roofline.times(speculate([100], 0))
+    assert step.verify_s == pytest.approx(weights / (0.8 * 3.35e12) + 36 * 8e-6, rel=0.01)
+    assert 0.005 < step.verify_s < 0.007
+
+
+def test_blocks_fill_the_memory_that_weights_leave() -> None:
+    device = PLAIN.model_copy(update={"memory_bytes": 100_000.0})
+    roofline = Roofline(device=device, pair=Pair(target=TINY))
+    assert roofline.kv_blocks(16, reserve=0) == (100_000 - TINY.weight_bytes) // (16 * 40)
+    with pytest.raises(ValueError, match="do not fit"):
+        Roofline(
+            device=device.model_copy(update={"memory_bytes": 100.0}), pair=Pair(target=TINY)
+        ).kv_blocks(16)
+
+
+def test_fitted_times_are_linear() -> None:
+    fitted = FittedTimes(
+        draft_fixed_s=1,
+        draft_row_s=2,
+        verify_fixed_s=3,
+        verify_token_s=4,
+        kv_position_s=0.5,
+        prefill_fixed_s=6,
+        prefill_token_s=7,
+        overhead_s=8,
+    )
+    times = fitted.times(speculate([10, 20], 3))
+    assert times.draft_s == 3 * (1 + 2 * 2)
+    assert times.verify_s == 3 + 2 * 4 * 4 + 2 * 20 * 0.5
+    assert times.total_s == times.draft_s + times.verify_s + 8
+    assert fitted.times(prefill(0, None, 11)).total_s == 6 + 10 * 7
+    with pytest.raises(ValidationError, match="verify_tokens_s"):
+        FittedTimes.model_validate({**fitted.model_dump(), "verify_tokens_s": 1})

@@ -1,0 +1,115 @@
+"""Studies lose no request, repeat by seed, and agree with what queueing theory and sums say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from statistics import fmean
+
+import pytest
+
+from scheduler.arrivals import Ask, Uniform, at_once, drawn, poisson
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Order, OrderKind, ReplicaSpec, StepTimes
+from scheduler.study import Figures, PoolTimes, Setup, Study
+
+SPEC = ReplicaSpec(kv_blocks=10_000, block_size=16, context_len=4096, vocab_size=2)
+NO_WAY = (0.0, 0.0)
+
+
+def even_times(order: Order) -> StepTimes:
+    return StepTimes(total_s=0.002 if order.kind is OrderKind.PREFILL else 0.010)
+
+
+def setup(**fields: object) -> Setup:
+    made = Setup(replicas=2, spec=SPEC, times=even_times, config=SchedulerConfig())
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def study(made: Setup, count: int, rate: float, seed: int = 0, new: int = 30) -> Figures:
+    rng = Random(seed)
+    due = poisson(rate, rng) if made.in_flight is None else at_once()
+    asks = drawn(due, count, Uniform(5, 60), Uniform(1, new), ((0.7, 1.0),), rng)
+    return Study(made, asks, count, Random(seed)).run()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("in_flight", [None, 12])
+@pytest.mark.parametrize("pool", [None, PoolTimes(order_s=0.001, other_s=0.0001)])
+def test_every_request_ends_with_all_its_tokens(
+    shards: int, in_flight: int | None, pool: PoolTimes | None
+) -> None:
+    made = setup(shards=shards, in_flight=in_flight, pool=pool)
+    rng = Random(5)
+    asks = list(drawn(poisson(50, rng), 200, Uniform(5, 60), Uniform(1, 30), ((0.7, 1),), rng))
+    figures = Study(made, iter(asks), len(asks), rng).run()
+    assert (figures.asked, figures.finished, figures.refused) == (200, 200, 0)
+    assert figures.tokens == sum(ask.new_tokens for ask in asks)
+    last = figures.samples[-1]
+    assert (last.waiting, last.live, last.committed_tokens) == (0, 0, figures.tokens)
+    assert all(first > 0 for first in figures.first_token_s)
+    pairs = zip(figures.first_token_s, figures.latency_s, strict=True)
+    assert all(first <= latency for first, latency in pairs)
+
+
+def test_a_seed_repeats_a_study() -> None:
+    first, again, other = (study(setup(), 100, 40, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.latency_s != other.latency_s
+
+
+def test_refused_requests_end_too() -> None:
+    made = setup(replicas=1, config=SchedulerConfig(waiting_requests_max=3, residents_max=8))
+    figures = study(made, 100, 1000)
+    assert figures.refused > 0
+    assert figures.finished + figures.refused == 100
+
+
+def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages() -> None:
+    """20 tokens at acceptance 1 and k = 4: four steps, in one order of four."""
+    made = setup(replicas=1, message_s=(0.001, 0.001))
+    figures = Study(made, [Ask(0.0, 10, 20, 1.0)], 1, Random(0)).run()
+    # To the pool, prefill there and back, steps there and back; both orders go out at once.
+    assert figures.latency_s[0] == pytest.approx(
+        0.001 + (0.001 + 0.002 + 0.001) + 0.001 + 0.040 + 0.001
+    )
+    assert figures.committed_per_step == 5.0
+
+
+def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
+    """One resident at a time with a fixed time of service is M/D/1: its mean wait is known."""
+    config = SchedulerConfig(
+        residents_max=1, rows_max=1, draft_len=0, waiting_requests_max=10**6, steps_per_order_max=1
+    )
+    made = setup(replicas=1, config=config, message_s=NO_WAY)
+    service_s, load = 0.002 + 0.010, 0.5
+    rng = Random(9)
+    asks = drawn(poisson(load / service_s, rng), 4000, Uniform(9, 9), Uniform(1, 1), ((0, 1),), rng)
+    figures = Study(made, asks, 4000, Random(0)).run()
+    waited_s = load * service_s / (2 * (1 - load))
+    assert fmean(figures.latency_s) == pytest.approx(service_s + waited_s, rel=0.1)
+    assert figures.utilisation(1) == pytest.approx(load, rel=0.1)
+
+
+def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
+    """An order costs a pool 5 ms and a replica 10 ms: two replicas are the most that one feeds."""
+    pool = PoolTimes(order_s=0.005, other_s=0.0)
+    rates = {}
+    for replicas, shards in ((1, 1), (2, 1), (8, 1), (8, 4)):
+        made = setup(replicas=replicas, shards=shards, pool=pool, in_flight=16 * replicas)
+        made = replace(made, config=SchedulerConfig(steps_per_order_max=1))
+        figures = study(made, 200 * replicas, 0, new=60)
+        rates[replicas, shards] = figures.tokens_per_s()
+        assert figures.pool_utilisation(shards) <= 1.001
+        if (replicas, shards) == (8, 1):
+            assert figures.pool_utilisation(1) > 0.97
+            assert figures.utilisation(8) < 0.35
+            assert max(one.pool_behind_s for one in figures.samples) > 0.03
+    assert rates[8, 1] < 1.4 * rates[2, 1]
+    assert rates[8, 4] > 3.6 * rates[8, 1]
+
+
+def test_shards_share_the_load_evenly() -> None:
+    made = setup(replicas=8, shards=4, in_flight=128)
+    one = replace(made, shards=1)
+    assert study(made, 1500, 0).tokens_per_s() > 0.95 * study(one, 1500, 0).tokens_per_s()
