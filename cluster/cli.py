@@ -181,7 +181,9 @@ def plan(
     draft: Draft = None,
     memory: Memory = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of a group.")] = None,
-    draft_len: DraftLen = None,
+    draft_len: Annotated[
+        int | None, typer.Option(min=0, help="Draft tokens per step, at most.")
+    ] = None,
     context_len: Annotated[
         int | None, typer.Option(min=2, help="Longest sequence; else the target's own limit.")
     ] = None,
@@ -199,12 +201,12 @@ def plan(
         draft=draft,
         memory=memory,
         batch_size=rows,
-        draft_len=draft_len,
         context_len=context_len,
         device=device,
         dtype=dtype,
     )
-    config = cluster_config(None, given | {"replica": given_options(block_size=block_size)})
+    replica = given_options(block_size=block_size, plan_draft_len=draft_len)
+    config = cluster_config(None, given | {"replica": replica})
     from cluster.cli_plan import print_plan
 
     raise typer.Exit(print_plan(config.planned_replica, as_json))

@@ -74,6 +74,7 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     table.add_row("KV cache", size(plan.kv_bytes), blocks)
     gathered = f"a layer of {work.rows_most} x {work.length:,} tokens"
     table.add_row("gathered KV", size(counted.gathered), gathered)
+    table.add_row("rotary tables", size(counted.rotary), f"{work.context_len:,} positions")
     largest = counted.largest_phase
     for name, phase in _PHASES.items():
         taken = getattr(counted, name)

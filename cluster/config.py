@@ -179,7 +179,7 @@ class ClusterConfig(_Settings):
         """A replica's settings; its memory is to last for the scheduler's orders."""
         largest = {
             "plan_rows": self.scheduler.rows_max,
-            "plan_draft_len": self.scheduler.draft_len,
+            "plan_draft_len": max(self.scheduler.draft_len or 0, self.scheduler.draft_len_max),
             "plan_prefill_rows": self.scheduler.prefill_rows_max,
         }
         missing = {key: size for key, size in largest.items() if getattr(self.replica, key) is None}

@@ -100,6 +100,8 @@ class Buffers:
 
     gathered: int
     """Standing; see `gathered_bytes`."""
+    rotary: int
+    """Standing; see `rotary_bytes`."""
     draft_pass: int
     verify_pass: int
     sampling: int
@@ -120,7 +122,8 @@ class Buffers:
 
     @property
     def total(self) -> int:
-        return self.gathered + self.largest_phase + self.unpacked + self.slack
+        standing = self.gathered + self.rotary + self.unpacked
+        return standing + self.largest_phase + self.slack
 
 
 def buffers(
@@ -143,6 +146,7 @@ def buffers(
             gathered_bytes(model, work.rows_most, work.length, work.block_size, item)
             for model in models
         ),
+        rotary=sum(rotary_bytes(model, work.context_len, item) for model in models),
         draft_pass=drafting,
         verify_pass=standing + pass_bytes(target, tokens, work.length, item),
         sampling=standing
@@ -174,6 +178,11 @@ def gathered_bytes(shape: ModelShape, rows: int, length: int, block_size: int, i
     """
     blocks = -(-length // block_size)
     return rows * blocks * block_size * 2 * shape.kv_heads * shape.head_dim * item
+
+
+def rotary_bytes(shape: ModelShape, context_len: int, item: int) -> int:
+    """Cosines and sines of fused layers, [context_len, head_dim] each, and both in one table."""
+    return 4 * context_len * shape.head_dim * item
 
 
 # --------------------------------------------------------------------------- transient tensors

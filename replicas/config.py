@@ -59,7 +59,7 @@ class ReplicaConfig(BaseModel):
         None,
         ge=0,
         le=DRAFT_LEN_MAX,
-        description="Draft tokens likewise; null takes the scheduler's draft_len.",
+        description="Draft tokens likewise; null takes the most that the scheduler may choose.",
     )
     plan_prefill_rows: int | None = Field(
         None,

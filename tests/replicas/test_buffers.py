@@ -48,7 +48,7 @@ ALL_FILTERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, s
 class Bench:
     """One model in both roles, and rows of nearly full length."""
 
-    def __init__(self, kind: str, shape: str, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str, shape: str, dtype: torch.dtype, fuse: bool = False) -> None:
         extra, length = SHAPES[shape]
         config_class, model_class = KINDS[kind]
         small = {
@@ -67,6 +67,7 @@ class Bench:
         self.shape = ModelShape.of(self.model.config)
         self.length = length
         self.dtype = dtype
+        self.fuse = fuse
         blocks = -(-(length + K) // BLOCK)
         self.table = 1 + torch.arange(ROWS * blocks).view(ROWS, blocks)
         self.cache_shape = CacheShape(BLOCK, length + K, dtype)
@@ -77,7 +78,10 @@ class Bench:
     def paged(self) -> PagedModel:
         shape = self.shape
         sizes = (shape.layers, shape.kv_heads, shape.head_dim, self.table.numel(), BLOCK)
-        return PagedModel(self.model, PagedCache(*sizes, self.dtype, CPU))
+        paged = PagedModel(self.model, PagedCache(*sizes, self.dtype, CPU))
+        paged.try_out(self.cache_shape, self.fuse)
+        assert paged.fused == self.fuse
+        return paged
 
     @torch.inference_mode()
     def step_peak(self, sampling: SamplingParams) -> int:
@@ -104,12 +108,13 @@ def prefill_alone(planned: Buffers) -> int:
     return planned.gathered // 2 + planned.prefill_pass + planned.unpacked
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_planned_buffers_bound_the_measured_peak_and_are_at_most_twice_as_large(
-    kind: str, shape: str
+    kind: str, shape: str, fuse: bool
 ) -> None:
-    bench = Bench(kind, shape, torch.float32)
+    bench = Bench(kind, shape, torch.float32, fuse)
     step_peak, prefill_peak = bench.step_peak(ALL_FILTERS), bench.prefill_peak()
     assert step_peak <= step_alone(bench.planned) <= 2 * step_peak
     assert prefill_peak <= prefill_alone(bench.planned) <= 2 * prefill_peak
