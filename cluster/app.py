@@ -162,19 +162,20 @@ def build_app(
     """The application for a validated config; what a replica hosts can be replaced."""
     actors = config.actors
     quiet = {"enable_access_log": False}
+    gpus = _gpus(config)
     replicas = serve.deployment(
         ReplicaDeployment,
         name="replica",
         num_replicas=None if config.autoscaling else config.replicas,
         autoscaling_config=serve_autoscaling(config),
-        ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": _gpus(config)},
+        ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": gpus},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
         # Whoever is killed in the middle of an order counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=quiet,
-    ).bind(config, load)
+    ).bind(_sharing_gpus(config, gpus), load)
     return serve.deployment(
         serve.ingress()(IngressDeployment),
         name="ingress",
@@ -285,6 +286,14 @@ def _gpus(config: ClusterConfig) -> float:
     # A share must fit on one GPU; Ray counts in steps of 1/10000.
     replicas_per_gpu = -(-config.replicas_max // gpus)
     return (10_000 // replicas_per_gpu) / 10_000
+
+
+def _sharing_gpus(config: ClusterConfig, gpus: float) -> ClusterConfig:
+    """The first of several replicas on one GPU must leave the others their part of its memory."""
+    if not 0 < gpus < 1 or config.replica.gpu_share is not None:
+        return config
+    replica = config.replica.model_copy(update={"gpu_share": gpus})
+    return config.model_copy(update={"replica": replica})
 
 
 def _replica_config(config: ClusterConfig) -> ReplicaConfig:

@@ -48,6 +48,13 @@ class ReplicaConfig(BaseModel):
         description="Memory for weights, KV cache and buffers together, in bytes or as '20GiB'; "
         "where it is short, speculation shrinks. Null takes a share of what is free.",
     )
+    gpu_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Part of a GPU that is this replica's where `memory` is null; null is what Ray "
+        "gives it, or all of it.",
+    )
     plan_rows: int | None = Field(
         None,
         ge=1,

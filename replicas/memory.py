@@ -160,7 +160,7 @@ def plan_memory(
     elif given_blocks is not None:
         budget, given = None, ""
     else:
-        free = max(free_bytes(device) - (0 if loaded else pair.weights), 0)
+        free = max(free_bytes(device, config.gpu_share or 1.0) - (0 if loaded else pair.weights), 0)
         share = _CUDA_SHARE if on_gpu else _CPU_SHARE
         budget = pair.weights + int(free * share)
         given = f"memory: {in_mib(budget)} ({share:.0%} of what is free beside the weights)"
@@ -265,7 +265,16 @@ def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
 
 def check_memory(config: ReplicaConfig, files: PairFiles, device: torch.device) -> None:
     """Raise TooLittleMemory before weights are read that would not leave room for the rest."""
-    plan_memory(config, pair_shape_of(files, config), device, loaded=False)
+    plan = plan_memory(config, pair_shape_of(files, config), device, loaded=False)
+    # A CPU's memory is taken as it is used; a GPU's is allocated at once.
+    if config.memory is not None and device.type == "cuda":
+        free = free_bytes(device)
+        if free < config.memory:
+            raise TooLittleMemory(
+                f"memory: {in_mib(config.memory)} are given, but {in_mib(free)} are free on"
+                f" {device}; at least {in_mib(plan.least)} would do",
+                plan.least,
+            )
 
 
 def in_mib(size: int) -> str:
@@ -273,13 +282,16 @@ def in_mib(size: int) -> str:
     return f"{-(-size // _MIB)} MiB"
 
 
-def free_bytes(device: torch.device) -> int:
-    """What the device has left; on a GPU without what any process holds, this one's cache apart."""
+def free_bytes(device: torch.device, share: float = 1.0) -> int:
+    """What the device has left for this process, whose share of a GPU it is.
+
+    On a GPU that is what no process holds, memory that this one has freed and keeps included.
+    """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # Freed tensors that torch keeps for its next ones are free to us.
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + int(cached)
+        free, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - held
+        return max(min(int(free + cached), int(total * share) - int(held)), 0)
     return _free_cpu_bytes()
 
 

@@ -119,6 +119,9 @@ def test_gpus_of_a_replica(
         part for part in built._bound_deployment.init_args if hasattr(part, "_bound_deployment")
     ]
     assert replicas._bound_deployment.ray_actor_options["num_gpus"] == each
+    # Of its memory, too: the first to load must not take all that is free.
+    told = replicas._bound_deployment.init_args[0].replica.gpu_share
+    assert told == (each if 0 < each < 1 else None)
 
 
 def test_without_a_ray_auto_asks_for_no_gpu() -> None:

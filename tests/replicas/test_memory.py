@@ -20,13 +20,14 @@ from replicas.memory import (
     PairShape,
     TooLittleMemory,
     bytes_per_block,
+    check_memory,
     free_bytes,
     plan_memory,
     weight_bytes,
     weight_bytes_of,
 )
 from replicas.paged_cache import PagedCache
-from replicas.pair import load_pair
+from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -50,7 +51,7 @@ def planned(
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: size)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, share=1.0: size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -157,16 +158,44 @@ def test_without_a_budget_a_share_of_what_is_free_beside_the_weights_is_taken(
         planned(GPU, loaded=False)
 
 
-def test_a_gpus_free_memory_is_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+BILLION = 1_000_000_000
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 GB, of which others hold 30 and this process 12: 10 in use, 2 kept by torch for reuse."""
-    billion = 1_000_000_000
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (38 * billion, 80 * billion))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 * billion)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * billion)
-    assert free_bytes(GPU) == 40 * billion
+    sizes = {"mem_get_info": (38 * BILLION, 80 * BILLION)}
+    sizes |= {"memory_reserved": 12 * BILLION, "memory_allocated": 10 * BILLION}
+    for name, size in sizes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+
+
+def test_a_gpus_free_memory_is_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    assert free_bytes(GPU) == 40 * BILLION
     plan = planned(GPU)
-    assert plan.budget == PAIR.weights + 36 * billion
+    assert plan.budget == PAIR.weights + 36 * BILLION
     assert plan.total <= plan.budget
+
+
+def test_replicas_that_share_a_gpu_leave_each_other_their_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_gpu(monkeypatch)
+    assert free_bytes(GPU, 0.5) == 30 * BILLION
+    assert free_bytes(GPU, 0.9) == 40 * BILLION
+    assert free_bytes(GPU, 0.1) == 0
+    assert planned(GPU, gpu_share=0.5).budget == PAIR.weights + 27 * BILLION
+
+
+def test_a_budget_over_what_a_gpu_has_free_is_refused_at_load_but_can_be_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_gpu(monkeypatch)
+    config = ReplicaConfig(memory="41 GB", device="cuda")
+    assert planned(GPU, memory="41 GB").total > 40 * BILLION
+    with pytest.raises(TooLittleMemory, match=r"39101 MiB are given, but 38147 MiB are free on"):
+        check_memory(config, read_pair(config), GPU)
+    check_memory(ReplicaConfig(memory="39 GB", device="cuda"), read_pair(config), GPU)
 
 
 def test_free_memory_of_this_machine_is_enough_for_a_tiny_pair() -> None:
