@@ -14,17 +14,16 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.mailbox import Mailbox
 from cluster.metrics import PoolMeter
+from cluster.pool_peers import IngressPeer, Probe, ReplicaPeer
 from cluster.protocol import (
     STOPPING,
     JoinReply,
-    News,
     NewsReply,
     PoolLoad,
     PoolView,
@@ -40,7 +39,6 @@ from scheduler.messages import (
     Event,
     Finish,
     Interrupt,
-    Order,
     Reject,
     RejectCode,
     Release,
@@ -60,31 +58,6 @@ log = logging.getLogger("lockstep.pool")
 
 _ENDED_MAX = 4096
 """How many ended sessions of ingresses are remembered."""
-
-_STUCK_S = 1.0
-"""A process that leaves Ray's question unanswered for so long does nothing."""
-
-Probe = Callable[[Any], Awaitable[bool]]
-"""Asks Ray whether the process behind a handle lives; False only when it is certainly dead."""
-
-
-@dataclass(slots=True)
-class _Replica:
-    spec: ReplicaSpec
-    process: Any
-    heard_s: float
-    mailbox: Mailbox[Order | ReleaseNote | Interrupt]
-    orders: set[int] = field(default_factory=set)
-    draining: bool = False
-    probe: asyncio.Task[bool] | None = None
-    probed_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Ingress:
-    heard_s: float
-    mailbox: Mailbox[News | Finish]
-    requests: set[str] = field(default_factory=set)
 
 
 class PoolActor:
@@ -107,9 +80,9 @@ class PoolActor:
         self._clock = clock
         self._incarnation = uuid.uuid4().hex[:12]
         self._started_s = self._heard_s = clock()
-        self._replicas: dict[str, _Replica] = {}
-        self._ingresses: dict[str, _Ingress] = {}
-        self._owners: dict[str, _Ingress] = {}
+        self._replicas: dict[str, ReplicaPeer] = {}
+        self._ingresses: dict[str, IngressPeer] = {}
+        self._owners: dict[str, IngressPeer] = {}
         """Which ingress a live request belongs to."""
         self._ended: dict[str, None] = {}
         """Sessions that were lost or have left, oldest first: their mailboxes are gone, so one
@@ -135,7 +108,7 @@ class PoolActor:
                     log.error("replica %s is refused: %s", replica_id, refused)
                     return JoinReply(self._incarnation, self._orders_max, refused)
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
-            self._replicas[replica_id] = _Replica(spec, process, self._clock(), Mailbox())
+            self._replicas[replica_id] = ReplicaPeer(spec, process, self._clock(), Mailbox())
             self._step(ReplicaJoined(replica_id, spec))
             self._wake_ingresses()
         return JoinReply(self._incarnation, self._orders_max)
@@ -322,10 +295,10 @@ class PoolActor:
 
     # ------------------------------------------------------------------ leases
 
-    def _ingress(self, ingress_id: str) -> _Ingress:
+    def _ingress(self, ingress_id: str) -> IngressPeer:
         ingress = self._ingresses.get(ingress_id)
         if ingress is None:
-            ingress = _Ingress(self._clock(), Mailbox(self._config.gather_ms / 1000))
+            ingress = IngressPeer(self._clock(), Mailbox(self._config.gather_ms / 1000))
             self._ingresses[ingress_id] = ingress
         ingress.heard_s = self._clock()
         return ingress
@@ -353,9 +326,9 @@ class PoolActor:
             if silent_s > self._config.lease_s:
                 # The network may be to blame, and then no request is; unless Ray, too, has no
                 # answer from the process: then it is stuck, or dead and Ray does not know it yet.
-                stuck = replica.probe is not None and now_s - replica.probed_s > _STUCK_S
+                stuck = replica.is_stuck(now_s)
                 self._lose_replica(replica_id, f"is silent for {silent_s:.1f} s", stuck)
-            elif self._process_is_dead(replica, now_s):
+            elif replica.is_dead(self._probe, now_s, self._config.probe_s):
                 self._lose_replica(replica_id, "has died", blamed=True)
         for ingress_id, ingress in list(self._ingresses.items()):
             silent_s = 0.0 if ingress.mailbox.polled else now_s - ingress.heard_s
@@ -367,26 +340,12 @@ class PoolActor:
             log.info("nobody talks to the pool, it leaves")
             self._leave()
 
-    def _process_is_dead(self, replica: _Replica, now_s: float) -> bool:
-        """The lease finds every death; asking Ray finds a killed process sooner."""
-        if self._probe is None or replica.process is None:
-            return False
-        if replica.probe is not None and replica.probe.done():
-            probe, replica.probe = replica.probe, None
-            return not probe.cancelled() and probe.exception() is None and not probe.result()
-        if replica.probe is None and now_s - replica.probed_s > self._config.probe_s:
-            replica.probed_s = now_s
-            replica.probe = asyncio.ensure_future(self._probe(replica.process))
-        return False
-
     def _lose_replica(self, replica_id: str, why: str, blamed: bool) -> None:
         replica = self._replicas.pop(replica_id, None)
         if replica is None:
             return
         log.warning("replica %s %s", replica_id, why)
-        replica.mailbox.close()
-        if replica.probe is not None:
-            replica.probe.cancel()
+        replica.close()
         self._step(ReplicaLost(replica_id, blamed))
         self._wake_ingresses()
 

@@ -1,0 +1,68 @@
+"""Who talks to the pool: what its actor remembers of a replica and of an ingress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.mailbox import Mailbox
+from cluster.protocol import News, ReleaseNote
+from scheduler.messages import Finish, Interrupt, Order, ReplicaSpec
+
+_STUCK_S = 1.0
+"""A process that leaves Ray's question unanswered for so long does nothing."""
+
+Probe = Callable[[Any], Awaitable[bool]]
+"""Asks Ray whether the process behind a handle lives; False only when it is certainly dead."""
+
+
+@dataclass(slots=True)
+class ReplicaPeer:
+    """One incarnation of a replica."""
+
+    spec: ReplicaSpec
+    process: Any
+    """What a `Probe` understands; None: nobody can be asked."""
+    heard_s: float
+    mailbox: Mailbox[Order | ReleaseNote | Interrupt]
+    orders: set[int] = field(default_factory=set)
+    """Dispatched and not answered."""
+    draining: bool = False
+    _asked: asyncio.Task[bool] | None = None
+    _asked_s: float = 0.0
+
+    def is_dead(self, probe: Probe | None, now_s: float, every_s: float) -> bool:
+        """The lease finds every death; asking Ray, every so often, finds a killed process sooner.
+
+        Never waits: the answer to one call's question is found by a later one.
+        """
+        if probe is None or self.process is None:
+            return False
+        if self._asked is not None and self._asked.done():
+            answer, self._asked = self._asked, None
+            return not answer.cancelled() and answer.exception() is None and not answer.result()
+        if self._asked is None and now_s - self._asked_s > every_s:
+            self._asked_s = now_s
+            self._asked = asyncio.ensure_future(probe(self.process))
+        return False
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether Ray has no answer from the process either."""
+        return self._asked is not None and now_s - self._asked_s > _STUCK_S
+
+    def close(self) -> None:
+        self.mailbox.close()
+        if self._asked is not None:
+            self._asked.cancel()
+
+
+@dataclass(slots=True)
+class IngressPeer:
+    """One session of an ingress."""
+
+    heard_s: float
+    mailbox: Mailbox[News | Finish]
+    requests: set[str] = field(default_factory=set)
+    """Live ones."""
