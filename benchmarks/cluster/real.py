@@ -78,4 +78,4 @@ def measure_real(
         cluster.start(quiet=True)
         return asyncio.run(measure())
     finally:
-        cluster.stop(at_once=True)
+        cluster.stop()

@@ -71,4 +71,4 @@ def measure_synthetic(
         cluster.start(app.build_app(config, load=synthetic_loader(spec, speed)), quiet=True)
         return asyncio.run(measure())
     finally:
-        cluster.stop(at_once=True)
+        cluster.stop()
