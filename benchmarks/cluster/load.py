@@ -189,11 +189,14 @@ def _processes() -> dict[int, str]:
 
 
 def _cpu_s(processes: Mapping[int, str]) -> dict[str, float]:
-    """User and system time of all threads, by kind [s]; the kernel counts in ticks of 10 ms."""
-    tick_s = 1 / os.sysconf("SC_CLK_TCK")
     spent: defaultdict[str, float] = defaultdict(float)
     for pid, kind in processes.items():
-        # The name, which may hold anything, ends with the last bracket.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        spent[kind] += (int(fields[11]) + int(fields[12])) * tick_s
+        spent[kind] += process_cpu_s(pid)
     return dict(spent)
+
+
+def process_cpu_s(pid: int) -> float:
+    """User and system time of all threads [s]; the kernel counts in ticks of 10 ms."""
+    # The name, which may hold anything, ends with the last bracket.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

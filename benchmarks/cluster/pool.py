@@ -1,0 +1,167 @@
+"""What pool processes take of the CPU per order and per request.
+
+The pools run in processes of their own, as their Ray actors do, but without Ray; they are reached
+over lines. This process is all replicas and one ingress. Where steps take no time, orders come as
+fast as two cores allow, and one core over the CPU time per order is what one pool can give. Where
+they take some, each of several pools has the load that one has alone, and the busiest one's CPU
+time says how much more they give together, with a core for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from random import Random
+from typing import Any
+
+import uvloop
+
+from benchmarks.cluster.load import process_cpu_s
+from benchmarks.synthetic import Speed, SyntheticReplica
+from cluster.config import ClusterConfig, from_args
+from cluster.line import Door, Line, LineServer, connect
+from cluster.pool_actor import PoolActor
+from cluster.protocol import PoolPort
+from cluster.replica_runner import ReplicaRunner
+from cluster.shard_links import ShardLinks
+from scheduler.fake_replica import perfect_world
+from scheduler.messages import ReplicaSpec, Request
+from scheduler.sharding import shard_of_rank
+
+SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)
+NEW_TOKENS = 128
+METHODS = ("join", "pull", "drain", "leave", "submit", "news", "part", "status")
+_HOST = "127.0.0.1"
+_ANSWER_S = 30.0
+
+
+class LinePool:
+    """Implements PoolPort: every call takes the line."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*args: Any) -> Any:
+            return await self._line.call(method, args, _ANSWER_S)
+
+        return call
+
+
+def host_pool(pipe: Connection, config: ClusterConfig) -> None:
+    """A process with one pool; says where it is and ends when it is asked anything."""
+
+    async def serve() -> None:
+        actor = PoolActor(config)
+        server = LineServer({method: getattr(actor, method) for method in METHODS})
+        pipe.send(await server.door(_HOST))
+        await asyncio.to_thread(pipe.recv)
+
+    uvloop.run(serve())
+
+
+async def drive(
+    config: ClusterConfig,
+    doors: Sequence[Door],
+    pids: Sequence[int],
+    replicas: int,
+    requests: int,
+    step_s: float,
+) -> dict[str, Any]:
+    """Serves a part of the requests to warm up, then all; figures of the second time."""
+    speed = Speed(step_s, step_s, start_s=0.0, acceptance=0.7)
+    rng = Random(0)
+    pools: list[PoolPort] = [LinePool(await connect(door)) for door in doors]
+    runners = [
+        ReplicaRunner(
+            config,
+            lambda: SyntheticReplica(SPEC, speed),
+            pools,
+            f"replica{rank}",
+            shard=shard_of_rank(rank, len(pools)),
+        )
+        for rank in range(replicas)
+    ]
+    for runner in runners:
+        await runner.start()
+    links = ShardLinks(pools, "ingress", config.pool.poll_s)
+    links.start()
+    asked = [
+        Request("", tuple(rng.randrange(SPEC.vocab_size) for _ in range(64)), NEW_TOKENS)
+        for _ in range(requests)
+    ]
+    orders, cpu_s, seconds = [0] * len(pools), [0.0] * len(pools), 0.0
+    for some in (asked[: requests // 4], asked):
+        while len((await links.status()).status.replicas) < replicas:
+            await asyncio.sleep(0.05)
+        orders_before, cpu_before_s = await _orders(pools), [process_cpu_s(pid) for pid in pids]
+        start = time.perf_counter()
+        lives = [links.submit(request, 600.0) for request in some]
+        for live in lives:
+            await live.ended.wait()
+        seconds = time.perf_counter() - start
+        cpu_s = [
+            process_cpu_s(pid) - before for pid, before in zip(pids, cpu_before_s, strict=True)
+        ]
+        after = await _orders(pools)
+        orders = [now - before for now, before in zip(after, orders_before, strict=True)]
+        for request, live in zip(some, lives, strict=True):
+            assert tuple(live.tokens) == perfect_world(request, SPEC.vocab_size)[0], "a wrong token"
+    await links.close()
+    for runner in runners:
+        await runner.close()
+    return {
+        "shards": len(pools),
+        "replicas": replicas,
+        "step_s": step_s,
+        "requests": requests,
+        "orders": orders,
+        "orders_per_s": round(sum(orders) / seconds),
+        "cpu_s": [round(each, 2) for each in cpu_s],
+        "cpu_us_per_order": round(1e6 * sum(cpu_s) / sum(orders)),
+        "cpu_us_per_request": round(1e6 * sum(cpu_s) / requests),
+        "orders_per_cpu_s_of_the_busiest": round(sum(orders) / max(cpu_s)),
+    }
+
+
+async def _orders(pools: Sequence[PoolPort]) -> list[int]:
+    views = [await pool.status() for pool in pools]
+    return [sum(replica.orders for replica in view.status.replicas) for view in views]
+
+
+def measure_pool(shards: int, replicas: int, requests: int, step_s: float) -> dict[str, Any]:
+    """Starts so many pool processes, serves the requests, ends them."""
+    config = from_args({"pool": {"shards": shards, "lease_s": 30.0, "poll_s": 5.0}})
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for _ in range(shards):
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=host_pool, args=(theirs, config), daemon=True)
+        process.start()
+        processes.append(process)
+        pipes.append(pipe)
+    try:
+        doors = [pipe.recv() for pipe in pipes]
+        pids = [process.pid or 0 for process in processes]
+        return uvloop.run(drive(config, doors, pids, replicas, requests, step_s))
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.send(None)
+            process.join(10)
+
+
+def measure_pools(shards: int, replicas: int, requests: int, step_s: float) -> dict[str, Any]:
+    """One pool at its limit; then one, and several with as many replicas and requests each."""
+    limit = measure_pool(1, replicas, requests, 0.0)
+    one = measure_pool(1, replicas, requests, step_s)
+    several = measure_pool(shards, shards * replicas, shards * requests, step_s)
+    key = "orders_per_cpu_s_of_the_busiest"
+    return {
+        "limit": limit,
+        "one": one,
+        "several": several,
+        "several_over_one": round(several[key] / one[key], 2),
+    }
