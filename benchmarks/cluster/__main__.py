@@ -7,8 +7,8 @@ closed loop of unary calls and one of streams runs against it. Every answer is c
 right tokens. `real` has the demo pair, and as its base one engine in this process, measured in the
 same round; `synthetic` has replicas whose steps take a given time, and as its base the same
 scheduler over the same number of them in virtual time, where nothing else takes any. Latencies are
-the clients'; CPU times are the kernel's, by kind of process. `pools` has no Ray and no gRPC: it says
-what one pool process can give, and how much more several do (benchmarks/cluster/pool.py).
+the clients'; CPU times are the kernel's, by kind of process. `pools` has no Ray and no gRPC: it
+says what one pool process can give, and how much more several do (benchmarks/cluster/pool.py).
 """
 
 from __future__ import annotations
