@@ -66,7 +66,12 @@ def simulate(
         typer.Option(help="Fitted times as JSON, instead of both.", exists=True, dir_okay=False),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a group.")] = 8,
-    draft_len: Annotated[int, typer.Option(min=0, help="Draft tokens per step.")] = 4,
+    draft_len: Annotated[
+        int | None, typer.Option(min=0, help="Draft tokens per step; else chosen by cost.")
+    ] = None,
+    wait_rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds that a row waits at most between two steps.")
+    ] = 4,
     pool_cost: Annotated[
         str,
         typer.Option(help="What an event costs the pool: none, measured or microseconds."),
@@ -111,6 +116,7 @@ def simulate(
     config = SchedulerConfig(
         rows_max=batch_size,
         draft_len=draft_len,
+        wait_rounds=wait_rounds,
         waiting_requests_max=10**9,
         waiting_tokens_max=10**12,
     )
@@ -145,6 +151,7 @@ def simulate(
         "acceptance": acceptance,
         "batch_size": batch_size,
         "draft_len": draft_len,
+        "wait_rounds": wait_rounds,
         "kv_blocks": spec.kv_blocks,
         "pool_cost": None if base.pool is None else base.pool.model_dump(),
         "seed": seed,

@@ -150,8 +150,12 @@ def _rounded(value: Any) -> Any:
 
 
 def to_svg(results: Sequence[Result]) -> str:
-    """For each case a row of plots: who waits, who works, and how long requests took."""
+    """For each case a row of plots: who waits, who works, and how long requests took. Above them,
+    where the number of replicas varies, throughput over it, one plot per number of shards."""
     rows = [_plots(result) for result in results]
+    overview = _overview(results)
+    if overview:
+        rows.insert(0, [plot for _, plot in overview])
     across = max(len(plots) for plots in rows)
     height = svg.HEIGHT + 30
     parts = [
@@ -159,12 +163,31 @@ def to_svg(results: Sequence[Result]) -> str:
         f'{len(rows) * height}"><style>{_STYLE}</style><rect width="100%" height="100%" '
         'fill="#fff"/>'
     ]
-    for row, (result, plots) in enumerate(zip(results, rows, strict=True)):
+    titles = [_title(result) for result in results]
+    if overview:
+        titles.insert(0, "Throughput over replicas: " + "; ".join(name for name, _ in overview))
+    for row, (title, plots) in enumerate(zip(titles, rows, strict=True)):
         for column, plot in enumerate(plots):
             placed = f'x="{column * svg.WIDTH}" y="{row * height + 28}" width="{svg.WIDTH}"'
             parts.append(plot.replace("<svg ", f'<svg {placed} height="{svg.HEIGHT}" ', 1))
-        parts.append(f'<text class="name" x="56" y="{row * height + 20}">{_title(result)}</text>')
+        parts.append(f'<text class="name" x="56" y="{row * height + 20}">{title}</text>')
     return "".join(parts) + "</svg>\n"
+
+
+def _overview(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """(name, plot) for each way that was tried with several numbers of replicas."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        setup = result.case.setup
+        name = f"{setup.shards} pool{'s' * (setup.shards > 1)}, rows {result.case.rows}"
+        point = (float(setup.replicas), result.figures.tokens_per_s())
+        series.setdefault(name, [(0.0, 0.0)]).append(point)
+    most = max(rate for points in series.values() for _, rate in points)
+    return [
+        (name, _labelled(svg.lines(sorted(points), "replicas", f"tokens/s, {name}", most)))
+        for name, points in series.items()
+        if len(points) > 2
+    ]
 
 
 def _title(result: Result) -> str:
