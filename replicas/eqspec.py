@@ -6,6 +6,11 @@ in a paged cache, and a rejected token is overwritten by the next step.
 
 Invariant before and after a step: a row of content length n has valid target KV for n - 1
 positions; its last token has none yet. Its draft KV is valid for at least n - 2 positions.
+
+`propose` and `check` are the device part: tensors to tensors, shapes from `Inputs` alone, nothing
+read back. Where fewer draft tokens are checked than were proposed (TETRIS, arXiv 2502.15197), the
+target sees the chosen ones only, packed into one row; acceptance is by equality, so which ones are
+left out changes how many tokens a step commits and never which.
 """
 
 from __future__ import annotations
@@ -16,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from replicas.model import PagedModel
-from replicas.paged_cache import CacheShape, Layout
-from replicas.sampling import SamplingBatch, choose
+from replicas.paged_cache import CacheShape, Layout, Span
+from replicas.sampling import SamplingBatch, choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
 
 
@@ -31,6 +36,43 @@ class Group:
     """Draft tokens per row, each at most k."""
     sampling: SamplingBatch
     table: torch.Tensor  # [rows, blocks], int64
+    verify_tokens: int | None = None
+    """Draft tokens of all rows together that the target checks; None: all. Needs a `whole`
+    SamplingBatch."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did, per row."""
+
+    committed: list[list[int]]
+    """Accepted tokens, then one of the target's own: 1 .. draft_len + 1."""
+    accepted: list[int]
+    checked: list[int]
+    """Draft tokens that the target saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that the device part depends on: tensors, and beside them what fixes their shapes."""
+
+    state: torch.Tensor  # [rows, 4], int64: last two tokens, first position, draft_len
+    table: torch.Tensor  # [rows, blocks], int64
+    sampling: SamplingBatch
+    k: int
+    verify_tokens: int | None
+    """Fewer than rows * k, or None."""
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What `check` needs of `propose`."""
+
+    layout: Layout
+    noise: torch.Tensor | None  # [sampled, k + 1, vocab]
+    tokens: torch.Tensor  # [rows, 1 + k], int64: the last committed token, then the draft's
+    belief: torch.Tensor | None  # [rows, k], float32: cumulated log-probability, if trimmed
 
 
 def step(
@@ -39,42 +81,129 @@ def step(
     group: Group,
     shape: CacheShape,
     watch: Stopwatch,
-) -> tuple[list[list[int]], list[int]]:
-    """Run one step; returns the committed tokens and the number of accepted ones, per row.
+) -> Outcome:
+    """Run one step with exactly the shapes that the group needs."""
+    rows, k = len(group.contents), max(group.draft_lens)
+    trimmed = group.verify_tokens
+    if trimmed is not None:
+        trimmed = min(trimmed, sum(group.draft_lens))
+    inputs = Inputs(
+        torch.tensor(rows_of(group), dtype=torch.int64, device=group.table.device),
+        group.table,
+        group.sampling,
+        k,
+        trimmed if trimmed is not None and trimmed < rows * k else None,
+        Span.of([len(content) - 2 for content in group.contents], k + 2, group.table, shape),
+    )
+    proposal = propose(target, draft, inputs, shape, watch)
+    # One transfer, the step's only synchronisation.
+    return read_back(group, check(target, inputs, proposal, watch).tolist(), k)
 
-    A row commits its accepted tokens plus one token of the target's own: 1 .. draft_len + 1.
-    """
-    k = max(group.draft_lens)
+
+def rows_of(group: Group) -> list[tuple[int, int, int, int]]:
+    """`Inputs.state`, row by row. A step begins one position before a row's last token, for the
+    draft to catch up from."""
+    return [
+        (content[-2] if len(content) > 1 else 0, content[-1], len(content) - 2, draft_len)
+        for content, draft_len in zip(group.contents, group.draft_lens, strict=True)
+    ]
+
+
+def read_back(group: Group, table: list[list[int]], k: int) -> Outcome:
+    """What `check` returned, within each row's own draft length."""
+    committed, accepted, checked = [], [], []
+    for (right, seen, *chosen), draft_len in zip(table, group.draft_lens, strict=False):
+        limit = min(draft_len, seen, k)
+        accepted.append(min(right, limit))
+        committed.append(chosen[: accepted[-1] + 1])
+        checked.append(limit)
+    return Outcome(committed, accepted, checked)
+
+
+def propose(
+    target: PagedModel,
+    draft: PagedModel | None,
+    inputs: Inputs,
+    shape: CacheShape,
+    watch: Stopwatch,
+) -> Proposal:
+    """Draft k tokens per row."""
+    layout = Layout(inputs.table, inputs.state[:, 2], inputs.k + 2, shape, inputs.span)
+    tail = inputs.state[:, :2]
     # Embeddings may be padded to different sizes; an id that only one model has is never proposed,
     # and the draft is fed its own last id in place of one that only the target has.
     shared = target.vocab if draft is None else min(target.vocab, draft.vocab)
-    device = group.table.device
-    # The layout begins one position before the last token, for the draft to catch up from.
-    starts = [len(content) - 2 for content in group.contents]
-    layout = Layout(group.table, starts, k + 2, shape)
-    tails = [(content[-2] if len(content) > 1 else 0, content[-1]) for content in group.contents]
-    tail = torch.tensor(tails, dtype=torch.int64, device=device)  # [rows, 2]
     # Logits at position p choose the token of position p + 1.
-    noise = group.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
-    proposed = tail[:, 1:]  # [rows, 1 + drafted so far], from the last committed token on
-    for j in range(k):
+    noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
+    proposed = [tail[:, 1:]]  # each [rows, 1], from the last committed token on
+    belief = []
+    for j in range(inputs.k):
         assert draft is not None, "drafting needs a draft"
         # After a step that accepted everything the draft lacks two positions, else one; feeding
         # two always keeps the shapes fixed and writes nothing new into the second.
         window = layout.window(0, 2) if j == 0 else layout.window(j + 1, j + 2)
-        fed = tail if j == 0 else proposed[:, -1:]
+        fed = tail if j == 0 else proposed[-1]
+        if draft.vocab > shared or target.vocab > shared:
+            fed = fed.clamp(max=shared - 1)
         with watch.section("draft"):
-            logits = draft.forward(fed.clamp(max=shared - 1), window, logits_to_keep=1)
-        token = choose(
-            logits[..., :shared], group.sampling, None if noise is None else noise[:, j : j + 1]
-        )
-        proposed = torch.cat((proposed, token), dim=1)
-    with watch.section("verify"):
-        logits = target.forward(proposed, layout.window(1, k + 2))
-    chosen = choose(logits, group.sampling, noise)  # [rows, k + 1]
-    right = (proposed[:, 1:] == chosen[:, :k]).cumprod(dim=1).sum(dim=1, keepdim=True)
-    # One transfer, the step's only synchronisation.
-    table = torch.cat((right, chosen), dim=1).tolist()
-    accepted = [min(row[0], limit) for row, limit in zip(table, group.draft_lens, strict=True)]
-    committed = [row[1 : a + 2] for row, a in zip(table, accepted, strict=True)]
-    return committed, accepted
+            logits = draft.forward(fed, window, logits_to_keep=1)
+        if logits.shape[-1] > shared:
+            logits = logits[..., :shared]
+        here = None if noise is None else noise[:, j : j + 1]
+        if inputs.verify_tokens is None:
+            token = choose(logits, inputs.sampling, here)
+        else:
+            token, rated = choose_and_rate(logits, inputs.sampling, here)
+            belief.append(rated)
+        proposed.append(token)
+    tokens = torch.cat(proposed, dim=1) if inputs.k else proposed[0]
+    return Proposal(layout, noise, tokens, torch.cat(belief, 1).cumsum(1) if belief else None)
+
+
+def check(
+    target: PagedModel, inputs: Inputs, proposal: Proposal, watch: Stopwatch
+) -> torch.Tensor:  # [rows, 2 + k + 1], int64: draft tokens that are right, that were seen; choices
+    """The target's choice at each position that it saw, -1 at others, and what it confirms."""
+    k, tokens, noise = inputs.k, proposal.tokens, proposal.noise
+    rows = tokens.shape[0]
+    window = proposal.layout.window(1, k + 2)
+    if proposal.belief is None:
+        with watch.section("verify"):
+            logits = target.forward(tokens, window)
+        chosen = choose(logits, inputs.sampling, noise)  # [rows, k + 1]
+        seen = inputs.state[:, 3:]
+    else:
+        assert inputs.verify_tokens is not None
+        row, column = _most_believed(proposal.belief, inputs.state[:, 3:], inputs.verify_tokens)
+        every = torch.arange(rows, device=tokens.device)
+        of_row = torch.cat((every, row))
+        cells = of_row * (k + 1) + torch.cat((every.new_zeros(rows), column + 1))
+        with watch.section("verify"):
+            packed = tokens.reshape(-1)[cells][None]
+            logits = target.forward(packed, window.packed(cells))
+        if noise is not None:
+            noise = noise.flatten(0, 1)[cells][:, None]
+        picked = choose(logits.transpose(0, 1), inputs.sampling.take(of_row), noise)[:, 0]
+        chosen = tokens.new_full((rows * (k + 1),), -1).index_copy_(0, cells, picked)
+        chosen = chosen.view(rows, k + 1)
+        seen = every.new_zeros(rows).index_add_(0, row, torch.ones_like(row))[:, None]
+    right = (tokens[:, 1:] == chosen[:, :k]).cumprod(dim=1).sum(dim=1, keepdim=True)
+    return torch.cat((right, seen, chosen), dim=1)
+
+
+def _most_believed(
+    belief: torch.Tensor,  # [rows, k], the log-probability of each draft token and all before it
+    draft_lens: torch.Tensor,  # [rows, 1]
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # row and column, each [count]
+    """The draft tokens that are likeliest to be right, none without those before it.
+
+    Belief falls along a row, and of equals the earlier column comes first, so the best `count`
+    always hold whole beginnings of rows. Tokens beyond a row's own draft length come last.
+    """
+    rows, k = belief.shape
+    beyond = torch.arange(k, device=belief.device) >= draft_lens
+    # A parallel sum may round a later total above an earlier one.
+    falling = belief.cummin(dim=1).values.masked_fill(beyond, -torch.inf)
+    best = falling.t().reshape(-1).sort(descending=True, stable=True).indices[:count]
+    return best % rows, torch.div(best, rows, rounding_mode="floor")

@@ -7,7 +7,7 @@ with full attention works. Llama-like ones run faster with joined layers (`repli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ _OTHER_MATHS = frozenset({"softcap", "s_aux", "position_bias", "sinks"})
 
 
 _TRIAL_TOKENS = 8
+
+Attention = Callable[..., tuple[torch.Tensor, None]]
 
 
 class UnsupportedAttention(ValueError):
@@ -68,7 +70,38 @@ def paged_attention(
     return out.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2), None
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
+def register_attention(name: str, attention: Attention) -> None:
+    """Make an attention function known to transformers; it may rely on getting whole rows.
+
+    Of a packed window transformers knows one row, so its queries are put into the grid of rows
+    before, and taken out of it after.
+    """
+
+    def over_grid(
+        module: nn.Module,
+        query: torch.Tensor,  # [rows, heads, width, head_dim], or [1, heads, tokens, head_dim]
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_window: Window | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim], or [1, tokens, ...]
+        if packed_window is None:
+            return attention(module, query, key, value, attention_mask, **kwargs)
+        grid = packed_window.unpack(query[0].transpose(0, 1)).transpose(1, 2)
+        out, _ = attention(module, grid, key, value, attention_mask, **kwargs)
+        return packed_window.pack(out)[None], None
+
+    AttentionInterface.register(name, over_grid)
+
+
+register_attention(ATTENTION, paged_attention)
+
+
+def _alike(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal but for what another order of the same sums may make; never with NaN."""
+    difference = (logits - expected).abs().max()
+    return bool(difference <= TOLERANCE[expected.dtype] * expected.abs().max())
 
 
 class PagedModel:
@@ -78,6 +111,8 @@ class PagedModel:
         self._model = model
         self._cache = cache
         self._fused: FusedDecoder | None = None
+        self.packs = False
+        """Whether it takes packed windows; a model may keep from its attention what they need."""
         self.vocab = int(model.config.vocab_size)
         """Rows of the embedding, its padding included: logits have this many."""
 
@@ -99,16 +134,20 @@ class PagedModel:
         tokens = torch.arange(1, width + 1, device=device)[None] % self.vocab
         window = Layout(table, [0], width, shape).window(0, width)
         expected = self.forward(tokens, window)
-        if not fuse:
-            return
+        if fuse:
+            try:
+                self._fused = FusedDecoder(self._model, self._cache, shape.context_len)
+            except NotFused:
+                pass
+            else:
+                if not _alike(self.forward(tokens, window), expected):
+                    self._fused = None
+        backwards = torch.arange(width - 1, -1, -1, device=device)
         try:
-            self._fused = FusedDecoder(self._model, self._cache, shape.context_len)
-        except NotFused:
+            packed = self.forward(tokens[:, backwards], window.packed(backwards))
+        except (TypeError, ValueError, RuntimeError):
             return
-        difference = (self.forward(tokens, window) - expected).abs().max()
-        # A comparison that NaN fails, too.
-        if not bool(difference <= TOLERANCE[expected.dtype] * expected.abs().max()):
-            self._fused = None
+        self.packs = _alike(packed[:, backwards], expected)
 
     def forward(
         self,
@@ -120,6 +159,7 @@ class PagedModel:
         self._cache.enter(window)
         if self._fused is not None:
             return self._fused.forward(tokens, window, logits_to_keep)
+        packing = {} if window.cells is None else {"packed_window": window}
         out = self._model(
             input_ids=tokens,
             attention_mask=window.mask,
@@ -127,6 +167,7 @@ class PagedModel:
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
+            **packing,
         )
         logits: torch.Tensor = out.logits
         return logits

@@ -10,7 +10,7 @@ Knows nothing of tokens, sampling or orders.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,6 +100,11 @@ class Window:
     """Of a packed window, which holds some cells of the grid of rows and positions only: the cell
     row * width + column of each token. Its positions are [1, tokens] and its slots [tokens]."""
 
+    def packed(self, cells: torch.Tensor) -> Window:
+        """The window of some of the cells only, in the order given, [tokens]."""
+        positions = self.positions.reshape(-1)[cells][None]
+        return replace(self, positions=positions, slots=self.slots[cells], cells=cells)
+
     def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
         """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
         shape = (self.rows, self.width, *x.shape[1:])
@@ -117,6 +122,25 @@ class Window:
         return flat if self.cells is None else flat.index_select(0, self.cells)
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is known on the host of where a step's rows lie; it fixes shapes and spares masks."""
+
+    longest: int
+    """The greatest start of a row, or a bound of it."""
+    uniform: bool
+    """All rows start at one position."""
+    inside: bool
+    """Every position of every row has a column in the block table."""
+
+    @classmethod
+    def of(cls, starts: Sequence[int], width: int, table: torch.Tensor, shape: CacheShape) -> Span:
+        """Of rows that start at `starts` and have `width` positions each."""
+        first, longest = min(starts), max(starts)
+        inside = first >= 0 and (longest + width - 1) // shape.block_size < table.shape[1]
+        return cls(longest, first == longest, inside)
+
+
 class Layout:
     """Index arithmetic for all forward passes of one step, computed at once.
 
@@ -129,30 +153,41 @@ class Layout:
     def __init__(
         self,
         table: torch.Tensor,  # [rows, blocks], int64
-        starts: Sequence[int],
+        starts: Sequence[int] | torch.Tensor,  # [rows]
         width: int,
         shape: CacheShape,
+        span: Span | None = None,
     ) -> None:
+        """A span is needed with starts that are a tensor already, so that none is read back."""
         device = table.device
         block_size = shape.block_size
+        if isinstance(starts, torch.Tensor):
+            assert span is not None, "starts on a device come with their span"
+            first = starts
+        else:
+            span = Span.of(starts, width, table, shape)
+            first = torch.tensor(starts, dtype=torch.int64, device=device)
         self._table = table
         self._block_size = block_size
-        self._longest = max(starts)
-        self.uniform = min(starts) == self._longest
-        first = torch.tensor(starts, dtype=torch.int64, device=device)
+        self._longest = span.longest
+        self.uniform = span.uniform
         self.positions = first[:, None] + torch.arange(width, device=device)  # [rows, width]
         column = torch.div(self.positions, block_size, rounding_mode="floor")
-        reach = table.shape[1]
-        if min(starts) < 0 or (self._longest + width - 1) // block_size >= reach:
+        self._inside = self.positions
+        if span.inside:
+            block = table.gather(1, column)
+        else:
+            reach = table.shape[1]
             outside = (column < 0) | (column >= reach)
             block = table.gather(1, column.clamp(0, reach - 1)).masked_fill_(outside, SCRAP_BLOCK)
-        else:
-            block = table.gather(1, column)
+        if not span.inside or span.longest + width > shape.context_len:
+            self._inside = self.positions.clamp(0, shape.context_len - 1)
         self._slots = block * block_size + self.positions % block_size
-        self._inside = self.positions.clamp(0, shape.context_len - 1)
         length = self._longest + width
         # Every query sees a key, so that padding stays finite.
-        last_seen = (self.positions[:1] if self.uniform else self.positions).clamp(min=0)
+        last_seen = self.positions[:1] if self.uniform else self.positions
+        if not span.inside:
+            last_seen = last_seen.clamp(min=0)
         hidden = torch.arange(length, device=device) > last_seen[:, :, None]
         self._mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device).masked_fill_(
             hidden, -torch.inf

@@ -15,7 +15,7 @@ import torch
 
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
-from replicas.eqspec import Group, step
+from replicas.eqspec import Group, Outcome, step
 from replicas.memory import check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
@@ -289,12 +289,16 @@ class Replica:
         before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
         tallies = [_Tally(0, 0, [0] * order.draft_len, [0] * order.draft_len) for _ in rows]
         table = self._blocks.table(ids, self._device)
-        sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
+        # A target that cannot leave tokens out checks all of them: slower, and as right.
+        verify = order.verify_tokens if self._target.packs else None
+        sampling = SamplingBatch.of(
+            [resident.sampling for resident in rows], self._device, whole=verify is not None
+        )
         own = read = done = 0
         try:
             for done in range(1, order.steps + 1):  # noqa: B007, the count outlives the loop
                 caps = [
-                    min(row.draft_len, resident.tokens_left - 1)
+                    min(row.draft_len, resident.tokens_left - 1) if verify != 0 else 0
                     for row, resident in zip(order.rows, rows, strict=True)
                 ]
                 k = max(caps)
@@ -303,13 +307,13 @@ class Replica:
                 lengths = [len(resident.content) for resident in rows]
                 own += sum(lengths) + len(rows) * k
                 read += (max(lengths) + k) * len(rows)
-                group = Group([resident.content for resident in rows], caps, sampling, table)
-                committed, accepted = step(self._target, self._draft, group, self._shape, watch)
-                for resident, tally, tokens, right, cap in zip(
-                    rows, tallies, committed, accepted, caps, strict=True
-                ):
-                    _commit(resident, tally, tokens, right, cap, k)
-                if any(_finished(*pair) for pair in zip(rows, committed, strict=True)):
+                contents = [resident.content for resident in rows]
+                group = Group(contents, caps, sampling, table, verify)
+                outcome = step(self._target, self._draft, group, self._shape, watch)
+                for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
+                    tally.draft_tokens += caps[index]
+                    _commit(resident, tally, outcome, index, k)
+                if any(_finished(*pair) for pair in zip(rows, outcome.committed, strict=True)):
                     break
                 if interrupted():
                     break
@@ -374,20 +378,17 @@ class Replica:
                 resident.draft_kv = end
 
 
-def _commit(
-    resident: Resident, tally: _Tally, tokens: list[int], accepted: int, cap: int, k: int
-) -> None:
+def _commit(resident: Resident, tally: _Tally, outcome: Outcome, row: int, k: int) -> None:
     """Append a step's tokens. Drafting fed the draft all proposed tokens but the last one."""
-    length = len(resident.content)
-    resident.content.extend(tokens)
-    resident.tokens_left -= len(tokens)
+    length, accepted = len(resident.content), outcome.accepted[row]
+    resident.content.extend(outcome.committed[row])
+    resident.tokens_left -= len(outcome.committed[row])
     if k > 0:
         resident.draft_kv = length + min(accepted, k - 1)
     tally.steps += 1
-    tally.draft_tokens += cap
     for j in range(accepted):
         tally.accepted_at[j] += 1
-    for j in range(min(accepted + 1, cap)):
+    for j in range(min(accepted + 1, outcome.checked[row])):
         tally.tried_at[j] += 1
 
 

@@ -12,7 +12,7 @@ Knows nothing of models, caches or rows that come and go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,10 @@ _FMIX_1 = 0x85EBCA6B - (1 << 32)
 _FMIX_2 = 0xC2B2AE35 - (1 << 32)
 
 
+_PLAIN = SamplingParams(temperature=1.0)
+"""Stands for a greedy row in a whole batch."""
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """The sampling parameters of a group's rows, made once per order.
@@ -35,6 +39,7 @@ class SamplingBatch:
     """
 
     rows: torch.Tensor | None  # [sampled], int64: which rows are sampled; None: all of them
+    greedy: torch.Tensor | None  # [rows, 1], bool: rows that only stand among them; None: none
     temperature: torch.Tensor  # [sampled, 1, 1], float32
     top_k: torch.Tensor  # [sampled, 1, 1], int64; 0 keeps all
     top_p: torch.Tensor  # [sampled, 1, 1], float32
@@ -46,9 +51,20 @@ class SamplingBatch:
     any_min_p: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
-        """Stack the rows' parameters; top-k, top-p and min-p of greedy rows are ignored."""
+    def of(
+        cls, params: Sequence[SamplingParams], device: torch.device, whole: bool = False
+    ) -> SamplingBatch:
+        """Stack the rows' parameters; top-k, top-p and min-p of greedy rows are ignored.
+
+        If some row is sampled, a `whole` batch computes noise for greedy rows, too, and does not
+        use it: its tensors then have all rows, whichever are sampled.
+        """
         sampled = [i for i, p in enumerate(params) if p.temperature > 0.0]
+        greedy = None
+        if whole and 0 < len(sampled) < len(params):
+            greedy = torch.tensor([[p.temperature == 0.0] for p in params], device=device)
+            params = [p if p.temperature > 0.0 else _PLAIN for p in params]
+            sampled = list(range(len(params)))
         hot = [params[i] for i in sampled]
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -58,6 +74,7 @@ class SamplingBatch:
             rows=None
             if len(hot) == len(params)
             else torch.tensor(sampled, dtype=torch.int64, device=device),
+            greedy=greedy,
             # float32 holds no smaller temperature; dividing by 0 would choose nothing.
             temperature=column([max(p.temperature, 1e-30) for p in hot], torch.float32),
             top_k=column([p.top_k for p in hot], torch.int64),
@@ -68,6 +85,21 @@ class SamplingBatch:
             top_k_max=max((p.top_k for p in hot), default=0),
             any_top_p=any(p.top_p < 1.0 for p in hot),
             any_min_p=any(p.min_p > 0.0 for p in hot),
+        )
+
+    def take(self, rows: torch.Tensor) -> SamplingBatch:
+        """A whole batch with these of its rows, [n], int64, each as often as it is named."""
+        if not self.any_sampled:
+            return self
+        assert self.rows is None, "only a whole batch has all rows to take from"
+        return replace(
+            self,
+            greedy=None if self.greedy is None else self.greedy[rows],
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
         )
 
     def noise(
@@ -91,21 +123,56 @@ def choose(
     """The token that each of the logits stands for."""
     if noise is None:
         return logits.argmax(dim=-1)
-    hot = logits if sampling.rows is None else logits[sampling.rows]
-    # The best logit becomes 0 before the division, so that no temperature overflows it.
-    scores = (hot - hot.amax(dim=-1, keepdim=True)).float().div_(sampling.temperature)
-    sampled = _sample(scores, sampling, noise[..., : logits.shape[-1]])
+    sampled, _ = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
+    if sampling.greedy is not None:
+        return torch.where(sampling.greedy, logits.argmax(dim=-1), sampled)
     if sampling.rows is None:
         return sampled
     return logits.argmax(dim=-1).index_copy_(0, sampling.rows, sampled)
+
+
+def choose_and_rate(
+    logits: torch.Tensor,  # [rows, width, vocab]
+    sampling: SamplingBatch,  # whole
+    noise: torch.Tensor | None,  # [rows, width, vocab or more]
+) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, width] each, int64 and float32
+    """The same, and how sure another model's choice is to be the same: a log-probability.
+
+    A greedy token is rated by its probability. A sampled one has been chosen by score *and* noise,
+    and the other model adds the same noise, so what counts is how far it is ahead with the noise:
+    the softmax of the noisy scores is the probability that it stays ahead when each score changes
+    by a standard Gumbel variable. Both are the same rule, without and with noise.
+    """
+    plain = logits.float()
+    token = logits.argmax(dim=-1)
+    rated = plain.amax(dim=-1) - plain.logsumexp(dim=-1)
+    if noise is None:
+        return token, rated
+    assert sampling.rows is None, "only a whole batch is rated"
+    sampled, noisy = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
+    ahead = noisy.amax(dim=-1) - noisy.logsumexp(dim=-1)
+    if sampling.greedy is None:
+        return sampled, ahead
+    greedy = sampling.greedy
+    return torch.where(greedy, token, sampled), torch.where(greedy, rated, ahead)
+
+
+def _hot(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+    """Tempered scores of the sampled rows, [sampled, width, vocab], float32; the best is 0."""
+    hot = logits if sampling.rows is None else logits[sampling.rows]
+    # The best logit becomes 0 before the division, so that no temperature overflows it.
+    return (hot - hot.amax(dim=-1, keepdim=True)).float().div_(sampling.temperature)
 
 
 def _sample(
     scores: torch.Tensor,  # [sampled, width, vocab], float32, the best is 0
     sampling: SamplingBatch,
     noise: torch.Tensor,  # [sampled, width, vocab]
-) -> torch.Tensor:  # [sampled, width], int64
-    """Argmax of scores and noise among the tokens that top-k, then top-p and min-p keep."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # [sampled, width], int64; [sampled, width, vocab]
+    """Argmax of scores and noise among the tokens that top-k, then top-p and min-p keep.
+
+    Also the noisy scores, of which no struck-out token is the greatest.
+    """
     if sampling.top_k_max > 0:
         scores = _keep_top_k(scores, sampling)
     noisy = scores + noise
@@ -113,8 +180,8 @@ def _sample(
         # Ratio to the best token, whose score is 0: p_i / p_best = exp(score_i).
         noisy = noisy.masked_fill(scores.exp() < sampling.min_p, -torch.inf)
     if not sampling.any_top_p:
-        return noisy.argmax(dim=-1)
-    return _sample_top_p(scores, sampling.top_p, noisy)
+        return noisy.argmax(dim=-1), noisy
+    return _sample_top_p(scores, sampling.top_p, noisy), noisy
 
 
 def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
 
-from replicas.model import refuse_other_maths
+from replicas.model import refuse_other_maths, register_attention
 
 TILED = "lockstep_tiled"
 """Attention in chunks by plain operations, for any device."""
@@ -179,5 +178,5 @@ def efficient_attention(
     return out.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2), None
 
 
-AttentionInterface.register(TILED, tiled_attention)
-AttentionInterface.register(EFFICIENT, efficient_attention)
+register_attention(TILED, tiled_attention)
+register_attention(EFFICIENT, efficient_attention)

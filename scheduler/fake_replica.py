@@ -7,7 +7,7 @@ that is passed in, so the draft changes how many tokens a step commits and never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -230,12 +230,19 @@ class Run:
             return False
         finished = False
         widths = []
-        for index, (row, resident) in enumerate(zip(self._order.rows, self._rows, strict=True)):
-            draft_len = min(row.draft_len, resident.tokens_left - 1)
+        draft_lens = [
+            min(row.draft_len, resident.tokens_left - 1)
+            for row, resident in zip(self._order.rows, self._rows, strict=True)
+        ]
+        if self._order.verify_tokens == 0:
+            draft_lens = [0] * len(draft_lens)
+        checked = spread(draft_lens, self._order.verify_tokens)
+        for index, resident in enumerate(self._rows):
+            draft_len = draft_lens[index]
             widths.append(resident.length + draft_len)
             self._drafted[index] += draft_len
             accepted = 0
-            while accepted < draft_len:
+            while accepted < checked[index]:
                 self._tried_at[index][accepted] += 1
                 if self._rng.random() >= self._acceptance:
                     break
@@ -285,3 +292,21 @@ class Run:
         resident.length += count
         resident.tokens_left -= count
         return new
+
+
+def spread(draft_lens: Sequence[int], verify_tokens: int | None) -> list[int]:
+    """How many draft tokens of each row are checked where an order lets `verify_tokens` through.
+
+    A fake draft believes in all rows alike, so the first token of every row comes before any
+    second one.
+    """
+    if verify_tokens is None:
+        return list(draft_lens)
+    checked = [0] * len(draft_lens)
+    left = min(verify_tokens, sum(draft_lens))
+    while left > 0:
+        for index, draft_len in enumerate(draft_lens):
+            if left > 0 and checked[index] < draft_len:
+                checked[index] += 1
+                left -= 1
+    return checked

@@ -84,6 +84,33 @@ def test_joined_layers_compute_what_the_model_computes(architecture: str) -> Non
         assert difference <= TOLERANCE[torch.float32] * expected.abs().max()
 
 
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
+@pytest.mark.parametrize("fuse", [False, True])
+@torch.inference_mode()
+def test_a_packed_window_gives_its_tokens_what_the_grid_gives_them(
+    architecture: str, fuse: bool
+) -> None:
+    """Rows of different width, in any order, their KV entries written like the others."""
+    model = paged(uneven_model(architecture), fuse)
+    assert model.fused == fuse
+    assert model.packs
+    generator = torch.Generator().manual_seed(3)
+    table = torch.arange(1, 1 + 3 * 16).view(3, 16)
+    tokens = torch.randint(VOCAB, (3, 40), generator=generator)
+    model.forward(tokens, Layout(table, [0, 0, 0], 40, SHAPE).window(0, 40))
+    fresh = torch.randint(VOCAB, (3, 4), generator=generator)
+    window = Layout(table, [40, 31, 7], 4, SHAPE).window(0, 4)
+    cells = torch.tensor([8, 0, 4, 1, 5, 2, 3])  # of widths 4, 2 and 1
+    packed = model.forward(fresh.view(-1)[cells][None], window.packed(cells))
+    after = Layout(table, [44, 33, 8], 1, SHAPE).window(0, 1)
+    next_after_packed = model.forward(fresh[:, :1], after)
+    grid = model.forward(fresh, window)
+    next_after_grid = model.forward(fresh[:, :1], after)
+    limit = TOLERANCE[torch.float32] * grid.abs().max()
+    assert (packed[0] - grid.view(12, -1)[cells]).abs().max() <= limit
+    assert (next_after_packed - next_after_grid).abs().max() <= limit
+
+
 def test_weights_are_joined_and_not_doubled() -> None:
     model = uneven_model("llama")
     assert paged(model, fuse=True).fused

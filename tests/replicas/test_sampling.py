@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from replicas.sampling import SamplingBatch, choose, gumbel_noise
+from replicas.sampling import SamplingBatch, choose, choose_and_rate, gumbel_noise
 from scheduler.messages import SamplingParams
 
 CPU = torch.device("cpu")
@@ -191,3 +191,46 @@ def test_acceptance_under_the_coupling_is_what_theory_says() -> None:
     assert agree == pytest.approx(expected, abs=0.01)
     total_variation = 0.5 * (p - q).abs().sum().item()
     assert agree >= (1 - total_variation) / (1 + total_variation) - 0.01
+
+
+def mixed(n: int) -> tuple[torch.Tensor, list[SamplingParams], torch.Tensor]:
+    """Logits, parameters and positions of n rows, greedy ones among them."""
+    params = [[SamplingParams(), *PARAMS][i % (len(PARAMS) + 1)] for i in range(n)]
+    logits = torch.randn(n, 3, 50, generator=torch.Generator().manual_seed(n)) * 2
+    return logits, params, torch.arange(n * 3).view(n, 3)
+
+
+def test_a_whole_batch_chooses_as_one_of_sampled_rows_only() -> None:
+    logits, params, positions = mixed(15)
+    whole = SamplingBatch.of(params, CPU, whole=True)
+    assert whole.rows is None
+    noise = whole.noise(positions, 50)
+    expected = chosen(logits, params, positions)
+    assert torch.equal(choose(logits, whole, noise), expected)
+    token, rated = choose_and_rate(logits, whole, noise)
+    assert torch.equal(token, expected)
+    assert (rated <= 0).all()
+    assert rated.isfinite().all()
+
+
+def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
+    logits, params, positions = mixed(9)
+    whole = SamplingBatch.of(params, CPU, whole=True)
+    noise = whole.noise(positions, 50)
+    assert noise is not None
+    rows = torch.tensor([8, 0, 3, 3, 1])
+    got = choose(logits[rows], whole.take(rows), noise[rows])
+    assert torch.equal(got, choose(logits, whole, noise)[rows])
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS[:2]], ids=str)
+def test_a_rating_is_the_chance_to_stay_ahead_under_gumbel_changes(params: SamplingParams) -> None:
+    """Of the tempered scores, noise included."""
+    logits = some_logits(8)[None, None]
+    sampling = SamplingBatch.of([params], CPU, whole=True)
+    noise = sampling.noise(torch.tensor([[5]]), 8)
+    token, rated = choose_and_rate(logits, sampling, noise)
+    scores = logits[0, 0] if noise is None else logits[0, 0] / params.temperature + noise[0, 0]
+    changes = gumbel_noise(torch.tensor([[99]]), torch.arange(DRAWS)[None], 8)[0]
+    stayed = ((scores + changes).argmax(-1) == token.item()).float().mean().item()
+    assert stayed == pytest.approx(rated.exp().item(), abs=0.01)

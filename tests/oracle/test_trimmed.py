@@ -1,0 +1,101 @@
+"""The oracle where the target checks only the draft tokens that the draft believes in most.
+
+Whatever number of them an order lets through, outputs are those of plain decoding.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from cluster.local_engine import LocalEngine, Output
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Order, OrderKind, Request, StepResult
+from tests.oracle.worlds import mixed_requests, sampled
+from tests.reference import plain_greedy
+from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
+
+ROWS, K = 5, 4
+
+
+class Trimming:
+    """A replica whose orders are given a number of draft tokens to verify; None draws one."""
+
+    def __init__(self, replica: Replica, verify: int | None) -> None:
+        self.spec = replica.spec
+        self.orders: list[tuple[Order, StepResult]] = []
+        self._replica = replica
+        self._verify = verify
+        self._rng = random.Random(verify)
+
+    def step(self, order: Order) -> StepResult:
+        if order.kind is not OrderKind.SPECULATE:
+            return self._replica.step(order)
+        most = len(order.rows) * order.draft_len
+        verify = self._rng.randint(0, most) if self._verify is None else self._verify
+        order = replace(order, verify_tokens=verify)
+        result = self._replica.step(order)
+        self.orders.append((order, result))
+        return result
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        self._replica.release(sequence_ids)
+
+
+def run(replica: Replica, requests: list[Request], verify: int | None) -> list[Output]:
+    trimming = Trimming(replica, verify)
+    config = SchedulerConfig(rows_max=ROWS, draft_len=K)
+    outputs = LocalEngine(trimming, config, check=True).generate(requests)
+    replica.check_integrity()
+    for order, result in trimming.orders:
+        assert order.verify_tokens is not None
+        most = result.steps * order.verify_tokens
+        assert sum(sum(row.tried_at) for row in result.rows) <= most
+        for row in result.rows:
+            assert all(a <= t for a, t in zip(row.accepted_at, row.tried_at, strict=True))
+            assert len(row.tokens) == row.steps + sum(row.accepted_at)
+    return outputs
+
+
+@cache
+def requests_of(architecture: str) -> list[Request]:
+    return mixed_requests(VOCAB, 12, seed=80 + ARCHITECTURES.index(architecture))
+
+
+@cache
+def greedy_reference(architecture: str) -> list[list[int]]:
+    model = target_model(architecture)
+    return [plain_greedy(model, r.prompt, r.max_new_tokens) for r in requests_of(architecture)]
+
+
+@cache
+def sampled_reference(architecture: str) -> list[list[int]]:
+    engine = LocalEngine(tiny_replica(architecture), SchedulerConfig(rows_max=1, draft_len=0))
+    return [output.tokens for output in engine.generate(sampled(requests_of(architecture)))]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("verify", [None, *range(0, ROWS * K + 1, 3)])
+def test_greedy_output_equals_plain_generate(architecture: str, verify: int | None) -> None:
+    outputs = run(tiny_replica(architecture), requests_of(architecture), verify)
+    assert [output.tokens for output in outputs] == greedy_reference(architecture)
+    assert (sum(output.usage.accepted_tokens for output in outputs) > 0) == (verify != 0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("verify", [None, *range(1, ROWS * K + 1, 6)])
+def test_sampled_output_depends_on_the_request_alone(architecture: str, verify: int | None) -> None:
+    """Greedy rows among them."""
+    outputs = run(tiny_replica(architecture), sampled(requests_of(architecture)), verify)
+    assert [output.tokens for output in outputs] == sampled_reference(architecture)
+
+
+def test_layers_that_are_not_joined_pack_tokens_as_well() -> None:
+    replica = tiny_replica("glm4", fuse_layers=False)
+    outputs = run(replica, requests_of("glm4"), None)
+    assert [output.tokens for output in outputs] == greedy_reference("glm4")
