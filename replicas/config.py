@@ -99,6 +99,14 @@ class ReplicaConfig(BaseModel):
         description="Join the layers of Llama-like models into fewer operations, where the logits"
         " stay the same but for rounding; false keeps transformers' own forward pass.",
     )
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Pad steps to a few fixed shapes and record each as CUDA graphs when it first"
+        " occurs; auto does so on a GPU. On a CPU they run the same way without a recording.",
+    )
+    graphs_max: int = Field(
+        64, ge=1, description="Recorded steps that are kept; those last used stay."
+    )
     trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
 
     @field_validator("target", "draft")

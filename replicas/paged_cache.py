@@ -231,14 +231,16 @@ class PagedCache:
         self._block_size = block_size
         shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        # One layer is read at a time: a standing buffer spares the page faults of fresh memory.
+        # One layer is read at a time: a standing buffer spares the page faults of fresh memory. A
+        # GPU has none, and a recorded pass must not read from a buffer that others replace.
+        self._standing = device.type == "cpu"
         self._gathered = self._layers[0][:0]
         self._window: Window | None = None
 
     def enter(self, window: Window) -> None:
         """Set where the next forward pass reads and writes."""
         self._window = window
-        wanted = window.blocks.shape[0]
+        wanted = window.blocks.shape[0] if self._standing else 0
         if self._gathered.shape[0] < wanted:
             self._gathered = self._layers[0].new_empty((wanted, *self._layers[0].shape[1:]))
 
@@ -269,8 +271,11 @@ class PagedCache:
         window = self._window
         assert window is not None, "enter() comes before a forward pass"
         store = self._layers[layer_idx]
-        read = self._gathered[: window.blocks.shape[0]]
-        torch.index_select(store, 0, window.blocks, out=read)
+        if self._standing:
+            read = self._gathered[: window.blocks.shape[0]]
+            torch.index_select(store, 0, window.blocks, out=read)
+        else:
+            read = store.index_select(0, window.blocks)
         read = read.view(window.rows, -1, *store.shape[2:])[:, : window.length]
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values

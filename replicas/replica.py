@@ -16,6 +16,7 @@ import torch
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, Outcome, step
+from replicas.graphs import Limits, StepRunner
 from replicas.memory import check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
@@ -101,13 +102,20 @@ class Replica:
         self._residents: dict[str, Resident] = {}
         for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
             self._try_out(model, name, config.fuse_layers)
+        draft_len_max = plan.draft_len_max(DRAFT_LEN_MAX)
+        self._runner: StepRunner | None = None
+        if config.graphs == "on" or (config.graphs == "auto" and pair.device.type == "cuda"):
+            limits = Limits(plan.rows_max, draft_len_max, pair.context_len)
+            self._runner = StepRunner(
+                self._target, self._draft, self._shape, limits, config.graphs_max
+            )
         self.spec = ReplicaSpec(
             kv_blocks=blocks,
             block_size=config.block_size,
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self._target.vocab,
-            draft_len_max=plan.draft_len_max(DRAFT_LEN_MAX),
+            draft_len_max=draft_len_max,
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             target=pair.target_name,
@@ -292,7 +300,10 @@ class Replica:
         # A target that cannot leave tokens out checks all of them: slower, and as right.
         verify = order.verify_tokens if self._target.packs else None
         sampling = SamplingBatch.of(
-            [resident.sampling for resident in rows], self._device, whole=verify is not None
+            [resident.sampling for resident in rows],
+            self._device,
+            whole=verify is not None or self._runner is not None,
+            static=self._runner is not None,
         )
         own = read = done = 0
         try:
@@ -309,7 +320,10 @@ class Replica:
                 read += (max(lengths) + k) * len(rows)
                 contents = [resident.content for resident in rows]
                 group = Group(contents, caps, sampling, table, verify)
-                outcome = step(self._target, self._draft, group, self._shape, watch)
+                if self._runner is None:
+                    outcome = step(self._target, self._draft, group, self._shape, watch)
+                else:
+                    outcome = self._runner.step(group, watch)
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tally.draft_tokens += caps[index]
                     _commit(resident, tally, outcome, index, k)

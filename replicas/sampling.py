@@ -23,9 +23,14 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 # Multipliers of murmur3's 32-bit finaliser, as signed int32.
+_FLOAT_BITS = 30
+"""Bits that a float in [0, 1] has below 2.0's."""
 _FMIX_1 = 0x85EBCA6B - (1 << 32)
 _FMIX_2 = 0xC2B2AE35 - (1 << 32)
 
+
+SamplingKind = tuple[bool, int, bool, bool]
+"""Whether any row is sampled, the greatest top_k, whether there is any top_p or min_p."""
 
 _PLAIN = SamplingParams(temperature=1.0)
 """Stands for a greedy row in a whole batch."""
@@ -49,19 +54,26 @@ class SamplingBatch:
     top_k_max: int
     any_top_p: bool
     any_min_p: bool
+    static: bool
+    """Choosing looks at no value: no kernel depends on one."""
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], device: torch.device, whole: bool = False
+        cls,
+        params: Sequence[SamplingParams],
+        device: torch.device,
+        whole: bool = False,
+        static: bool = False,
     ) -> SamplingBatch:
         """Stack the rows' parameters; top-k, top-p and min-p of greedy rows are ignored.
 
         If some row is sampled, a `whole` batch computes noise for greedy rows, too, and does not
-        use it: its tensors then have all rows, whichever are sampled.
+        use it: its tensors then have all rows, whichever are sampled. With `static`, a whole
+        batch's kernels depend on its `kind` alone.
         """
         sampled = [i for i, p in enumerate(params) if p.temperature > 0.0]
         greedy = None
-        if whole and 0 < len(sampled) < len(params):
+        if whole and sampled and (static or len(sampled) < len(params)):
             greedy = torch.tensor([[p.temperature == 0.0] for p in params], device=device)
             params = [p if p.temperature > 0.0 else _PLAIN for p in params]
             sampled = list(range(len(params)))
@@ -85,7 +97,36 @@ class SamplingBatch:
             top_k_max=max((p.top_k for p in hot), default=0),
             any_top_p=any(p.top_p < 1.0 for p in hot),
             any_min_p=any(p.min_p > 0.0 for p in hot),
+            static=static,
         )
+
+    @classmethod
+    def standing(cls, kind: SamplingKind, rows: int, device: torch.device) -> SamplingBatch:
+        """A static whole batch of that kind, to be overwritten."""
+        sampled, top_k, top_p, min_p = kind
+        params = [_PLAIN if sampled else SamplingParams()] * rows
+        made = cls.of(params, device, whole=True, static=True)
+        return replace(made, top_k_max=top_k, any_top_p=top_p, any_min_p=min_p)
+
+    @property
+    def kind(self) -> SamplingKind:
+        """What of a whole batch fixes kernels; `top_k` is rounded up to a power of two."""
+        top_k = 1 << (self.top_k_max - 1).bit_length() if self.top_k_max else 0
+        return self.any_sampled, top_k, self.any_top_p, self.any_min_p
+
+    def overwrite(self, batch: SamplingBatch) -> None:
+        """Take over the parameters of another whole batch, of at most as many rows."""
+        if not self.any_sampled:
+            return
+        assert self.greedy is not None
+        assert batch.greedy is not None, "a static batch has them"
+        rows = batch.seed.shape[0]
+        self.greedy[:rows] = batch.greedy
+        self.temperature[:rows] = batch.temperature
+        self.top_k[:rows] = batch.top_k
+        self.top_p[:rows] = batch.top_p
+        self.min_p[:rows] = batch.min_p
+        self.seed[:rows] = batch.seed
 
     def take(self, rows: torch.Tensor) -> SamplingBatch:
         """A whole batch with these of its rows, [n], int64, each as often as it is named."""
@@ -181,6 +222,9 @@ def _sample(
         noisy = noisy.masked_fill(scores.exp() < sampling.min_p, -torch.inf)
     if not sampling.any_top_p:
         return noisy.argmax(dim=-1), noisy
+    if sampling.static:
+        noisy = noisy.masked_fill(~_nucleus(scores, sampling.top_p), -torch.inf)
+        return noisy.argmax(dim=-1), noisy
     return _sample_top_p(scores, sampling.top_p, noisy), noisy
 
 
@@ -214,6 +258,29 @@ def _sample_top_p(
         if not outside.any():
             return token[..., 0]
         noisy.masked_fill_(outside & (probability <= chosen), -torch.inf)
+
+
+def _nucleus(
+    scores: torch.Tensor,  # [sampled, width, vocab]
+    top_p: torch.Tensor,  # [sampled, 1, 1]
+) -> torch.Tensor:  # [sampled, width, vocab], bool
+    """The tokens with less than top_p of mass on likelier ones: the same ones as above.
+
+    Mass on likelier ones falls with probability, so a token is inside from some probability on. It
+    is found by bisection over the bits of a float, which are in order for positive ones: always
+    the same number of passes, so that a GPU need not tell the host how the search goes.
+    """
+    probability = scores.softmax(dim=-1)
+    high = probability.amax(dim=-1, keepdim=True).view(torch.int32)  # inside
+    low = torch.zeros_like(high)
+    for _ in range(_FLOAT_BITS):
+        middle = (low + high) >> 1
+        likelier = probability > middle.view(torch.float32)
+        mass = torch.where(likelier, probability, 0.0).sum(dim=-1, keepdim=True)
+        inside = (mass < top_p) | (mass == 0.0) | (top_p >= 1.0)
+        high = torch.where(inside, middle, high)
+        low = torch.where(inside, low, middle + 1)
+    return probability >= high.view(torch.float32)
 
 
 def gumbel_noise(

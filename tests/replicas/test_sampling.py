@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -234,3 +236,21 @@ def test_a_rating_is_the_chance_to_stay_ahead_under_gumbel_changes(params: Sampl
     changes = gumbel_noise(torch.tensor([[99]]), torch.arange(DRAWS)[None], 8)[0]
     stayed = ((scores + changes).argmax(-1) == token.item()).float().mean().item()
     assert stayed == pytest.approx(rated.exp().item(), abs=0.01)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]))
+def test_the_nucleus_found_by_bisection_is_the_one_found_in_turn(
+    seed: int, rows: int, top_p: float
+) -> None:
+    """Equal logits, a sure token and vanishing ones included."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((rows, 2, 30), generator=generator) * 4
+    logits[..., 5:9] = logits[..., 5:6]
+    logits[0, 0, 3] = 200.0
+    params = [SamplingParams(temperature=1.0, top_p=top_p, seed=i) for i in range(rows)]
+    positions = torch.arange(rows * 2).view(rows, 2)
+    choices = []
+    for static in (False, True):
+        sampling = SamplingBatch.of(params, CPU, whole=True, static=static)
+        choices.append(choose(logits, sampling, sampling.noise(positions, 30)))
+    assert torch.equal(*choices)

@@ -1,0 +1,192 @@
+"""Steps of a few fixed shapes: on a GPU each is recorded once as CUDA graphs, then replayed.
+
+At decode sizes a GPU waits for the interpreter to launch kernels; a recorded step is two launches.
+A recording holds addresses and shapes, so rows, draft length and table columns are padded to
+buckets and all inputs are copied into standing buffers. Rows that only pad lie in the scrap block,
+draft tokens beyond a row's own draft length are never accepted, columns beyond its blocks are
+masked: what a row commits is what it would commit in a step of its exact shape.
+
+On the CPU the same steps run eagerly through the same buffers, which is how they are tested; it
+gains nothing there. Draft and verification are recorded apart, so that their times are known.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replicas.eqspec import Group, Inputs, Outcome, Proposal, check, propose, read_back, rows_of
+from replicas.model import PagedModel
+from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Span
+from replicas.sampling import SamplingBatch
+from replicas.stopwatch import Stopwatch
+
+_WARM_UPS = 2
+"""Runs before a recording: libraries allocate and choose kernels in the first ones."""
+
+
+def bucket(n: int, most: int | None) -> int:
+    """The smallest of 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds n, or `most` before it."""
+    if n <= 2:
+        return n
+    power = 1 << (n - 1).bit_length()
+    fits = power if n > power // 4 * 3 else power // 4 * 3
+    return fits if most is None else max(n, min(fits, most))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What memory was planned for; no bucket is larger."""
+
+    rows: int | None
+    draft_len: int
+    context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """All that fixes the kernels of a step."""
+
+    rows: int
+    k: int
+    blocks: int
+    verify_tokens: int | None
+    sampling: tuple[bool, int, bool, bool]
+
+
+class StepRunner:
+    """Runs steps by their kind; keeps the `most` kinds that were used last."""
+
+    def __init__(
+        self,
+        target: PagedModel,
+        draft: PagedModel | None,
+        shape: CacheShape,
+        limits: Limits,
+        most: int,
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._shape = shape
+        self._limits = limits
+        self._most = most
+        self._kept: OrderedDict[StepKind, FixedStep] = OrderedDict()
+        self._pool: Any = None
+
+    @property
+    def kinds(self) -> tuple[StepKind, ...]:
+        """Those that are kept, the last used at the end."""
+        return tuple(self._kept)
+
+    def step(self, group: Group, watch: Stopwatch) -> Outcome:
+        """As `eqspec.step`, for a group with a static SamplingBatch."""
+        kind = self._kind(group)
+        fixed = self._kept.pop(kind, None)
+        if fixed is None:
+            if len(self._kept) >= self._most:
+                self._kept.popitem(last=False)
+            device = group.table.device
+            if device.type == "cuda" and self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            fixed = FixedStep(self._target, self._draft, self._shape, kind, device, self._pool)
+        self._kept[kind] = fixed
+        # One transfer, the step's only synchronisation.
+        return read_back(group, fixed.run(group, watch).tolist(), kind.k)
+
+    def _kind(self, group: Group) -> StepKind:
+        limits = self._limits
+        block_size = self._shape.block_size
+        rows = bucket(len(group.contents), limits.rows)
+        k = bucket(max(group.draft_lens), limits.draft_len)
+        longest = max(map(len, group.contents))
+        most = -(-(limits.context_len + k) // block_size)
+        trimmed = group.verify_tokens
+        if trimmed is not None:
+            trimmed = min(trimmed, sum(group.draft_lens))
+        return StepKind(
+            rows=rows,
+            k=k,
+            blocks=bucket(-(-(longest + k) // block_size), most),
+            verify_tokens=trimmed if trimmed is not None and trimmed < rows * k else None,
+            sampling=group.sampling.kind,
+        )
+
+
+class FixedStep:
+    """One kind of step over standing buffers."""
+
+    def __init__(
+        self,
+        target: PagedModel,
+        draft: PagedModel | None,
+        shape: CacheShape,
+        kind: StepKind,
+        device: torch.device,
+        pool: Any,
+    ) -> None:
+        """On a GPU it is recorded now, on rows that all lie in the scrap block, and shares the
+        memory `pool` with others: only one runs at a time."""
+        self._target = target
+        self._draft = draft
+        self._shape = shape
+        length = kind.blocks * shape.block_size
+        self._inputs = Inputs(
+            state=torch.zeros((kind.rows, 4), dtype=torch.int64, device=device),
+            table=torch.full((kind.rows, kind.blocks), SCRAP_BLOCK, device=device),
+            sampling=SamplingBatch.standing(kind.sampling, kind.rows, device),
+            k=kind.k,
+            verify_tokens=kind.verify_tokens,
+            # The last window ends where the table does, whatever the rows' lengths.
+            span=Span(longest=length - kind.k - 2, uniform=False, inside=False),
+        )
+        self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        if device.type == "cuda":
+            try:
+                self._record(pool)
+            except RuntimeError as error:
+                warnings.warn(f"a step runs unrecorded: {kind}: {error}", stacklevel=2)
+
+    def run(self, group: Group, watch: Stopwatch) -> torch.Tensor:  # [rows, 2 + k + 1], int64
+        """What `check` returns, padding rows at the end; valid until the next run."""
+        self._fill(group)
+        if self._graphs is None:
+            proposal = self._propose(watch)
+            return check(self._target, self._inputs, proposal, watch)
+        for part, graph in zip(("draft", "verify"), self._graphs, strict=True):
+            with watch.section(part):
+                graph.replay()
+        return self._out
+
+    def _fill(self, group: Group) -> None:
+        inputs = self._inputs
+        rows, columns = inputs.table.shape
+        state = rows_of(group) + [(0, 0, 0, 0)] * (rows - len(group.contents))
+        inputs.state.copy_(torch.tensor(state, dtype=torch.int64), non_blocking=True)
+        table = group.table[:, :columns]
+        inputs.table.fill_(SCRAP_BLOCK)
+        inputs.table[: table.shape[0], : table.shape[1]] = table
+        inputs.sampling.overwrite(group.sampling)
+
+    def _propose(self, watch: Stopwatch) -> Proposal:
+        return propose(self._target, self._draft, self._inputs, self._shape, watch)
+
+    def _record(self, pool: Any) -> None:
+        untimed = Stopwatch(torch.device("cpu"))  # events within a recording cannot be timed
+        device = self._inputs.state.device
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                check(self._target, self._inputs, self._propose(untimed), untimed)
+        torch.cuda.current_stream(device).wait_stream(side)
+        drafting, verifying = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(drafting, pool=pool):
+            # Kept: what one graph leaves for the other must not be given to a third.
+            self._proposal = self._propose(untimed)
+        with torch.cuda.graph(verifying, pool=pool):
+            self._out = check(self._target, self._inputs, self._proposal, untimed)
+        self._graphs = (drafting, verifying)

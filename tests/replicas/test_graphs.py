@@ -1,0 +1,179 @@
+"""Proves that steps padded to buckets commit what steps of exact shapes commit.
+
+Recording itself needs a GPU; on the CPU the same steps run through the same buffers.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from cluster.local_engine import LocalEngine
+from replicas.eqspec import Group
+from replicas.graphs import Limits, StepRunner, bucket
+from replicas.replica import Replica
+from replicas.sampling import SamplingBatch
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request, SamplingParams
+from tests.oracle.test_trimmed import Trimming
+from tests.oracle.worlds import mixed_requests, run_staggered, sampled
+from tests.reference import plain_greedy
+from tests.tiny_pairs import VOCAB, target_model, tiny_replica
+
+
+@cache
+def requests() -> list[Request]:
+    return mixed_requests(VOCAB, 14, seed=31)
+
+
+@cache
+def greedy_reference() -> list[list[int]]:
+    return [plain_greedy(target_model("qwen3"), r.prompt, r.max_new_tokens) for r in requests()]
+
+
+@cache
+def sampled_reference() -> list[list[int]]:
+    engine = LocalEngine(tiny_replica("qwen3"), SchedulerConfig(rows_max=1, draft_len=0))
+    return [output.tokens for output in engine.generate(sampled(requests()))]
+
+
+def bucketed(**config: object) -> Replica:
+    return tiny_replica("qwen3", graphs="on", **config)
+
+
+def test_a_bucket_holds_n_and_at_most_half_more() -> None:
+    seen = {bucket(n, None) for n in range(1025)}
+    assert len(seen) == 21, "few shapes"
+    for n in range(1, 1025):
+        assert n <= bucket(n, None) <= max(n, 1.5 * (n - 1) + 1)
+        assert n <= bucket(n, 700) <= max(n, 700)
+
+
+@pytest.mark.parametrize("rows_max", [1, 3, 7])
+@pytest.mark.parametrize("draft_len", [0, 1, 3, 5, 7])
+def test_greedy_output_equals_plain_generate(rows_max: int, draft_len: int) -> None:
+    outputs = run_staggered(bucketed(), requests(), rows_max, draft_len, seed=draft_len)
+    assert [output.tokens for output in outputs] == greedy_reference()
+
+
+@pytest.mark.parametrize("rows_max", [1, 5])
+@pytest.mark.parametrize("draft_len", [0, 2, 5])
+def test_sampled_output_is_that_of_exact_shapes(rows_max: int, draft_len: int) -> None:
+    """Greedy rows among them, padding rows beside them."""
+    outputs = run_staggered(bucketed(), sampled(requests()), rows_max, draft_len)
+    assert [output.tokens for output in outputs] == sampled_reference()
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_trimmed_steps_are_padded_as_well(hot: bool) -> None:
+    trimming = Trimming(bucketed(), None)
+    config = SchedulerConfig(rows_max=5, draft_len=5)
+    outputs = LocalEngine(trimming, config).generate(sampled(requests()) if hot else requests())
+    expected = sampled_reference() if hot else greedy_reference()
+    assert [output.tokens for output in outputs] == expected
+
+
+def test_only_the_kinds_used_last_are_kept() -> None:
+    replica = bucketed(graphs_max=3)
+    outputs = run_staggered(replica, requests(), 7, 3)
+    assert [output.tokens for output in outputs] == greedy_reference()
+    runner = replica._runner
+    assert runner is not None
+    assert len(runner.kinds) == 3
+    before = runner.kinds
+    run_staggered(replica, requests()[:1], 1, 0)
+    assert runner.kinds[-1].rows == 1
+    assert set(runner.kinds) != set(before)
+
+
+def test_a_step_of_one_kind_computes_on_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a recording replays: the same shapes at the same addresses, whatever the rows."""
+    replica = bucketed()
+    assert replica._runner is not None
+    fed: dict[object, set[tuple[object, ...]]] = {}
+    forward = replica._target.forward
+
+    def noted(tokens, window, logits_to_keep=0):  # type: ignore[no-untyped-def]
+        if noting:
+            tensors = (tokens, window.positions, window.slots, window.blocks, window.mask)
+            shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+            fed.setdefault(replica._runner.kinds, set()).add((shapes, window.length))
+        return forward(tokens, window, logits_to_keep)
+
+    monkeypatch.setattr(replica._target, "forward", noted)
+    step = replica._runner.step
+    noting = False
+    made: dict[object, list[tuple[object, ...]]] = {}
+
+    def stepped(group, watch):  # type: ignore[no-untyped-def]
+        nonlocal noting
+        noting = True
+        fed.clear()
+        outcome = step(group, watch)
+        noting = False
+        (passes,) = fed.values()
+        kept = replica._runner._kept[replica._runner.kinds[-1]]
+        address = (kept._inputs.state.data_ptr(), kept._inputs.table.data_ptr())
+        made.setdefault(replica._runner.kinds[-1], []).append((frozenset(passes), address))
+        return outcome
+
+    monkeypatch.setattr(replica._runner, "step", stepped)
+    run_staggered(replica, requests(), 5, 3)
+    assert max(map(len, made.values())) > 3, "some kind is used often"
+    for uses in made.values():
+        assert len(set(uses)) == 1
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_padded_step_reads_the_device_once(hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-p included, whose search for the nucleus is otherwise led by values."""
+    replica = bucketed()
+    reads: list[str] = []
+    counting = False
+    for name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _name=name, _original=original, **kwargs):  # type: ignore[no-untyped-def]
+            if counting:
+                reads.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    runner = replica._runner
+    assert runner is not None
+    step, steps = runner.step, 0
+
+    def stepped(group, watch):  # type: ignore[no-untyped-def]
+        nonlocal counting, steps
+        counting, steps = True, steps + 1
+        outcome = step(group, watch)
+        counting = False
+        return outcome
+
+    monkeypatch.setattr(runner, "step", stepped)
+    run_staggered(replica, sampled(requests()) if hot else requests(), 4, 3)
+    assert reads == ["tolist"] * steps
+    assert steps > 5
+
+
+def test_limits_of_memory_are_limits_of_buckets() -> None:
+    rng = random.Random(4)
+    replica = tiny_replica("qwen3")
+    shape, target, draft = replica._shape, replica._target, replica._draft
+    runner = StepRunner(target, draft, shape, Limits(5, 3, 256), 8)
+    for _ in range(20):
+        rows, k, length = rng.randint(1, 5), rng.randint(0, 3), rng.randint(1, 252)
+        group = Group(
+            [[1] * length] * rows,
+            [k] * rows,
+            SamplingBatch.of([SamplingParams()] * rows, torch.device("cpu"), True, True),
+            torch.zeros((rows, 64), dtype=torch.int64),
+        )
+        kind = runner._kind(group)
+        assert rows <= kind.rows <= 5
+        assert k <= kind.k <= 3
+        assert length + k <= kind.blocks * shape.block_size
+        assert kind.blocks <= -(-(256 + 3) // shape.block_size)
