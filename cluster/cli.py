@@ -156,7 +156,7 @@ def verify(
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts.", exists=True)],
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a group.")] = 8,
-    draft_len: Annotated[int, typer.Option(min=0, help="Draft tokens per step.")] = 4,
+    draft_len: DraftLen = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, with a temperature.")] = 0,
