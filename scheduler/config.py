@@ -28,6 +28,11 @@ class SchedulerConfig(BaseModel):
         description="Most draft tokens per row and step that are chosen, or that a request may"
         " choose for itself; a request that asks for more gets so many.",
     )
+    trim_drafts: bool = Field(
+        default=True,
+        description="Verify only the draft tokens that the draft believes in most where that pays,"
+        " by measured times; with a fixed draft_len all are verified.",
+    )
     steps_per_order_max: int = Field(
         default=8,
         ge=1,

@@ -24,6 +24,8 @@ WEIGHT_LEAST = 0.02
 """Old cells count that much at least: without them a fit forgets what other work costs."""
 RECENT = 0.15
 """Weight of a new time in the mean of its cell, once the cell has seen enough."""
+PACKING = 1.05
+"""What a verification of some of the draft tokens is taken to cost more, before it was seen."""
 OUTLIER = 3.0
 """A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
 
@@ -136,6 +138,33 @@ class Fit:
         return LinearCost(*parts)
 
 
+@dataclass(frozen=True, slots=True)
+class StepPrices:
+    """What a step of a certain group costs, by its draft length."""
+
+    rows: int
+    longest: int
+    draft: LinearCost
+    verify: LinearCost
+    packed: LinearCost
+    rest: LinearCost
+
+    def __call__(self, draft_len: int, verify_tokens: int | None = None) -> float:
+        """Seconds; `verify_tokens` of the draft tokens are checked, None: all."""
+        rows = self.rows
+        kv = rows * (self.longest + draft_len)
+        tokens = rows * (draft_len + 1)
+        rest = self.rest.fixed_s + self.rest.token_s * tokens
+        if verify_tokens is None:
+            target, checked = self.verify, tokens
+        else:
+            target, checked = self.packed, rows + verify_tokens
+        target_s = target.fixed_s + target.token_s * checked + target.kv_s * kv
+        draft = self.draft
+        each_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
+        return rest + target_s + draft_len * each_s
+
+
 class CostModel:
     """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use."""
 
@@ -143,6 +172,7 @@ class CostModel:
         """`timings` are those that the replica measured before it joined."""
         self._draft = Fit()
         self._verify = Fit()
+        self._packed = Fit()
         self._rest = Fit()
         self._prefill = Fit()
         for timing in timings:
@@ -165,6 +195,7 @@ class CostModel:
         # Near their limits rows draft less than the order says, and so does the group.
         drafted = max((row.draft_tokens / row.steps for row in result.rows if row.steps), default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
+        checked = order.verify_tokens
         self._note(
             StepTiming(
                 rows=len(order.rows),
@@ -173,17 +204,27 @@ class CostModel:
                 draft_s=times.draft_s / steps,
                 verify_s=times.verify_s / steps,
                 rest_s=(times.total_s - spent_s) / steps,
-            )
+            ),
+            None if checked is None else len(order.rows) + checked,
         )
 
-    def step_s(self, rows: int, draft_len: int, longest: int) -> float:
-        """One step of `rows` rows, the longest with `longest` tokens of content."""
-        kv = rows * (longest + draft_len)
-        seconds = self._verify.cost()(rows * (draft_len + 1), kv)
-        seconds += self._rest.cost()(rows * (draft_len + 1), 0.0)
-        if draft_len:
-            seconds += draft_len * self._draft.cost()(rows, kv)
-        return seconds
+    def prices(self, rows: int, longest: int) -> StepPrices:
+        """Of a step of `rows` rows, the longest with `longest` tokens of content."""
+        verify = self._verify.cost()
+        if self._packed.kinds:
+            packed = self._packed.cost()
+        else:
+            # As many tokens in full rows, and a little for packing them.
+            packed = LinearCost(
+                PACKING * verify.fixed_s, PACKING * verify.token_s, PACKING * verify.kv_s
+            )
+        return StepPrices(rows, longest, self._draft.cost(), verify, packed, self._rest.cost())
+
+    def step_s(
+        self, rows: int, draft_len: int, longest: int, verify_tokens: int | None = None
+    ) -> float:
+        """One such step; `verify_tokens` of its draft tokens are checked, None: all."""
+        return self.prices(rows, longest)(draft_len, verify_tokens)
 
     @property
     def draft(self) -> LinearCost:
@@ -200,9 +241,13 @@ class CostModel:
         """One prefill order, by positions filled."""
         return self._prefill.cost()
 
-    def _note(self, timing: StepTiming) -> None:
+    def _note(self, timing: StepTiming, packed: int | None = None) -> None:
+        """`packed`: tokens of a verification that checked some of the draft tokens only."""
         tokens = timing.rows * (timing.draft_len + 1)
-        self._verify.observe(tokens, timing.kv_read, timing.verify_s)
+        if packed is None:
+            self._verify.observe(tokens, timing.kv_read, timing.verify_s)
+        else:
+            self._packed.observe(packed, timing.kv_read, timing.verify_s)
         self._rest.observe(tokens, 0.0, timing.rest_s)
         if timing.draft_len:
             draft_s = timing.draft_s / timing.draft_len

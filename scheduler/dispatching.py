@@ -212,7 +212,7 @@ class Dispatcher:
             return None
         order_id = self._new_order_id()
         self._pool.step(replica, rows, blocks, order_id)
-        return speculate_order(order_id, replica.id, rows, draft_len, steps)
+        return speculate_order(order_id, replica.id, rows, draft_len, steps, plan.verify_tokens)
 
     def _preempt(self, replica: Replica) -> None:
         """KV blocks ran out: the youngest sequence of the lowest priority waits again with its

@@ -214,6 +214,8 @@ class ReplicaSpec:
     draft: str = ""
     device: str = "cpu"
     dtype: str = "float32"
+    trims_drafts: bool = False
+    """Whether it obeys an order's `verify_tokens`."""
     timings: tuple[StepTiming, ...] = field(default=(), compare=False)
     """Trial steps that it ran before it joined; what the pool believes of its speed at first."""
 

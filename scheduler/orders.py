@@ -30,17 +30,24 @@ def prefill_order(order_id: int, replica_id: str, chunks: list[tuple[Sequence, i
 
 
 def speculate_order(
-    order_id: int, replica_id: str, sequences: list[Sequence], draft_len: int, steps: int
+    order_id: int,
+    replica_id: str,
+    sequences: list[Sequence],
+    draft_len: int,
+    steps: int,
+    verify_tokens: int | None = None,
 ) -> Order:
     """Up to `steps` steps of these residents, which stand by rising length.
 
     `draft_len` is the policy's k; rows that may not draft so much have their own, and the order's
-    is the largest of them.
+    is the largest of them. `verify_tokens` is dropped where it is all that they draft.
     """
     rows = tuple(
         StepRow(sequence.id, sequence.length, row_draft_len(sequence, draft_len), sequence.blocks)
         for sequence in sequences
     )
+    if verify_tokens is not None and verify_tokens >= sum(row.draft_len for row in rows):
+        verify_tokens = None
     return Order(
         order_id,
         replica_id,
@@ -48,6 +55,7 @@ def speculate_order(
         rows=rows,
         draft_len=max(row.draft_len for row in rows),
         steps=steps,
+        verify_tokens=verify_tokens,
     )
 
 

@@ -7,14 +7,22 @@ only how fast. It has no clock and draws nothing at random, or the scheduler wou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.acceptance import Acceptance
 from scheduler.config import SchedulerConfig
-from scheduler.cost_model import CostModel, LinearCost
+from scheduler.cost_model import CostModel, LinearCost, StepPrices
+from scheduler.goodput import (
+    SHARES,
+    Choice,
+    DraftBelief,
+    best_choice,
+    expected_accepted,
+    verify_tokens,
+)
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult
 from scheduler.sequence import Sequence
 
@@ -22,8 +30,8 @@ FALLBACK = 4
 """Draft tokens while nothing is known of the times."""
 TRIALS = (FALLBACK, 0, 2)
 """Draft lengths of the first orders on a replica that measured nothing before it joined."""
-STAY = 0.99
-"""The last draft length is kept while it reaches that share of the best goodput."""
+TRY_TRIMMED = 64
+"""Every so manieth order that could be trimmed is, to see what that costs and keeps."""
 PROBE_SHARE = 0.01
 """Share of the time without drafting that may go into finding out whether it would pay again."""
 TRIP_SHARE = 0.02
@@ -43,6 +51,8 @@ class StepPlan:
     draft_len: int
     """k of the group; a row may have less."""
     steps: int
+    verify_tokens: int | None = None
+    """Draft tokens of all rows that are verified; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,8 @@ class Beliefs:
 
     draft_len: int = 0
     """k of the last order."""
+    verified: float = 1.0
+    """Share of the drafted tokens that it verifies."""
     steps: int = 1
     step_s: float = 0.0
     """Expected time of a step of the last order; 0 while nothing is known."""
@@ -99,7 +111,11 @@ class _Known:
 
     draft_len_max: int
     model: CostModel
-    draft_len: int = FALLBACK
+    trims: bool = False
+    choice: Choice = field(default_factory=lambda: Choice(FALLBACK))
+    belief: DraftBelief = field(default_factory=DraftBelief)
+    orders: int = 0
+    """Orders that could have been trimmed."""
     steps: int = 1
     step_s: float = 0.0
     trip_s: float | None = None
@@ -112,13 +128,11 @@ class _Known:
 
 
 class GoodputPolicy:
-    """The draft length of the greatest goodput: expected tokens over expected time.
+    """The draft length, and what of it is verified, of the greatest goodput; see `goodput`.
 
-    With acceptance a of a row, k draft tokens commit 1 + a + ... + a^k of them. Time is linear in
-    k (see `cost_model`) and the sum concave, so goodput rises to its best k and then falls. 0 is
-    among the choices; while it is chosen, a draft token is proposed now and then to see whether
-    acceptance has changed, for at most PROBE_SHARE of the time. A draft length in the config, or
-    of a request for its own row, is followed.
+    While 0 is chosen, a draft token is proposed now and then to see whether acceptance has changed,
+    for at most PROBE_SHARE of the time. A draft length in the config, or of a request for its own
+    row, is followed, and then all drafted tokens are verified.
 
     Steps of an order: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
     much as takes the time of a step.
@@ -130,7 +144,8 @@ class GoodputPolicy:
         self._replicas: dict[str, _Known] = {}
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
-        self._replicas[replica_id] = _Known(spec.draft_len_max, CostModel(spec.timings))
+        trims = spec.trims_drafts and self._config.trim_drafts
+        self._replicas[replica_id] = _Known(spec.draft_len_max, CostModel(spec.timings), trims)
 
     def lost(self, replica_id: str) -> None:
         del self._replicas[replica_id]
@@ -139,11 +154,16 @@ class GoodputPolicy:
         known = self._replicas[replica_id]
         pinned = max((one.request.draft_len or 0 for one in rows), default=0)
         pinned = min(pinned, known.draft_len_max, self._config.draft_len_max)
-        draft_len = max(self._draft_len(known, rows), pinned)
+        choice = self._choice(known, rows)
+        if pinned > choice.draft_len:
+            choice = Choice(pinned)
+        verified = verify_tokens(len(rows), choice)
         if known.model.known:
-            known.step_s = known.model.step_s(len(rows), draft_len, rows[-1].length)
+            known.step_s = known.model.step_s(
+                len(rows), choice.draft_len, rows[-1].length, verified
+            )
         known.steps = self._steps(known, steps_most)
-        return StepPlan(draft_len, known.steps)
+        return StepPlan(choice.draft_len, known.steps, verified)
 
     def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
         """As much as takes one step's time, so that rows that step lose half their speed at most;
@@ -165,7 +185,9 @@ class GoodputPolicy:
             # The least is what matters: a trip is long by chance only.
             known.trip_s = min(trip_s, before + 0.1 * (trip_s - before))
         known.model.observe(order, result)
-        if order.draft_len and known.draft_len == 0 and result.steps:
+        if order.verify_tokens is not None and result.steps:
+            self._learn_belief(known, order, result, rows)
+        if order.draft_len and known.choice.draft_len == 0 and result.steps:
             plain_s = known.model.step_s(len(order.rows), 0, order.rows[-1].length)
             known.probe_s = max(result.times.total_s / result.steps - plain_s, 0.0)
             known.credit_s -= known.probe_s
@@ -180,7 +202,8 @@ class GoodputPolicy:
     def beliefs(self, replica_id: str) -> Beliefs:
         known = self._replicas[replica_id]
         return Beliefs(
-            draft_len=known.draft_len,
+            draft_len=known.choice.draft_len,
+            verified=known.choice.share,
             steps=known.steps,
             step_s=known.step_s,
             trip_s=known.trip_s or 0.0,
@@ -193,54 +216,57 @@ class GoodputPolicy:
 
     # ----------------------------------------------------------------- choices
 
-    def _draft_len(self, known: _Known, rows: Rows[Sequence]) -> int:
+    def _choice(self, known: _Known, rows: Rows[Sequence]) -> Choice:
         if self._config.draft_len is not None:
-            known.draft_len = min(self._config.draft_len, known.draft_len_max)
-            return known.draft_len
+            known.choice = Choice(min(self._config.draft_len, known.draft_len_max))
+            return known.choice
         most = min(known.draft_len_max, self._config.draft_len_max)
         most = min(most, max(row_draft_len(one, most) for one in rows))
         if most <= 0:
-            return 0
+            return Choice()
         if not known.model.known:
             known.trials += 1
             at = known.trials - 1
-            known.draft_len = min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most)
-            return known.draft_len
-        known.draft_len = self._best(known, rows, most)
-        if known.draft_len == 0 and self._probe_is_due(known, rows):
-            return 1
-        return known.draft_len
+            known.choice = Choice(min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most))
+            return known.choice
+        prices = known.model.prices(len(rows), rows[-1].length)
+        per_step_s = (known.trip_s or 0.0) / known.steps
+        belief = known.belief if known.trims else None
+        expected = self._expected(rows, most)
+        known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)
+        if known.choice.draft_len == 0 and self._probe_is_due(known, prices):
+            return Choice(1)
+        if belief is not None and known.choice.draft_len > 1:
+            return self._maybe_trimmed(known, most)
+        return known.choice
 
-    def _best(self, known: _Known, rows: Rows[Sequence], most: int) -> int:
-        """The draft length of the greatest goodput, from 0 to `most`."""
-        model, count, longest = known.model, len(rows), rows[-1].length
-        per_order_s = (known.trip_s or 0.0) / known.steps
-        none_s = model.step_s(count, 0, longest) + per_order_s
-        each_s = model.step_s(count, most, longest) + per_order_s - none_s
-        each_s /= most
+    def _expected(self, rows: Iterable[Sequence], most: int) -> list[float]:
         of = self._acceptance.of
-        # Per row: probability that all draft tokens so far are accepted, acceptance, limit.
-        live = [(1.0, of(one), row_draft_len(one, most)) for one in rows]
-        expected = float(count)
-        best, best_goodput = 0, expected / none_s
-        stay_goodput = best_goodput if known.draft_len == 0 else 0.0
-        for draft_len in range(1, most + 1):
-            live = [(p * a, a, limit) for p, a, limit in live if limit >= draft_len]
-            expected += sum(p for p, _, _ in live)
-            goodput = expected / (none_s + draft_len * each_s)
-            if draft_len == known.draft_len:
-                stay_goodput = goodput
-            if goodput > best_goodput:
-                best, best_goodput = draft_len, goodput
-            elif draft_len > known.draft_len:
-                break
-        return known.draft_len if stay_goodput >= STAY * best_goodput else best
+        return expected_accepted([(of(one), row_draft_len(one, most)) for one in rows], most)
 
-    def _probe_is_due(self, known: _Known, rows: Rows[Sequence]) -> bool:
-        model, count, longest = known.model, len(rows), rows[-1].length
-        plain_s = model.step_s(count, 0, longest)
+    def _maybe_trimmed(self, known: _Known, most: int) -> Choice:
+        """The choice; or now and then as many verified tokens out of more drafted ones, lest what
+        the draft's belief is worth stays unknown."""
+        known.orders += 1
+        if known.choice.share < 1.0 or known.orders % TRY_TRIMMED:
+            return known.choice
+        share = SHARES[known.orders // TRY_TRIMMED % len(SHARES)]
+        return Choice(min(round(known.choice.draft_len / share), most), share)
+
+    def _learn_belief(
+        self, known: _Known, order: Order, result: StepResult, rows: Mapping[str, Sequence]
+    ) -> None:
+        """What a trimmed order accepted, against what an even share of it would have."""
+        checked = (order.verify_tokens or 0) / (len(order.rows) * order.draft_len)
+        share = min(SHARES, key=lambda one: abs(one - checked))
+        accepted = sum(sum(row.accepted_at) for row in result.rows) / result.steps
+        expected = self._expected(rows.values(), order.draft_len)
+        known.belief.observe(expected, Choice(order.draft_len, share), accepted)
+
+    def _probe_is_due(self, known: _Known, prices: StepPrices) -> bool:
+        plain_s = prices(0)
         known.credit_s += PROBE_SHARE * known.steps * plain_s
-        price_s = max(known.probe_s, model.step_s(count, 1, longest) - plain_s)
+        price_s = max(known.probe_s, prices(1) - plain_s)
         if known.credit_s < price_s:
             return False
         # Until its result is there no second one is due.

@@ -1,0 +1,124 @@
+"""The draft length, and the share of the drafted tokens to verify, of the greatest goodput.
+
+Goodput is expected tokens over expected time. With acceptance a of a row, k draft tokens commit
+1 + a + ... + a^k tokens of it. Time is linear in k (see `cost_model`) and that sum concave, so
+goodput rises to its best k and then falls; 0 is among the choices.
+
+Verifying only the tokens that the draft believes in most (TETRIS, arXiv 2502.15197) saves a part of
+the verification and loses a few of the tokens. How few, no row's acceptance tells: a share that is
+spread evenly over the positions is the least that a choice by belief keeps, and how much better it
+does is learned per share.
+
+Pure arithmetic over numbers; knows no sequence and no replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler.cost_model import StepPrices
+
+SHARES = (0.75, 0.5)
+"""Shares of the drafted tokens that may be verified, besides all of them."""
+STAY = 0.99
+"""The last choice is kept while it reaches that share of the best goodput."""
+_BELIEF_FIRST = 1.2
+"""How much better than evenly a share by belief is taken to do before it was tried."""
+_BELIEF_RATE = 0.1
+_BELIEF_BOUNDS = (0.5, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a group drafts and verifies."""
+
+    draft_len: int = 0
+    share: float = 1.0
+    """Of the drafted tokens, to verify."""
+
+
+@dataclass(slots=True)
+class DraftBelief:
+    """How much of what was drafted a share by belief keeps, against one spread evenly."""
+
+    gains: dict[float, float] = field(default_factory=lambda: dict.fromkeys(SHARES, _BELIEF_FIRST))
+
+    def kept(self, expected: Sequence[float], choice: Choice) -> float:
+        """Accepted tokens of a choice, `expected` being those of 0, 1, ... positions."""
+        everything = expected[choice.draft_len]
+        if choice.share >= 1.0:
+            return everything
+        return min(self.gains[choice.share] * evenly(expected, choice), everything)
+
+    def observe(self, expected: Sequence[float], choice: Choice, accepted: float) -> None:
+        """So many tokens were accepted per step of a choice that verified a share."""
+        least = evenly(expected, choice)
+        if least > 0.0:
+            gain = self.gains[choice.share]
+            gain += _BELIEF_RATE * (accepted / least - gain)
+            self.gains[choice.share] = min(max(gain, _BELIEF_BOUNDS[0]), _BELIEF_BOUNDS[1])
+
+
+def expected_accepted(rows: Sequence[tuple[float, int]], most: int) -> list[float]:
+    """Accepted tokens of the whole group per step for 0, 1, ..., `most` positions verified.
+
+    `rows` are (acceptance, most draft tokens) of each.
+    """
+    expected = [0.0]
+    live = [(acceptance, acceptance, limit) for acceptance, limit in rows if limit > 0]
+    for position in range(1, most + 1):
+        expected.append(expected[-1] + sum(likely for likely, _, _ in live))
+        live = [(p * a, a, limit) for p, a, limit in live if limit > position]
+    return expected
+
+
+def evenly(expected: Sequence[float], choice: Choice) -> float:
+    """Accepted tokens where a share is the first positions of every row."""
+    positions = choice.share * choice.draft_len
+    whole = int(positions)
+    if whole >= choice.draft_len:
+        return expected[choice.draft_len]
+    return expected[whole] + (positions - whole) * (expected[whole + 1] - expected[whole])
+
+
+def verify_tokens(rows: int, choice: Choice) -> int | None:
+    """Draft tokens of all rows that are verified; None: all of them."""
+    return None if choice.share >= 1.0 else round(rows * choice.draft_len * choice.share)
+
+
+def best_choice(
+    expected: Sequence[float],
+    prices: StepPrices,
+    per_step_s: float,
+    belief: DraftBelief | None,
+    last: Choice,
+) -> Choice:
+    """The choice of the greatest goodput for a group with these prices.
+
+    `expected` is what `expected_accepted` says, `per_step_s` what a step costs beside its run;
+    without `belief` all drafted tokens are verified.
+    """
+    rows = prices.rows
+    best, best_goodput, stay_goodput = Choice(), 0.0, 0.0
+    falling = 0
+    for draft_len, accepted in enumerate(expected):
+        falling += 1
+        goodput = (rows + accepted) / (prices(draft_len) + per_step_s)
+        if draft_len == last.draft_len and last.share == 1.0:
+            stay_goodput = goodput
+        if goodput > best_goodput:
+            best, best_goodput, falling = Choice(draft_len), goodput, 0
+        if belief is not None and draft_len > 1:
+            for share in SHARES:
+                choice = Choice(draft_len, share)
+                seconds = prices(draft_len, verify_tokens(rows, choice)) + per_step_s
+                goodput = (rows + belief.kept(expected, choice)) / seconds
+                if choice == last:
+                    stay_goodput = goodput
+                if goodput > best_goodput:
+                    best, best_goodput, falling = choice, goodput, 0
+        # Past the top of a curve that rises and then falls.
+        if falling >= 2 and draft_len >= last.draft_len:
+            break
+    return last if stay_goodput >= STAY * best_goodput else best

@@ -1,0 +1,91 @@
+"""Proves that the choice is that of the greatest goodput, by trying all of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost_model import LinearCost, StepPrices
+from scheduler.goodput import (
+    SHARES,
+    STAY,
+    Choice,
+    DraftBelief,
+    best_choice,
+    evenly,
+    expected_accepted,
+    verify_tokens,
+)
+
+acceptances = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]), st.integers(0, 8)),
+    min_size=1,
+    max_size=16,
+)
+
+
+def prices_of(rows: int, draft_s: float, token_s: float) -> StepPrices:
+    verify = LinearCost(10e-3, token_s, 1e-7)
+    packed = LinearCost(11e-3, token_s, 1e-7)
+    return StepPrices(rows, 100, LinearCost(draft_s), verify, packed, LinearCost(1e-4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(acceptances, st.floats(1e-4, 1e-2), st.floats(1e-5, 2e-3), st.booleans())
+def test_no_other_choice_has_a_greater_goodput(
+    rows: list[tuple[float, int]], draft_s: float, token_s: float, trims: bool
+) -> None:
+    prices = prices_of(len(rows), draft_s, token_s)
+    expected = expected_accepted(rows, 8)
+    belief = DraftBelief()
+
+    def goodput(choice: Choice) -> float:
+        kept = belief.kept(expected, choice)
+        return (len(rows) + kept) / prices(choice.draft_len, verify_tokens(len(rows), choice))
+
+    found = best_choice(expected, prices, 0.0, belief if trims else None, Choice(8))
+    choices = [Choice(draft_len) for draft_len in range(9)]
+    if trims:
+        choices += [Choice(draft_len, share) for draft_len in range(2, 9) for share in SHARES]
+    assert goodput(found) >= STAY * max(map(goodput, choices)) - 1e-9
+    assert trims or found.share == 1.0
+
+
+def test_expected_tokens_are_the_sum_over_rows_up_to_their_limits() -> None:
+    expected = expected_accepted([(0.5, 3), (1.0, 1), (0.9, 0)], 4)
+    assert expected == pytest.approx([0.0, 1.5, 1.75, 1.875, 1.875])
+
+
+def test_the_last_choice_stays_while_it_is_nearly_the_best() -> None:
+    rows = [(0.8, 8)] * 8
+    prices, expected = prices_of(8, 1e-3, 3e-4), expected_accepted(rows, 8)
+    best = best_choice(expected, prices, 0.0, None, Choice(0))
+    near = Choice(best.draft_len + 1)
+    ratio = ((8 + expected[near.draft_len]) / prices(near.draft_len)) / (
+        (8 + expected[best.draft_len]) / prices(best.draft_len)
+    )
+    assert STAY < ratio < 1.0, "the example is not what it is meant to be"
+    assert best_choice(expected, prices, 0.0, None, near) == near
+    assert best_choice(expected, prices, 0.0, None, Choice(8)) == best
+
+
+def test_a_share_by_belief_keeps_what_was_seen_and_never_more_than_everything() -> None:
+    expected = expected_accepted([(0.8, 8)] * 4, 8)
+    belief = DraftBelief()
+    half = Choice(6, 0.5)
+    assert evenly(expected, half) == expected[3]
+    for _ in range(100):
+        belief.observe(expected, half, 0.7 * expected[3])
+    assert belief.kept(expected, half) == pytest.approx(0.7 * expected[3], rel=0.01)
+    for _ in range(100):
+        belief.observe(expected, half, 2.0 * expected[6])
+    assert belief.kept(expected, half) == expected[6]
+    assert belief.kept(expected, Choice(6)) == expected[6]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens"), [(Choice(4), None), (Choice(4, 0.5), 16), (Choice(3, 0.75), 18)]
+)
+def test_a_share_is_of_all_rows_together(choice: Choice, tokens: int | None) -> None:
+    assert verify_tokens(8, choice) == tokens
