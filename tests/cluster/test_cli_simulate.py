@@ -50,7 +50,8 @@ def test_each_case_has_its_figures(tmp_path: Path) -> None:
         assert 0 <= case["padding"] < 1
         assert case["over_time"][-1]["committed_tokens"] == case["new_tokens"]
     plots = ElementTree.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}svg")
-    assert len(plots) == 4 * len(cases)
+    # Four for each case, and throughput over replicas for each way.
+    assert len(plots) == 4 * len(cases) + 4
 
 
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_a_trace_and_fitted_times_are_taken_as_they_are(tmp_path: Path) -> None:
         ("draft_fixed_s", "verify_token_s", "prefill_token_s", "prefill_fixed_s"), 0.0
     )
     times.write_text(json.dumps({**fitted, "verify_fixed_s": 0.5}))
-    report = simulated(tmp_path, "--trace", str(trace), "--times", str(times))
+    report = simulated(tmp_path, "--trace", str(trace), "--times", str(times), "--draft-len", "4")
     (case,) = report["cases"]  # type: ignore[misc]
     # Four steps of five tokens each.
     assert case["latency_s"]["p50"] == pytest.approx(2.0, abs=0.02)  # type: ignore[index]

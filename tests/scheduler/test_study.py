@@ -66,13 +66,15 @@ def test_refused_requests_end_too() -> None:
 
 
 def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages() -> None:
-    """20 tokens at acceptance 1 and k = 4: four steps, in one order of four."""
-    made = setup(replicas=1, message_s=(0.001, 0.001))
+    """20 tokens at acceptance 1 and k = 4: four steps, the first of them in an order of its own."""
+    config = SchedulerConfig(draft_len=4)
+    made = setup(replicas=1, message_s=(0.001, 0.001), config=config)
     figures = Study(made, [Ask(0.0, 10, 20, 1.0)], 1, Random(0)).run()
-    # To the pool, prefill there and back, steps there and back; both orders go out at once.
-    assert figures.latency_s[0] == pytest.approx(
-        0.001 + (0.001 + 0.002 + 0.001) + 0.001 + 0.040 + 0.001
-    )
+    way_s, back_s = 0.001, 0.002
+    orders_s = (0.002, 0.010, 0.030)
+    expected_s = way_s + sum(order_s + back_s for order_s in orders_s)
+    assert figures.latency_s[0] == pytest.approx(expected_s)
+    assert figures.first_token_s[0] == pytest.approx(expected_s - 0.030 - back_s)
     assert figures.committed_per_step == 5.0
 
 
