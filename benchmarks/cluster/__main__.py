@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--prefill-token-ms", type=float, default=0.03, help="the same")
     parser.add_argument("--acceptance", type=float, default=0.7, help="the same")
     parser.add_argument("--shards", type=int, default=1)
-    parser.add_argument("--through-ray", action="store_true", help="orders and news, too")
+    parser.add_argument("--through-ray", action="store_true", help="orders and news take no line")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads, everywhere")
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="demo")
@@ -113,7 +113,9 @@ def main() -> None:
                 entries += measure_real(config, args.prompts, *size)
         print(f"\n{part}\n{table(HEADER, rows_of(entries))}")
         own = {"speed": vars(speed)} if part == "synthetic" else {"threads": args.threads}
-        found[part] = {**settings, **own, "runs": entries}
+        way = "_through_ray" * args.through_ray
+        way += f"_{args.shards}_shards" * (args.shards > 1)
+        found[part + way] = {**settings, **own, "runs": entries}
     found.pop("machine", None)
     write_json(args.json, found)
 

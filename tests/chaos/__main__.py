@@ -30,13 +30,19 @@ def main() -> int:
     parser.add_argument(
         "--kinds", nargs="+", choices=[kind.value for kind in Kind], default=[*Kind]
     )
+    parser.add_argument("--shards", type=int, default=1, help="pools that share the fakes")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     seed = Random().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     kinds = [Kind(kind) for kind in args.kinds]
     phases = run_all(
-        seed, args.minutes * 60, args.real_share, kinds, lambda line: print(line, flush=True)
+        seed,
+        args.minutes * 60,
+        args.real_share,
+        kinds,
+        lambda line: print(line, flush=True),
+        args.shards,
     )
     for figures in phases:
         print(f"\n{figures['phase']}, {figures['seconds']:.0f} s\n{sentences(figures)}")

@@ -46,10 +46,11 @@ class Phase:
         return NO_RETRY if behind else RetryPolicy(give_up_s=100.0, attempts_max=1000)
 
 
-def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind]) -> Phase:
+def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int = 1) -> Phase:
     """Three fakes: much in flight, quick to come back."""
     config = cluster_config(
         replicas=3,
+        pool={"shards": shards},
         # Few enough blocks that they run out now and then.
         kv_blocks=150,
         ingress={"number": 2},
@@ -144,9 +145,17 @@ def _left_over(hosted: HostedCluster) -> str:
 
 
 def run_all(
-    seed: int, seconds: float, real_share: float, kinds: Sequence[Kind], say: Callable[[str], None]
+    seed: int,
+    seconds: float,
+    real_share: float,
+    kinds: Sequence[Kind],
+    say: Callable[[str], None],
+    shards: int = 1,
 ) -> list[dict[str, Any]]:
-    """The phases of a run, one after the other; each draws from a generator of its own."""
+    """The phases of a run, one after the other; each draws from a generator of its own.
+
+    The fakes are in so many shards, the real pair in one.
+    """
     figures = []
     with tempfile.TemporaryDirectory() as directory:
         if real_share > 0:
@@ -155,6 +164,6 @@ def run_all(
             figures.append(run_phase(phase, rng, part_s, say))
         if real_share < 1:
             rng, part_s = Random(f"{seed}/fakes"), seconds * (1 - real_share)
-            phase = fake_phase(rng, part_s, kinds)
+            phase = fake_phase(rng, part_s, kinds, shards)
             figures.append(run_phase(phase, rng, part_s, say))
     return figures
