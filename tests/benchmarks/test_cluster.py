@@ -1,0 +1,47 @@
+"""Proves: what the cluster is measured against is right to the step, and pools in processes of
+their own serve over the line as one."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cluster.ideal import ideal
+from benchmarks.cluster.load import Load, percentiles
+from benchmarks.cluster.pool import measure_pool
+from benchmarks.cluster.synthetic import load_of
+from benchmarks.synthetic import Speed
+from scheduler.config import SchedulerConfig
+from scheduler.fake_replica import perfect_world
+from scheduler.messages import ReplicaSpec, Request
+
+SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)
+SPEED = Speed(step_s=0.01, prefill_s=0.02, start_s=0.0, acceptance=0.0, prefill_token_s=0.001)
+
+
+def test_one_client_waits_for_its_own_prefills_and_steps_and_for_nothing_else() -> None:
+    load = Load([[1, 2, 3], [4] * 6], new_tokens=10, in_flight=1)
+    base = ideal(load, SPEC, SPEED, 1, SchedulerConfig())
+    # A token a step, for nothing is accepted.
+    assert base.latencies_s == pytest.approx([0.02 + 0.003 + 0.1, 0.02 + 0.006 + 0.1])
+    assert base.tokens_per_s == pytest.approx(20 / sum(base.latencies_s))
+
+
+def test_replicas_share_the_clients_and_tokens_are_right() -> None:
+    load = load_of(SPEC, in_flight=8, requests=32, new_tokens=20)
+    one, four = (ideal(load, SPEC, SPEED, n, SchedulerConfig(rows_max=2)) for n in (1, 4))
+    assert 2.5 < four.tokens_per_s / one.tokens_per_s <= 4
+    expected = [
+        list(perfect_world(Request("", tuple(prompt), 20), SPEC.vocab_size)[0])
+        for prompt in load.prompts
+    ]
+    assert one.tokens == four.tokens == expected
+
+
+def test_percentiles_are_of_the_values() -> None:
+    assert percentiles([float(n) for n in range(101)]) == {"p50": 50.0, "p99": 99.0}
+
+
+def test_pools_in_processes_of_their_own_share_the_orders() -> None:
+    found = measure_pool(shards=2, replicas=4, requests=24, step_s=0.0)
+    assert len(found["orders"]) == 2
+    assert min(found["orders"]) > 0.3 * sum(found["orders"])
