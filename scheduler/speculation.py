@@ -274,6 +274,8 @@ class GoodputPolicy:
         return True
 
     def _steps(self, known: _Known, steps_most: int) -> int:
+        if self._config.draft_len is None and 0 < known.trials < len(TRIALS):
+            return 1
         if known.trip_s is None or known.step_s <= 0.0:
             return steps_most
         wanted = math.ceil(known.trip_s / (TRIP_SHARE * known.step_s))
