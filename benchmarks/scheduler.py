@@ -40,9 +40,11 @@ from scheduler.messages import (
     RowResult,
     StepDone,
     StepResult,
+    StepTimes,
     Submit,
     Tick,
 )
+from scheduler.orders import prefill_tokens
 from scheduler.scheduler import Scheduler
 
 LIVE = (1_000, 10_000, 100_000)
@@ -149,29 +151,32 @@ class Load:
         self._now_s += 1e-4
         self.rows += len(order.prefill or order.rows)
         self.answered += 1
-        event = StepDone(StepResult(order.id, order.replica_id, self._results(order), steps=1))
-        return self._tell(event)
+        return self._tell(StepDone(_result(order, self._rows(order))))
 
     def refill(self) -> None:
         """As many requests as have finished come in anew."""
         while self._live < self._live_most:
             self.submit()
 
-    def _results(self, order: Order) -> tuple[RowResult, ...]:
+    def _rows(self, order: Order) -> tuple[RowResult, ...]:
         if order.kind is OrderKind.PREFILL:
             return tuple(RowResult(row.sequence_id) for row in order.prefill)
         draw = self._rng
-        return tuple(
-            RowResult(
-                row.sequence_id,
-                (5,) * draw.randint(1, row.draft_len + 1),
-                1,
-                row.draft_len,
-                (1,) * row.draft_len,
-                (1,) * row.draft_len,
+        rows = []
+        for row in order.rows:
+            accepted = draw.randint(0, row.draft_len)
+            tried = min(accepted + 1, row.draft_len)
+            rows.append(
+                RowResult(
+                    row.sequence_id,
+                    (5,) * (accepted + 1),
+                    1,
+                    row.draft_len,
+                    (1,) * accepted + (0,) * (row.draft_len - accepted),
+                    (1,) * tried + (0,) * (row.draft_len - tried),
+                )
             )
-            for row in order.rows
-        )
+        return tuple(rows)
 
     def _tell(self, event: Event) -> float:
         began_s = time.process_time()
@@ -183,6 +188,20 @@ class Load:
             elif isinstance(action, Finish):
                 self._live -= 1
         return took_s
+
+
+def _result(order: Order, rows: tuple[RowResult, ...]) -> StepResult:
+    """Times like a small GPU's, so that the cost model has something to learn and to choose by."""
+    if order.kind is OrderKind.PREFILL:
+        spent_s = 1e-3 + 2e-5 * prefill_tokens(order)
+        return StepResult(
+            order.id, order.replica_id, rows, times=StepTimes(prefill_s=spent_s, total_s=spent_s)
+        )
+    read = len(order.rows) * (order.rows[-1].length + order.draft_len)
+    draft_s = order.draft_len * (1e-3 + 1e-5 * len(order.rows))
+    verify_s = 8e-3 + 2e-5 * len(order.rows) * (order.draft_len + 1) + 1e-8 * read
+    times = StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + 5e-4)
+    return StepResult(order.id, order.replica_id, rows, 1, times, read, read)
 
 
 def one_round(load: Load, orders: int) -> Times:

@@ -45,7 +45,9 @@ class Acceptance:
 
     def of(self, sequence: Sequence) -> float:
         """Probability in [0, 1] that one more draft token of the sequence is accepted."""
-        return self._estimate(sequence, PRIOR_TRIES)
+        known = self._classes[sequence.request.sampling.temperature == 0.0]
+        prior = known.agreed / known.tried
+        return (sequence.agreed + PRIOR_TRIES * prior) / (sequence.tried + PRIOR_TRIES)
 
     def overall(self, greedy: bool) -> float:
         """The acceptance of a class lately."""
@@ -59,21 +61,17 @@ class Acceptance:
         sequence.tried = keep * sequence.tried + tried
         sequence.agreed = keep * sequence.agreed + agreed
         # By its own tries: towards the others' acceptance both kinds would come to look alike.
-        acceptance = self._estimate(sequence, 1.0)
+        known = self._classes[sequence.request.sampling.temperature == 0.0]
+        acceptance = (sequence.agreed + known.agreed / known.tried) / (sequence.tried + 1.0)
         if acceptance < SELDOM_RIGHT or sequence.request.draft_len == 0:
             sequence.kind = 1
         elif acceptance > OFTEN_RIGHT:
             sequence.kind = 0
         if not tried:
             return
-        known = self._classes[sequence.request.sampling.temperature == 0.0]
         known.tried += tried
         known.agreed += agreed
         if known.tried > CLASS_TRIES:
             fade = CLASS_TRIES / known.tried
             known.tried *= fade
             known.agreed *= fade
-
-    def _estimate(self, sequence: Sequence, prior_tries: float) -> float:
-        prior = self._classes[sequence.request.sampling.temperature == 0.0].acceptance
-        return (sequence.agreed + prior_tries * prior) / (sequence.tried + prior_tries)

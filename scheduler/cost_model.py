@@ -66,6 +66,8 @@ class Fit:
         self._seen = 0
         self._stale = 0
         self._cost = LinearCost()
+        self._kinds: int | None = 0
+        """None: to be counted anew."""
 
     def observe(self, tokens: float, kv: float, seconds: float) -> None:
         """One piece of work that took `seconds`; what is not positive tells nothing."""
@@ -76,6 +78,7 @@ class Fit:
         key = (round(4 * math.log2(tokens + 1)), round(2 * math.log2(kv + 1)))
         cell = self._cells.pop(key, None)
         if cell is None:
+            self._kinds = None
             cell = _Cell(tokens, kv, seconds, 0, 0)
             if len(self._cells) >= CELLS_MAX:
                 del self._cells[next(iter(self._cells))]
@@ -92,7 +95,9 @@ class Fit:
     @property
     def kinds(self) -> int:
         """Distinct numbers of tokens seen: a slope needs two."""
-        return len({tokens for tokens, _ in self._cells})
+        if self._kinds is None:
+            self._kinds = len({tokens for tokens, _ in self._cells})
+        return self._kinds
 
     def cost(self) -> LinearCost:
         """The fit as it stands. Recomputed after as many new observations as it has cells."""
@@ -103,23 +108,34 @@ class Fit:
 
     def _solve(self) -> LinearCost:
         """Least squares of the relative error, without negative parts."""
-        cells = self._cells.values()
-        rows = []
-        for cell in cells:
+        tokens_sum = kv_sum = 0.0
+        w = wt = wk = wtt = wtk = wkk = ws = wts = wks = 0.0
+        for cell in self._cells.values():
             age = self._seen - cell.seen
-            weight = max(FADE**age, WEIGHT_LEAST) * min(cell.count, 4) / cell.seconds**2
-            rows.append((weight, (1.0, cell.tokens, cell.kv), cell.seconds))
-        scale = [
-            max(sum(x[i] for _, x, _ in rows) / len(rows), 1e-30) for i in range(3)
-        ]  # columns of like size, so that one small ridge suits all
-        matrix = [[0.0] * 3 for _ in range(3)]
-        right = [0.0] * 3
-        for weight, features, seconds in rows:
-            scaled = [feature / scale[i] for i, feature in enumerate(features)]
-            for i in range(3):
-                right[i] += weight * scaled[i] * seconds
-                for j in range(3):
-                    matrix[i][j] += weight * scaled[i] * scaled[j]
+            tokens, kv, seconds = cell.tokens, cell.kv, cell.seconds
+            weight = max(FADE**age, WEIGHT_LEAST) * min(cell.count, 4) / seconds**2
+            tokens_sum += tokens
+            kv_sum += kv
+            weighted_tokens, weighted_kv = weight * tokens, weight * kv
+            w += weight
+            wt += weighted_tokens
+            wk += weighted_kv
+            wtt += weighted_tokens * tokens
+            wtk += weighted_tokens * kv
+            wkk += weighted_kv * kv
+            ws += weight * seconds
+            wts += weighted_tokens * seconds
+            wks += weighted_kv * seconds
+        # Columns of like size, so that one small ridge suits all.
+        t = max(tokens_sum / len(self._cells), 1e-30)
+        k = max(kv_sum / len(self._cells), 1e-30)
+        scale = (1.0, t, k)
+        matrix = [
+            [w, wt / t, wk / k],
+            [wt / t, wtt / t**2, wtk / (t * k)],
+            [wk / k, wtk / (t * k), wkk / k**2],
+        ]
+        right = [ws, wts / t, wks / k]
         ridge = 1e-6 * max(matrix[i][i] for i in range(3))
         for i in range(3):
             matrix[i][i] += ridge

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from scheduler.cost_model import StepPrices
 
@@ -65,12 +66,13 @@ def expected_accepted(rows: Sequence[tuple[float, int]], most: int) -> list[floa
 
     `rows` are (acceptance, most draft tokens) of each.
     """
-    expected = [0.0]
-    live = [(acceptance, acceptance, limit) for acceptance, limit in rows if limit > 0]
-    for position in range(1, most + 1):
-        expected.append(expected[-1] + sum(likely for likely, _, _ in live))
-        live = [(p * a, a, limit) for p, a, limit in live if limit > position]
-    return expected
+    at = [0.0] * most
+    for acceptance, limit in rows:
+        likely = 1.0
+        for position in range(min(limit, most)):
+            likely *= acceptance
+            at[position] += likely
+    return list(accumulate(at, initial=0.0))
 
 
 def evenly(expected: Sequence[float], choice: Choice) -> float:

@@ -7,7 +7,7 @@ only how fast. It has no clock and draws nothing at random, or the scheduler wou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -221,7 +221,8 @@ class GoodputPolicy:
             known.choice = Choice(min(self._config.draft_len, known.draft_len_max))
             return known.choice
         most = min(known.draft_len_max, self._config.draft_len_max)
-        most = min(most, max(row_draft_len(one, most) for one in rows))
+        limits = [row_draft_len(one, most) for one in rows]
+        most = max(limits)
         if most <= 0:
             return Choice()
         if not known.model.known:
@@ -232,17 +233,14 @@ class GoodputPolicy:
         prices = known.model.prices(len(rows), rows[-1].length)
         per_step_s = (known.trip_s or 0.0) / known.steps
         belief = known.belief if known.trims else None
-        expected = self._expected(rows, most)
+        of = self._acceptance.of
+        expected = expected_accepted(list(zip(map(of, rows), limits, strict=True)), most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)
         if known.choice.draft_len == 0 and self._probe_is_due(known, prices):
             return Choice(1)
         if belief is not None and known.choice.draft_len > 1:
             return self._maybe_trimmed(known, most)
         return known.choice
-
-    def _expected(self, rows: Iterable[Sequence], most: int) -> list[float]:
-        of = self._acceptance.of
-        return expected_accepted([(of(one), row_draft_len(one, most)) for one in rows], most)
 
     def _maybe_trimmed(self, known: _Known, most: int) -> Choice:
         """The choice; or now and then as many verified tokens out of more drafted ones, lest what
@@ -260,7 +258,9 @@ class GoodputPolicy:
         checked = (order.verify_tokens or 0) / (len(order.rows) * order.draft_len)
         share = min(SHARES, key=lambda one: abs(one - checked))
         accepted = sum(sum(row.accepted_at) for row in result.rows) / result.steps
-        expected = self._expected(rows.values(), order.draft_len)
+        of, most = self._acceptance.of, order.draft_len
+        limited = [(of(one), row_draft_len(one, most)) for one in rows.values()]
+        expected = expected_accepted(limited, most)
         known.belief.observe(expected, Choice(order.draft_len, share), accepted)
 
     def _probe_is_due(self, known: _Known, prices: StepPrices) -> bool:
