@@ -78,8 +78,10 @@ def main() -> None:
         for batch in args.batches
         for k in args.draft_lens
     }
+    print("trying settings of assisted generation", flush=True)
     assistance = fastest_assistance(models, requests)
     print(f"assisted generation is fastest with {assistance}", flush=True)
+    print("the reference: transformers' generate at batch 1 over all prompts", flush=True)
     expected = models.batched(requests, 1)
     contenders, figures = greedy(args, models, measured, requests, expected, assistance)
     identical = {each.name: f"{each.identical} of {each.prompts}" for each in contenders}

@@ -27,7 +27,7 @@ Note = Callable[[str, int], None]
 """Called with the way that runs next and how many runs are done."""
 
 REFERENCE = "transformers generate, batch 1"
-TRIAL_PROMPTS, TRIAL_TOKENS = 4, 64
+TRIAL_PROMPTS, TRIAL_TOKENS = 2, 64
 """What settings of assisted generation are tried on."""
 
 
