@@ -6,7 +6,9 @@ text is not looked for, so that all ways do the same work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from scheduler.messages import Request
 
 PAGE = 32
 """KV positions per page of continuous batching; its default of 256 suits a GPU's kernels."""
+_CONTINUOUS_LOGGER = "ContinuousBatchingLogger"
 
 
 class DoesNotRun(RuntimeError):
@@ -127,19 +130,20 @@ class Transformers:
                 max_batch_tokens=max(longest, 512),
                 max_requests_per_batch=batch,
             )
-            answers = self._target.generate_batch(
-                inputs=[list(request.prompt) for request in requests],
-                generation_config=GenerationConfig(
-                    pad_token_id=0, eos_token_id=-1, max_new_tokens=new, do_sample=False
-                ),
-                continuous_batching_config=settings,
-                warmup=self._target.device.type == "cuda",
-            )
+            with _listening() as heard:
+                answers = self._target.generate_batch(
+                    inputs=[list(request.prompt) for request in requests],
+                    generation_config=GenerationConfig(
+                        pad_token_id=0, eos_token_id=-1, max_new_tokens=new, do_sample=False
+                    ),
+                    continuous_batching_config=settings,
+                    warmup=self._target.device.type == "cuda",
+                )
         except Exception as error:
             raise DoesNotRun(f"{type(error).__name__}: {_first_line(error)}") from error
         failed = [answer.error for answer in answers.values() if answer.error]
         if failed or len(answers) != len(requests):
-            why = _first_line(failed[0]) if failed else "requests without an answer"
+            why = _first_line([*failed, *heard, "without an answer"][0])
             raise DoesNotRun(f"{len(requests) - len(answers) + len(failed)} requests failed: {why}")
         # In the order of the inputs.
         return [
@@ -156,6 +160,26 @@ class Transformers:
             do_sample=False,
             **more,
         )
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """What continuous batching logs as errors with an exception, which it does not raise; nothing
+    is printed meanwhile."""
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info:
+                heard.append(record.getMessage())
+
+    logger, ear = logging.getLogger(_CONTINUOUS_LOGGER), Ear()
+    handlers, propagate = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [ear], False
+    try:
+        yield heard
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
 
 
 def _load(config: ReplicaConfig, path: str) -> Any:

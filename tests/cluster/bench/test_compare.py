@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -136,3 +137,18 @@ def test_the_fastest_assistance_is_chosen_by_the_better_of_its_runs() -> None:
             now_s += next(takes_s[how])
 
     assert fastest_assistance(Timed(), REQUESTS, (slow, quick), lambda: now_s) is quick  # type: ignore[arg-type]
+
+
+def test_continuous_batching_that_fails_gives_the_first_line_of_why(
+    models: Transformers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_options: object) -> dict[str, object]:
+        try:
+            raise RuntimeError("no kernel for this\nand more")
+        except RuntimeError as error:
+            logging.getLogger("ContinuousBatchingLogger").error("failed: %s", error, exc_info=True)
+        return {}
+
+    monkeypatch.setattr(models._target, "generate_batch", fails)
+    with pytest.raises(DoesNotRun, match=r"^5 requests failed: failed: no kernel for this$"):
+        models.continuous(REQUESTS, 2)
