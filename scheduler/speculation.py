@@ -154,14 +154,13 @@ class GoodputPolicy:
         known = self._replicas[replica_id]
         pinned = max((one.request.draft_len or 0 for one in rows), default=0)
         pinned = min(pinned, known.draft_len_max, self._config.draft_len_max)
-        choice = self._choice(known, rows)
+        prices = known.model.prices(len(rows), rows[-1].length) if known.model.known else None
+        choice = self._choice(known, rows, prices)
         if pinned > choice.draft_len:
             choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
-        if known.model.known:
-            known.step_s = known.model.step_s(
-                len(rows), choice.draft_len, rows[-1].length, verified
-            )
+        if prices is not None:
+            known.step_s = prices(choice.draft_len, verified)
         known.steps = self._steps(known, steps_most)
         return StepPlan(choice.draft_len, known.steps, verified)
 
@@ -216,7 +215,8 @@ class GoodputPolicy:
 
     # ----------------------------------------------------------------- choices
 
-    def _choice(self, known: _Known, rows: Rows[Sequence]) -> Choice:
+    def _choice(self, known: _Known, rows: Rows[Sequence], prices: StepPrices | None) -> Choice:
+        """`prices` are those of a step with these rows, None while nothing is known of them."""
         if self._config.draft_len is not None:
             known.choice = Choice(min(self._config.draft_len, known.draft_len_max))
             return known.choice
@@ -225,12 +225,11 @@ class GoodputPolicy:
         most = max(limits)
         if most <= 0:
             return Choice()
-        if not known.model.known:
+        if prices is None:
             known.trials += 1
             at = known.trials - 1
             known.choice = Choice(min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most))
             return known.choice
-        prices = known.model.prices(len(rows), rows[-1].length)
         per_step_s = (known.trip_s or 0.0) / known.steps
         belief = known.belief if known.trims else None
         of = self._acceptance.of
