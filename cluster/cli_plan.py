@@ -27,6 +27,7 @@ _PHASES = {
     "sampling": "its logits and sampling",
     "prefill_pass": "a prefill pass",
     "catch_up_pass": "a prefill pass of the draft",
+    "fusing": "joining a layer's weights",
 }
 
 
@@ -75,12 +76,12 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     gathered = f"a layer of {work.rows_most} x {work.length:,} tokens"
     table.add_row("gathered KV", size(counted.gathered), gathered)
     table.add_row("rotary tables", size(counted.rotary), f"{work.context_len:,} positions")
-    largest = counted.largest_phase
+    if counted.recorded:
+        table.add_row("recorded steps", size(counted.recorded), f"{work.recordings} are kept")
     for name, phase in _PHASES.items():
         taken = getattr(counted, name)
         if taken:
-            counts = taken == largest
-            largest = -1 if counts else largest
+            counts = name in counted.counting
             text = f"[bold]{phase}[/bold]" if counts else f"[dim]{phase}[/dim]"
             shown = size(taken) if counts else f"[dim]({size(taken)})[/dim]"
             table.add_row(text, shown, _phase_size(name, work))
@@ -98,6 +99,8 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
 def _phase_size(name: str, work: Workload) -> str:
     if name in ("prefill_pass", "catch_up_pass"):
         return f"{work.pass_tokens:,} tokens with padding"
+    if name == "fusing":
+        return "once, at load"
     if name == "draft_pass":
         return f"{work.rows} x 2 tokens"
     return f"{work.rows} x {work.draft_len + 1} tokens"
@@ -129,7 +132,7 @@ def _sizes(work: Workload) -> str:
 
 def _lengths(plan: MemoryPlan) -> list[int]:
     full = plan.pair.context_len
-    return [full, *(length for length in _LENGTHS if length < full)]
+    return [*(length for length in _LENGTHS if length < full), full]
 
 
 def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
         },
         "buffers_bytes": {
             **asdict(counted),
-            "largest_phase": counted.largest_phase,
+            "counting": counted.counting,
             "total": counted.total,
         },
         "wanted": asdict(plan.wanted),

@@ -68,6 +68,8 @@ class Workload:
     """Rows x width of one prefill pass, padding included."""
     context_len: int
     block_size: int
+    recordings: int = 0
+    """Steps that a GPU keeps recorded; 0: none are recorded."""
 
     def __post_init__(self) -> None:
         assert min(self.rows, self.prefill_rows, self.pass_tokens) >= 1
@@ -84,13 +86,15 @@ class Workload:
         return self.context_len + self.draft_len
 
     def shrunk(self, rows: int, draft_len: int, pass_tokens: int) -> Workload:
-        """The same with smaller orders."""
+        """The same with smaller orders; fewer steps are kept recorded where passes are narrower."""
+        kept = max(self.recordings * pass_tokens // self.pass_tokens, min(self.recordings, 4))
         return replace(
             self,
             rows=rows,
             draft_len=draft_len,
             prefill_rows=min(self.prefill_rows, rows) if rows < self.rows else self.prefill_rows,
             pass_tokens=pass_tokens,
+            recordings=kept,
         )
 
 
@@ -109,21 +113,34 @@ class Buffers:
     prefill_pass: int
     catch_up_pass: int
     """The draft's prefill, which is also how it catches up after steps without drafting."""
+    fusing: int
+    """See `fusing_bytes`."""
+    recorded: int
+    """Standing; see `recording_bytes`. Where it is not 0, steps allocate in a pool of their own."""
     unpacked: int
     """See `unpacked_bytes`; 0 on a GPU."""
     slack: int
     """See `slack_bytes`."""
 
     @property
-    def largest_phase(self) -> int:
-        """Phases follow one another, so only the largest counts."""
-        phases = (self.draft_pass, self.verify_pass, self.sampling)
-        return max(*phases, self.prefill_pass, self.catch_up_pass)
+    def counting(self) -> tuple[str, ...]:
+        """The phases that count: they follow one another, so the largest does. Recorded steps do
+        not give their memory back to the others, so of those the largest counts beside it."""
+        step = max(_STEPS, key=lambda name: int(getattr(self, name)))
+        other = max(_OTHERS, key=lambda name: int(getattr(self, name)))
+        if self.recorded:
+            return (step, other)
+        return (max(step, other, key=lambda name: int(getattr(self, name))),)
 
     @property
     def total(self) -> int:
-        standing = self.gathered + self.rotary + self.unpacked
-        return standing + self.largest_phase + self.slack
+        standing = self.gathered + self.rotary + self.unpacked + self.recorded
+        phases: int = sum(getattr(self, name) for name in self.counting)
+        return standing + phases + self.slack
+
+
+_STEPS = ("draft_pass", "verify_pass", "sampling")
+_OTHERS = ("prefill_pass", "catch_up_pass", "fusing")
 
 
 def buffers(
@@ -157,6 +174,8 @@ def buffers(
         catch_up_pass=0
         if draft is None
         else filling + pass_bytes(draft, work.pass_tokens, work.context_len, item),
+        recorded=work.recordings * recording_bytes(rows, k, work.length, target.vocab, item),
+        fusing=max(fusing_bytes(model, item) for model in models),
         unpacked=0 if on_gpu else max(unpacked_bytes(model, item) for model in models),
         slack=0,
     )
@@ -249,6 +268,20 @@ def scores_bytes(tokens: int, vocab: int) -> int:
 
 
 # --------------------------------------------------------------------------- beside the tensors
+
+
+def recording_bytes(rows: int, draft_len: int, length: int, vocab: int, item: int) -> int:
+    """What a recorded step keeps between its two graphs: its mask [rows, k + 2, length] and its
+    noise [rows, k + 1, vocab], float32."""
+    mask = rows * (draft_len + 2) * length * item
+    return mask + noise_bytes(rows * (draft_len + 1), vocab)
+
+
+def fusing_bytes(shape: ModelShape, item: int) -> int:
+    """While layers are joined at load, one weight is there twice: that of queries, keys and values
+    [(heads + 2 * kv_heads) * head_dim, hidden] or of gate and up [2 * intermediate, hidden]."""
+    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return shape.hidden * max(attention, 2 * shape.intermediate) * item
 
 
 def unpacked_bytes(shape: ModelShape, item: int) -> int:

@@ -107,7 +107,7 @@ def bytes_per_block(shapes: list[ModelShape], block_size: int, dtype: torch.dtyp
     return sum(kv_bytes_per_position(shape, dtype.itemsize) * block_size for shape in shapes)
 
 
-def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
+def wanted_work(config: ReplicaConfig, context_len: int, on_gpu: bool) -> Workload:
     """The largest orders to expect."""
     usual = SchedulerConfig()
     rows = config.plan_rows or usual.rows_max
@@ -120,6 +120,7 @@ def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
         pass_tokens=prefill_rows * min(config.prefill_chunk_tokens, context_len),
         context_len=context_len,
         block_size=config.block_size,
+        recordings=config.graphs_max if on_gpu and config.graphs != "off" else 0,
     )
 
 
@@ -145,7 +146,7 @@ def plan_memory(
             f" ({in_mib(least_blocks * block_bytes)}) would, or a smaller context_len",
             least_blocks * block_bytes,
         )
-    wanted = wanted_work(config, pair.context_len)
+    wanted = wanted_work(config, pair.context_len, on_gpu)
 
     def count(work: Workload) -> Buffers:
         return buffers(pair.target, pair.draft, work, dtype.itemsize, on_gpu)

@@ -102,12 +102,19 @@ class Replica:
         self._residents: dict[str, Resident] = {}
         for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
             self._try_out(model, name, config.fuse_layers)
+        if self._device.type == "cuda":
+            # Weights that were joined leave holes too small for what comes.
+            torch.cuda.empty_cache()
         draft_len_max = plan.draft_len_max(DRAFT_LEN_MAX)
         self._runner: StepRunner | None = None
         if config.graphs == "on" or (config.graphs == "auto" and pair.device.type == "cuda"):
             limits = Limits(plan.rows_max, draft_len_max, pair.context_len)
             self._runner = StepRunner(
-                self._target, self._draft, self._shape, limits, config.graphs_max
+                self._target,
+                self._draft,
+                self._shape,
+                limits,
+                plan.work.recordings or config.graphs_max,
             )
         self.spec = ReplicaSpec(
             kv_blocks=blocks,

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 def peak_bytes(run: Callable[[], object]) -> int:
     """Most bytes allocated at once by `run`, over what was allocated before it.
 
-    Counts every allocation of torch's, those inside of operators included; what was allocated
-    before and is freed meanwhile counts negative.
+    Counts every allocation of torch's, those inside of operators included; it does not see that
+    what was allocated before is freed.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = run()

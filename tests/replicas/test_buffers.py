@@ -100,7 +100,10 @@ class Bench:
 
 
 def step_alone(planned: Buffers) -> int:
-    return dataclasses.replace(planned, prefill_pass=0, catch_up_pass=0).total - planned.slack
+    return (
+        dataclasses.replace(planned, prefill_pass=0, catch_up_pass=0, fusing=0).total
+        - planned.slack
+    )
 
 
 def prefill_alone(planned: Buffers) -> int:
@@ -126,6 +129,35 @@ def test_half_precision_stays_within_the_plan_too(shape: str) -> None:
     bench = Bench("llama", shape, torch.bfloat16)
     assert bench.step_peak(ALL_FILTERS) <= step_alone(bench.planned)
     assert bench.prefill_peak() <= prefill_alone(bench.planned)
+
+
+def test_joined_layers_take_the_place_of_what_they_join() -> None:
+    """So weights are counted once, and at load one joined weight on top."""
+    bench = Bench("llama", "mlp", torch.float32)
+
+    def stored() -> int:
+        storages = (parameter.untyped_storage() for parameter in bench.model.parameters())
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+    before = stored()
+    bench.fuse = True
+    bench.paged()
+    assert stored() == before
+    layer = bench.model.model.layers[0]
+    joined = [layer.mlp.gate_proj.weight, layer.self_attn.q_proj.weight]
+    assert max(one.untyped_storage().nbytes() for one in joined) == bench.planned.fusing
+
+
+def test_recorded_steps_keep_their_memory_beside_that_of_a_prefill() -> None:
+    shape = ModelShape(4, 8, 2, 16, 128, 512, 5000)
+    work = Workload(8, 4, 8, 4096, 1024, 16)
+    plain = buffers(shape, shape, work, 2, on_gpu=True)
+    kept = buffers(shape, shape, dataclasses.replace(work, recordings=10), 2, on_gpu=True)
+    assert (len(plain.counting), len(kept.counting)) == (1, 2)
+    beside = 10 * (8 * 6 * 1028 * 2 + 8 * 5 * 5000 * 4) + max(
+        plain.draft_pass, plain.verify_pass, plain.sampling
+    )
+    assert kept.total - kept.slack == plain.total - plain.slack + beside
 
 
 def test_a_greedy_step_takes_no_more_than_a_sampled_one() -> None:

@@ -133,6 +133,14 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
             assert PAIR.weights + 5 * plan.block_bytes + over > plan.budget
 
 
+def test_a_gpu_keeps_as_many_recorded_steps_as_fit() -> None:
+    plenty = planned(GPU, memory=2_000_000_000)
+    tight = planned(GPU, memory=plenty.least)
+    assert (plenty.work.recordings, tight.work.recordings) == (ReplicaConfig().graphs_max, 8)
+    assert planned(GPU, memory=2_000_000_000, graphs="off").work.recordings == 0
+    assert planned(CPU, memory=2_000_000_000).work.recordings == 0
+
+
 def test_a_plan_says_only_what_it_shrank() -> None:
     wide = dataclasses.replace(SHAPES[0], vocab=200_000)
     pair = dataclasses.replace(PAIR, target=wide, draft=wide)
