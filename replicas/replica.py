@@ -125,6 +125,7 @@ class Replica:
             draft_len_max=draft_len_max,
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
+            trims_drafts=self._target.packs,
             target=pair.target_name,
             draft=pair.draft_name,
             device=str(pair.device),

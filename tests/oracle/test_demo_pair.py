@@ -59,8 +59,8 @@ def sampled_reference() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("rows_max", [1, 3, 8, 16])
-@pytest.mark.parametrize("draft_len", [0, 1, 3, 5, 8])
-def test_greedy_output_equals_plain_generate(rows_max: int, draft_len: int) -> None:
+@pytest.mark.parametrize("draft_len", [0, 1, 3, 5, 8, None])
+def test_greedy_output_equals_plain_generate(rows_max: int, draft_len: int | None) -> None:
     outputs = run_staggered(replica(), requests(), rows_max, draft_len, seed=rows_max)
     assert [output.tokens for output in outputs] == greedy_reference()
     if draft_len:
@@ -70,9 +70,11 @@ def test_greedy_output_equals_plain_generate(rows_max: int, draft_len: int) -> N
 
 
 @pytest.mark.parametrize("rows_max", [1, 3, 8, 16])
-@pytest.mark.parametrize("draft_len", [1, 4, 8])
-def test_sampled_output_depends_on_the_request_alone(rows_max: int, draft_len: int) -> None:
-    outputs = run_staggered(replica(), sampled(requests()), rows_max, draft_len, seed=draft_len)
+@pytest.mark.parametrize("draft_len", [1, 4, 8, None])
+def test_sampled_output_depends_on_the_request_alone(rows_max: int, draft_len: int | None) -> None:
+    outputs = run_staggered(
+        replica(), sampled(requests()), rows_max, draft_len, seed=draft_len or 0
+    )
     assert [output.tokens for output in outputs] == sampled_reference()
 
 

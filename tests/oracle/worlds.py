@@ -45,7 +45,11 @@ def sampled(requests: Sequence[Request]) -> list[Request]:
 
 
 def run_staggered(
-    replica: Replica, requests: Sequence[Request], rows_max: int, draft_len: int, seed: int = 0
+    replica: Replica,
+    requests: Sequence[Request],
+    rows_max: int,
+    draft_len: int | None,
+    seed: int = 0,
 ) -> list[Output]:
     """Submit in bursts between orders, in an order that `seed` draws; outputs as asked."""
     engine = LocalEngine(
