@@ -49,11 +49,11 @@ def load_replica(config: ReplicaConfig) -> HostedReplica:
     """The real thing; torch is imported in the replica's process only."""
     from transformers.utils import logging as transformers_logging
 
-    from replicas.replica import Replica
+    from replicas import parallel
 
     # Progress bars of several processes in one log help nobody.
     transformers_logging.disable_progress_bar()
-    return Replica.load(config)
+    return parallel.load_replica(config)
 
 
 # --------------------------------------------------------------------------- the pool
@@ -277,6 +277,8 @@ def _gpus(config: ClusterConfig) -> float:
     """What one replica asks of Ray, so that no two of them load onto one GPU by accident."""
     if config.actors.replica_gpus is not None:
         return config.actors.replica_gpus
+    if config.replica.tensor_parallel > 1 and config.replica.device != "cpu":
+        return float(config.replica.tensor_parallel)
     if config.replica.device != "auto":
         # Who names a GPU by its number places the replicas himself.
         return 1.0 if config.replica.device == "cuda" else 0.0

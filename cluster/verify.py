@@ -60,7 +60,7 @@ def verify(
 ) -> VerifyReport:
     """Run the prompts both ways; raises InvalidRequest, naming the prompt, for one that no
     replica could serve."""
-    from replicas.replica import Replica  # torch is heavy, and --help should not wait for it
+    from replicas.parallel import load_replica  # torch is heavy, and --help should not wait
 
     text = TargetText.load(replica_config)
     requests = [
@@ -73,7 +73,7 @@ def verify(
         )
         for i, prompt in enumerate(prompts)
     ]
-    replica = Replica.load(_just_enough(replica_config, scheduler_config, text, requests))
+    replica = load_replica(_just_enough(replica_config, scheduler_config, text, requests))
     for request in requests:
         try:
             check_request(request, scheduler_config, replica.spec)

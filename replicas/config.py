@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from replicas.shapes import is_planted, parse_planted
 from scheduler.config import DRAFT_LEN_MAX
@@ -34,6 +34,13 @@ class ReplicaConfig(BaseModel):
         False,
         description="Output in bfloat16 and float16 too is the same whatever the batch, the draft"
         " length and the schedule; slower.",
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Devices of this machine that hold the target together, a part of each layer"
+        " each.",
     )
     block_size: int = Field(16, ge=1, le=1024, description="KV positions per block.")
     kv_blocks: int | None = Field(
@@ -115,3 +122,9 @@ class ReplicaConfig(BaseModel):
         if name is not None and is_planted(name):
             parse_planted(name)
         return name
+
+    @model_validator(mode="after")
+    def _several_devices_have_no_number(self) -> ReplicaConfig:
+        if self.tensor_parallel > 1 and ":" in self.device:
+            raise ValueError(f"tensor_parallel: device {self.device} is one of several; say 'cuda'")
+        return self

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from replicas.config import DEMO, ReplicaConfig
@@ -19,6 +20,7 @@ from replicas.deterministic import NotDeterministic, make_deterministic
 from replicas.model import ATTENTION
 from replicas.planted import plant, planted_config
 from replicas.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
+from replicas.sharding import NotDivisible, shard
 
 
 class PairRefused(ValueError):
@@ -93,12 +95,20 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
 
 
 def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
-    """Load both models, `files` being what `read_pair` returned; raises what that raises."""
+    """Load both models, `files` being what `read_pair` returned; raises what that raises.
+
+    With `tensor_parallel` the target is this rank's part of it; `replicas.parallel` loads them all.
+    """
     device = resolve_device(config.device)
     # Whatever can be refused is refused before gigabytes of weights are read.
     files = files or read_pair(config)
     target_path, draft_path = files.target_path, files.draft_path
     target = _load_model(target_path, config, device, ACCEPTANCE)
+    if config.tensor_parallel > 1:
+        try:
+            shard(target, dist.get_rank(), config.tensor_parallel)
+        except NotDivisible as error:
+            raise PairRefused(f"tensor_parallel: {error}") from None
     if config.deterministic:  # the target alone decides tokens
         try:
             make_deterministic(target)

@@ -17,7 +17,7 @@ from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, Outcome, step
 from replicas.graphs import Limits, StepRunner
-from replicas.memory import check_memory, pair_shape, plan_memory
+from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
@@ -69,11 +69,12 @@ class _Tally:
 class Replica:
     """One incarnation's models, caches and residents. Not thread-safe: one thread calls it."""
 
-    def __init__(self, pair: Pair, config: ReplicaConfig) -> None:
+    def __init__(self, pair: Pair, config: ReplicaConfig, plan: MemoryPlan | None = None) -> None:
+        """Without a plan memory is divided by what is free now."""
         if config.torch_threads is not None:
             torch.set_num_threads(config.torch_threads)
         models = [pair.target] + ([pair.draft] if pair.draft is not None else [])
-        plan = plan_memory(config, pair_shape(pair), pair.device, loaded=True)
+        plan = plan or plan_memory(config, pair_shape(pair), pair.device, loaded=True)
         blocks = plan.kv_blocks
         paged = [
             PagedModel(
@@ -136,6 +137,7 @@ class Replica:
     def load(cls, config: ReplicaConfig) -> Replica:
         """Load the pair that `config` names and time some steps; raises what `load_pair` and
         `plan_memory` raise, and PairRefused for a model whose attention is not the plain one."""
+        assert config.tensor_parallel == 1, "several devices: replicas.parallel.load_replica"
         files = read_pair(config)
         check_memory(config, files, resolve_device(config.device))
         replica = cls(load_pair(config, files), config)

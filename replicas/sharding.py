@@ -1,0 +1,121 @@
+"""Tensor parallelism: one model's linear layers divided among the ranks of a process group.
+
+Which layer is divided how is the model's own statement, transformers' `tp_plan`; what is done here
+is no more than that: slice the weights, and sum or join what the slices compute. The model's code
+stays as it is and sees fewer heads and a narrower MLP. Every rank gets the same logits, bit for
+bit, because sums and joins end in the same values everywhere.
+
+Works on plain tensors, so that it does not depend on how transformers wraps them in its versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+# Names differ between versions of transformers.
+_COLUMNS = frozenset({"colwise"})
+_COLUMNS_JOINED = frozenset({"colwise_gather_output", "colwise_rep"})
+_ROWS = frozenset({"rowwise"})
+_ROWS_OF_WHOLE = frozenset({"rowwise_split_input", "rowwise_rep"})
+_WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce", "replicate"})
+"""Left on every rank: an embedding is looked up, not multiplied, and norms are small."""
+
+
+class NotDivisible(ValueError):
+    """The model cannot be divided by that number; the message says which part cannot."""
+
+
+def check_divisible(config: object, ranks: int) -> None:
+    """Raise NotDivisible unless every rank gets the same whole number of heads."""
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        count = getattr(config, name, None)
+        if count is not None and count % ranks:
+            raise NotDivisible(f"{name} is {count}, which {ranks} ranks cannot share evenly")
+
+
+def shard(model: PreTrainedModel, rank: int, ranks: int) -> None:
+    """Keep this rank's part of each layer; from then on all ranks must compute together.
+
+    The model's config says from then on how many heads are here. Raises NotDivisible.
+    """
+    config = model.config
+    check_divisible(config, ranks)
+    plan = dict(model.tp_plan or {})
+    if not plan:
+        raise NotDivisible(f"{type(model).__name__} has no plan for tensor parallelism")
+    for name, module in model.named_modules():
+        style = plan.get(_generic(name))
+        if style is None or style in _WHOLE:
+            continue
+        if not isinstance(module, nn.Linear):
+            raise NotDivisible(f"{name}: {type(module).__name__} is no linear layer")
+        _divide(name, module, style, rank, ranks)
+    heads = config.num_attention_heads
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    config.num_key_value_heads = (getattr(config, "num_key_value_heads", None) or heads) // ranks
+    config.num_attention_heads = heads // ranks
+
+
+def _generic(name: str) -> str:
+    """A module's name as plans spell it: `*` for every layer number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _divide(name: str, module: nn.Linear, style: str, rank: int, ranks: int) -> None:
+    outputs, inputs = module.weight.shape
+    if style in _COLUMNS | _COLUMNS_JOINED:
+        if outputs % ranks:
+            if style in _COLUMNS_JOINED:
+                return  # an odd vocabulary's output matrix stays whole: the result is the same
+            raise NotDivisible(f"{name}: {outputs} outputs cannot be shared by {ranks} ranks")
+        part = slice(rank * outputs // ranks, (rank + 1) * outputs // ranks)
+        _keep(module, module.weight[part], None if module.bias is None else module.bias[part])
+        if style in _COLUMNS_JOINED:
+            module.forward = _joined(module, ranks)  # type: ignore[method-assign, assignment]
+    elif style in _ROWS | _ROWS_OF_WHOLE:
+        if inputs % ranks:
+            raise NotDivisible(f"{name}: {inputs} inputs cannot be shared by {ranks} ranks")
+        part = slice(rank * inputs // ranks, (rank + 1) * inputs // ranks)
+        _keep(module, module.weight[:, part], module.bias)
+        module.forward = _summed(  # type: ignore[method-assign, assignment]
+            module, part if style in _ROWS_OF_WHOLE else slice(None)
+        )
+    else:
+        raise NotDivisible(f"{name}: the plan says {style!r}, which is not served")
+
+
+def _keep(module: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """A part's own copy, so that the whole weight is freed; a tied embedding keeps it."""
+    module.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    if bias is not None:
+        module.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    module.out_features, module.in_features = module.weight.shape
+
+
+def _joined(module: nn.Linear, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Every rank computes some outputs; all get all of them."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        own = linear(x, module.weight, module.bias).contiguous()
+        parts = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(parts, own)
+        return torch.cat(parts, dim=-1)
+
+    return forward
+
+
+def _summed(module: nn.Linear, part: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Every rank computes a term of each output from its own inputs; all get the sum."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = linear(x[..., part], module.weight)
+        dist.all_reduce(out)
+        return out if module.bias is None else out + module.bias
+
+    return forward
