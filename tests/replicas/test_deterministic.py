@@ -36,7 +36,11 @@ NEW = 20
 
 @cache
 def replica_of(
-    dtype: str, deterministic: bool, draft: bool = True, sharing: bool = False
+    dtype: str,
+    deterministic: bool = True,
+    draft: bool = True,
+    sharing: bool = False,
+    graphs: str = "off",
 ) -> Replica:
     """Without sharing, or the prompts' KV would be computed in the first run only."""
     config = ReplicaConfig(
@@ -46,6 +50,7 @@ def replica_of(
         dtype=dtype,
         deterministic=deterministic,
         fuse_layers=False,
+        graphs=graphs,
         block_size=4,
         kv_blocks=2048,
         prefix_sharing=sharing,
@@ -61,7 +66,7 @@ def prompts(n: int, vocab: int = 512) -> list[tuple[int, ...]]:
 def run(
     replica: Replica,
     batch: int,
-    k: int,
+    k: int | None,
     arrival: random.Random | None = None,
     sampled: bool = False,
     n: int = 6,
@@ -121,6 +126,15 @@ def test_it_is_the_same_with_a_prefix_that_others_computed(sampled: bool) -> Non
         outputs = LocalEngine(sharing, SchedulerConfig()).generate(again)
         assert [output.tokens for output in outputs] == [tokens[9:] for tokens in expected]
         assert sum(output.usage.cached_tokens for output in outputs) > 100
+
+
+def test_steps_in_fixed_shapes_change_nothing() -> None:
+    """As a GPU records them: rows, draft length and table columns padded to buckets. Without a
+    given draft length the pool chooses by what steps took here and now."""
+    expected = run(replica_of("bfloat16"), 1, 0)
+    replica = replica_of("bfloat16", graphs="on")
+    for batch, k in ((1, 4), (5, 3), (6, 8), (6, None)):
+        assert run(replica, batch, k) == expected, (batch, k)
 
 
 def test_sampled_output_is_the_same_too() -> None:

@@ -98,17 +98,12 @@ def test_a_rank_that_ends_breaks_the_replica_at_once(loaded: list[ParallelReplic
         run(double, 2, 2)
 
 
-def test_ranks_end_with_their_caller() -> None:
-    double = load_parallel(config("tiny", tensor_parallel=2))
+def test_deterministic_holds_on_two_ranks_which_end_with_their_caller() -> None:
+    double = load_parallel(config("tiny", tensor_parallel=2, dtype="bfloat16", deterministic=True))
+    assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
     process = double._processes[0]
     double.close()
     assert process.exitcode == 0
-
-
-def test_deterministic_holds_on_two_ranks(loaded: list[ParallelReplica]) -> None:
-    double = load_parallel(config("tiny", tensor_parallel=2, dtype="bfloat16", deterministic=True))
-    loaded.append(double)
-    assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_loaded() -> None:
