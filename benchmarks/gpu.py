@@ -106,6 +106,9 @@ def main() -> None:
         dtype=dtype,
         block_size=_BLOCK_SIZE,
         context_len=context_len,
+        # Or prompts would be filled in the first round only.
+        prefix_sharing=False,
+        calibrate=False,
         kv_blocks=rows * (-(-context_len // _BLOCK_SIZE) + 1),
         plan_rows=rows,
         plan_draft_len=max(draft_lens),

@@ -248,11 +248,11 @@ def _sample_top_p(
     is no likelier; strike that out and take the next. The likeliest token is always inside, and
     each round strikes out at least one, so the loop ends, after two or three rounds as a rule.
     """
-    probability = scores.softmax(dim=-1)
+    probability = _probability(scores)
     while True:
         token = noisy.argmax(dim=-1, keepdim=True)
         chosen = probability.gather(-1, token)
-        mass_before = torch.where(probability > chosen, probability, 0.0).sum(dim=-1, keepdim=True)
+        mass_before = _mass(probability, probability > chosen)
         # The likeliest token has no mass before it: inside, even where float32 holds a top_p of 0.
         outside = (mass_before >= top_p) & (mass_before > 0.0) & (top_p < 1.0)
         if not outside.any():
@@ -270,17 +270,30 @@ def _nucleus(
     is found by bisection over the bits of a float, which are in order for positive ones: always
     the same number of passes, so that a GPU need not tell the host how the search goes.
     """
-    probability = scores.softmax(dim=-1)
+    probability = _probability(scores)
     high = probability.amax(dim=-1, keepdim=True).view(torch.int32)  # inside
     low = torch.zeros_like(high)
     for _ in range(_FLOAT_BITS):
         middle = (low + high) >> 1
-        likelier = probability > middle.view(torch.float32)
-        mass = torch.where(likelier, probability, 0.0).sum(dim=-1, keepdim=True)
+        mass = _mass(probability, probability > middle.view(torch.float32))
         inside = (mass < top_p) | (mass == 0.0) | (top_p >= 1.0)
         high = torch.where(inside, middle, high)
         low = torch.where(inside, low, middle + 1)
     return probability >= high.view(torch.float32)
+
+
+def _probability(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax in whole multiples of 2^-40, so that `_mass` is exact."""
+    return (scores.softmax(dim=-1) * 2.0**40).trunc_().mul_(2.0**-40)
+
+
+def _mass(
+    probability: torch.Tensor,  # [sampled, width, vocab], of `_probability`
+    among: torch.Tensor,  # [sampled, width, vocab], bool
+) -> torch.Tensor:  # [sampled, width, 1], float64
+    """Probability of the tokens `among`. A float64 holds every partial sum exactly, so the order in
+    which a device adds them up, which it chooses by the batch, cannot decide about a token."""
+    return torch.where(among, probability, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def gumbel_noise(

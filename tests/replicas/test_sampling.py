@@ -18,7 +18,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from replicas.sampling import SamplingBatch, choose, choose_and_rate, gumbel_noise
+from replicas.sampling import (
+    SamplingBatch,
+    _mass,
+    _probability,
+    choose,
+    choose_and_rate,
+    gumbel_noise,
+)
 from scheduler.messages import SamplingParams
 
 CPU = torch.device("cpu")
@@ -254,3 +261,15 @@ def test_the_nucleus_found_by_bisection_is_the_one_found_in_turn(
         sampling = SamplingBatch.of(params, CPU, whole=True, static=static)
         choices.append(choose(logits, sampling, sampling.noise(positions, 30)))
     assert torch.equal(*choices)
+
+
+def test_the_mass_of_a_nucleus_does_not_depend_on_the_order_of_its_sum() -> None:
+    generator = torch.Generator().manual_seed(2)
+    probability = _probability(3 * torch.randn(1, 1, 5000, generator=generator))
+    among = probability > 1e-5
+    mass = _mass(probability, among)
+    exact = sum(int(p * 2.0**40) for p in probability[among].tolist())
+    assert mass.item() == exact / 2.0**40
+    for seed in range(5):
+        order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(_mass(probability[..., order], among[..., order]), mass)
