@@ -16,6 +16,8 @@ from typing import Any
 
 _FLOAT32 = 4
 _INT64 = 8
+_HEAP_MOST = 32 << 20
+"""glibc's greatest threshold: larger allocations are mappings of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Buffers:
     unpacked: int
     """See `unpacked_bytes`; 0 on a GPU."""
     slack: int
-    """See `slack_bytes`."""
+    """See `slack_bytes`; on a CPU also `joined_bytes`."""
 
     @property
     def counting(self) -> tuple[str, ...]:
@@ -179,7 +181,8 @@ def buffers(
         unpacked=0 if on_gpu else max(unpacked_bytes(model, item) for model in models),
         slack=0,
     )
-    return replace(counted, slack=slack_bytes(counted.total, on_gpu))
+    left = 0 if on_gpu else sum(joined_bytes(model, item) for model in models)
+    return replace(counted, slack=slack_bytes(counted.total, on_gpu) + left)
 
 
 # --------------------------------------------------------------------------- standing tensors
@@ -282,6 +285,15 @@ def fusing_bytes(shape: ModelShape, item: int) -> int:
     [(heads + 2 * kv_heads) * head_dim, hidden] or of gate and up [2 * intermediate, hidden]."""
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return shape.hidden * max(attention, 2 * shape.intermediate) * item
+
+
+def joined_bytes(shape: ModelShape, item: int) -> int:
+    """Weights of queries, keys, values, gate and up of all layers, which leave their place in a
+    CPU's heap when they are joined; it goes back to the system where a matrix is large."""
+    columns = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.intermediate)
+    q, kv, mlp = (shape.hidden * one * item for one in columns)
+    kept = sum(size * count for size, count in ((q, 1), (kv, 2), (mlp, 2)) if size < _HEAP_MOST)
+    return shape.layers * kept
 
 
 def unpacked_bytes(shape: ModelShape, item: int) -> int:
