@@ -100,8 +100,8 @@ class Fit:
         return self._kinds
 
     def cost(self) -> LinearCost:
-        """The fit as it stands. Recomputed after as many new observations as it has cells."""
-        if self._stale > min(len(self._cells), self._seen // 4):
+        """The fit as it stands; recomputed seldom once much was seen, for it takes its time."""
+        if self._stale > min(4 * len(self._cells), self._seen // 4):
             self._stale = 0
             self._cost = self._solve()
         return self._cost

@@ -1,0 +1,211 @@
+"""What choosing the draft length by cost is worth, in virtual time: the same on any machine.
+
+    python -m benchmarks.adaptive [--json FILE]
+
+The real scheduler over one replica whose steps take given times (those of the demo pair on two
+cores, rounded) and whose draft is right with a given probability per request. For every mix of
+requests: tokens/s of fixed draft lengths and of the chosen one, with the replica's trial steps and
+without, and by order of arrival instead of by length and kind. Needs neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from benchmarks.report import table, write_json
+from cluster.local_engine import REPLICA_ID, LocalEngine
+from scheduler.config import SchedulerConfig
+from scheduler.cost_model import LinearCost
+from scheduler.messages import (
+    Order,
+    OrderKind,
+    Release,
+    ReplicaSpec,
+    Request,
+    StepResult,
+    StepTimes,
+    StepTiming,
+)
+from scheduler.orders import prefill_tokens
+from scheduler.timed_replica import TimedReplica
+
+DRAFT = LinearCost(1.5e-3, 6e-5, 3e-8)
+"""One pass, by rows and KV positions."""
+VERIFY = LinearCost(11e-3, 3.5e-4, 2e-7)
+PREFILL = LinearCost(5e-3, 2.5e-4)
+REST_S = 1e-4
+FIXED = (0, 1, 2, 3, 4, 6, 8)
+MIXES: dict[str, tuple[float, ...]] = {
+    "never right": (0.0,),
+    "0.3": (0.3,),
+    "0.6": (0.6,),
+    "0.87": (0.87,),
+    "half 0.92, half 0.2": (0.92, 0.2),
+}
+"""Acceptance of the requests, in turns."""
+PROMPT = (16, 256)
+NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Speeds in tokens/s of virtual time."""
+
+    mix: str
+    rows: int
+    fixed: dict[int, float]
+    chosen: float
+    chosen_without_trials: float
+    chosen_by_arrival: float
+    padding: float
+    """Share of the KV positions read beyond a row's own, with the chosen draft length."""
+    longest_wait_orders: int
+    """Orders between two steps of one sequence, at most; 8 orders or less are a round."""
+
+    @property
+    def best_fixed(self) -> int:
+        return max(self.fixed, key=self.fixed.__getitem__)
+
+    @property
+    def over_best_fixed(self) -> float:
+        return self.chosen / self.fixed[self.best_fixed]
+
+
+class VirtualReplica:
+    """Implements `Runner` of the local engine; time passes only while it runs an order."""
+
+    def __init__(self, acceptance: Sequence[float], timed: bool) -> None:
+        self.now_s = 0.0
+        self.spec = ReplicaSpec(
+            kv_blocks=100_000,
+            block_size=16,
+            context_len=4096,
+            vocab_size=2,
+            timings=tuple(_trial(rows, k) for rows in (1, 8) for k in (0, 4)) if timed else (),
+        )
+        self._replica = TimedReplica(
+            REPLICA_ID,
+            self.spec,
+            _times,
+            lambda request_id: acceptance[int(request_id) % len(acceptance)],
+            Random(0),
+        )
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def step(self, order: Order) -> StepResult:
+        self._replica.receive(order)
+        run = self._replica.begin(order)
+        while run.advance():
+            pass
+        self._replica.end(order)
+        result = run.result(_times(order).total_s)
+        self.now_s += result.times.total_s
+        return result
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        self._replica.release(Release(REPLICA_ID, tuple(sequence_ids)))
+
+
+def _times(order: Order) -> StepTimes:
+    if order.kind is OrderKind.PREFILL:
+        spent_s = PREFILL(prefill_tokens(order), 0)
+        return StepTimes(prefill_s=spent_s, total_s=spent_s)
+    rows, k = len(order.rows), order.draft_len
+    positions = rows * (order.rows[-1].length + k)
+    draft_s = k * DRAFT(rows, positions)
+    verify_s = VERIFY(rows * (k + 1), positions)
+    return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + REST_S)
+
+
+def _trial(rows: int, k: int) -> StepTiming:
+    positions = rows * (64 + k)
+    verify_s = VERIFY(rows * (k + 1), positions)
+    return StepTiming(rows, k, positions, k * DRAFT(rows, positions), verify_s, REST_S)
+
+
+@dataclass(frozen=True)
+class _Run:
+    speed: float
+    padding: float
+    longest_wait_orders: int
+
+
+def _run(mix: Sequence[float], config: SchedulerConfig, count: int, timed: bool = True) -> _Run:
+    replica = VirtualReplica(mix, timed)
+    engine = LocalEngine(replica, config, clock=replica.clock)
+    draw = Random(1)
+    outputs = engine.generate(
+        [Request(str(i), (1,) * draw.randint(*PROMPT), NEW_TOKENS) for i in range(count)]
+    )
+    stepped = [result for result in engine.results if result.steps]
+    own = sum(result.kv_positions_own for result in stepped)
+    read = sum(result.kv_positions_read for result in stepped)
+    last: dict[str, int] = {}
+    longest = 0
+    for number, result in enumerate(stepped):
+        for row in result.rows:
+            longest = max(longest, number - last.get(row.sequence_id, number))
+            last[row.sequence_id] = number
+    tokens = sum(len(output.tokens) for output in outputs)
+    return _Run(tokens / replica.now_s, 1 - own / read, longest)
+
+
+def measure(mix: str, rows: int) -> Mixed:
+    """All ways over the same requests: 16 of them at batch 1, else 64, all there at the start."""
+    acceptance, count = MIXES[mix], 16 if rows == 1 else 64
+    chosen = _run(acceptance, SchedulerConfig(rows_max=rows), count)
+    by_arrival = SchedulerConfig(rows_max=rows, wait_rounds=1)
+    return Mixed(
+        mix=mix,
+        rows=rows,
+        fixed={
+            k: _run(acceptance, SchedulerConfig(rows_max=rows, draft_len=k), count).speed
+            for k in FIXED
+        },
+        chosen=chosen.speed,
+        chosen_without_trials=_run(
+            acceptance, SchedulerConfig(rows_max=rows), count, timed=False
+        ).speed,
+        chosen_by_arrival=_run(acceptance, by_arrival, count).speed,
+        padding=chosen.padding,
+        longest_wait_orders=chosen.longest_wait_orders,
+    )
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    found = [measure(mix, rows) for mix in MIXES for rows in args.rows]
+    header = (
+        *("acceptance", "batch", "best fixed k", "tokens/s", "chosen k", "over best fixed"),
+        *("over k = 0", "without trials", "by arrival", "padding", "longest wait"),
+    )
+    print(
+        table(
+            header,
+            [
+                (
+                    *(one.mix, one.rows, one.best_fixed, one.fixed[one.best_fixed], one.chosen),
+                    *(one.over_best_fixed, one.chosen / one.fixed[0]),
+                    one.chosen_without_trials / one.fixed[one.best_fixed],
+                    one.chosen_by_arrival / one.fixed[one.best_fixed],
+                    *(f"{one.padding:.1%}", f"{one.longest_wait_orders} orders"),
+                )
+                for one in found
+            ],
+        )
+    )
+    write_json(args.json, {"mixes": [asdict(one) for one in found]})
+
+
+if __name__ == "__main__":
+    main()
