@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from scheduler.admission import blocks_needed
 from scheduler.config import SchedulerConfig
-from scheduler.grouping import groups_needed, ideal_size, may_step
+from scheduler.grouping import group_size, groups_needed, may_step
 from scheduler.messages import Action, Dispatch, Interrupt, Order, Release
 from scheduler.orders import prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows, shunned
@@ -119,15 +119,19 @@ class Dispatcher:
                 return self._prefill(replica, choice, budget)
             # It waits for what is in flight, and no longer than for one step of it.
             self.interrupt(replica, self._out)
+        rows_max = replica.rows_max(self._config.rows_max)
+        _, beside = self._group_size(replica, rows_max)
         if may_step(
-            ready,
-            replica.stepping,
-            replica.joining,
-            len(replica.orders),
-            replica.rows_max(self._config.rows_max),
+            ready, replica.stepping, replica.joining, len(replica.orders), beside, rows_max
         ):
             return self._step_ready(replica, someone_waits=to_fill)
         return None
+
+    def _group_size(self, replica: Replica, rows_max: int) -> tuple[int, int]:
+        """See `grouping.group_size`."""
+        rows = len(replica.ready) + replica.stepping
+        halves = rows_max < rows < 2 * rows_max and self._policy.halves(replica.id, rows, rows_max)
+        return group_size(rows, rows_max, halves)
 
     def _drop_vain_claim(self, replica: Replica) -> None:
         """Who claimed a replica when it was the only one may have failed on it, and there are
@@ -169,8 +173,9 @@ class Dispatcher:
         rows_max = replica.rows_max(config.rows_max)
         count = len(replica.ready) + replica.stepping
         alone = not (someone_waits or replica.stepping or replica.prefilling)
+        size, _ = self._group_size(replica, rows_max)
         chosen = replica.ready.choose(
-            ideal_size(count, rows_max),
+            size,
             rows_max,
             groups_needed(count, rows_max),
             config.wait_rounds,

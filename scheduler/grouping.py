@@ -2,11 +2,12 @@
 
 Knows lengths and ages of rows, nothing else of a sequence.
 
-Groups. Let R be the rows of a replica that step (ready or stepping), G = ceil(R / rows_max) the
-least number of groups that hold them, and ceil(R / G) the ideal size: groups are balanced rather
-than one full and one with the rest. Only when G is 1 do all rows belong in one group; then a
-fragment never runs as a second order beside the first, for two half groups would alternate for
-ever and never merge.
+Groups. Let R be the rows of a replica that step (ready or stepping) and G = ceil(R / rows_max) the
+least number of groups that hold them. A group is full: rows_max rows. With less than two full
+groups of rows there are two ways, and which commits more is a matter of cost: full groups, so that
+the others wait and nothing can be prepared while one runs; or two halves that take turns. With one
+group of rows they all go together: a fragment never runs as a second order beside the first, for
+two half groups would alternate for ever and never merge.
 
 Choice. A row is passed over whenever a speculate order is dispatched on its replica while it is
 ready and not in it. Let w be the config's `wait_rounds`. With `oldest` the row that became ready
@@ -63,10 +64,16 @@ def groups_needed(rows: int, rows_max: int) -> int:
     return -(-rows // rows_max)
 
 
-def ideal_size(rows: int, rows_max: int) -> int:
-    """Rows of a balanced group: ceil(R / G)."""
-    groups = groups_needed(rows, rows_max)
-    return -(-rows // groups) if groups else 0
+def group_size(rows: int, rows_max: int, halves: bool) -> tuple[int, int]:
+    """Rows of a group, and how many must be ready for one to go beside an order of steps.
+
+    `halves`: less than two full groups of rows take turns by halves.
+    """
+    if rows <= rows_max:
+        return rows, rows
+    if halves and rows < 2 * rows_max:
+        return -(-rows // 2), rows // 2
+    return rows_max, rows_max
 
 
 def passes_bound(rows: int, rows_max: int, wait_rounds: int) -> int:
@@ -75,22 +82,23 @@ def passes_bound(rows: int, rows_max: int, wait_rounds: int) -> int:
 
 
 def may_step(
-    ready: int, stepping: int, prefilling: int, orders_in_flight: int, rows_max: int
+    ready: int, stepping: int, joining: int, orders_in_flight: int, beside: int, rows_max: int
 ) -> bool:
     """Whether a speculate order is worth dispatching now, or should wait for rows in flight.
 
     A replica without any order never waits. Beside an order of steps only a whole group of its
-    own goes. Behind a prefill alone, half of the group that it will be part of is enough: the
-    rows being filled join one step later, and the replica has no gap.
+    own goes: `beside` rows, see `group_size`. Behind a prefill alone, half of the group that it
+    will be part of is enough: the rows being filled join one step later, and the replica has no
+    gap.
     """
     if ready == 0:
         return False
     if orders_in_flight == 0:
         return True
     if stepping:
-        # With G = 1 this asks for all rows, and some are stepping: a fragment waits.
-        return ready >= (ready + stepping) // groups_needed(ready + stepping, rows_max)
-    return 2 * ready >= min(ready + prefilling, rows_max)
+        # With one group `beside` is all rows, and some are stepping: a fragment waits.
+        return ready >= beside
+    return 2 * ready >= min(ready + joining, rows_max)
 
 
 class _Shelf:
@@ -204,7 +212,7 @@ class ReadyRows:
     def choose(self, size: int, rows_max: int, groups: int, wait_rounds: int) -> list[str]:
         """The next group, shortest row first; nothing is changed.
 
-        `size` is the ideal size, `groups` is G; the group has min(size, ready) rows, or
+        `size` is that of a group, `groups` is G; the group has min(size, ready) rows, or
         min(rows_max, ready) when the oldest rows are taken. Needs at least one ready row.
         """
         key, since, kind = self._by_age[next(iter(self._by_age))]

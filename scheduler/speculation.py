@@ -91,6 +91,10 @@ class DraftPolicy(Protocol):
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
         """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
 
+    def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
+        """Whether so many rows, more than one group and less than two, step by halves in turns
+        rather than in full groups that nothing is prepared beside."""
+
     def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
         """KV positions that the next prefill order may fill, in [1, most], while so many rows are
         ready: each of them waits for it."""
@@ -116,6 +120,8 @@ class _Known:
     belief: DraftBelief = field(default_factory=DraftBelief)
     orders: int = 0
     """Orders that could have been trimmed."""
+    longest: int = 0
+    """Length of the longest row of the last order."""
     steps: int = 1
     step_s: float = 0.0
     trip_s: float | None = None
@@ -159,10 +165,21 @@ class GoodputPolicy:
         if pinned > choice.draft_len:
             choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
+        known.longest = rows[-1].length
         if prices is not None:
             known.step_s = prices(choice.draft_len, verified)
         known.steps = self._steps(known, steps_most)
         return StepPlan(choice.draft_len, known.steps, verified)
+
+    def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
+        """By the rows per second of both, with the last order's draft length."""
+        known = self._replicas[replica_id]
+        if not known.model.known or known.trip_s is None:
+            return 2 * rows > 3 * rows_max
+        model, draft_len = known.model, known.choice.draft_len
+        half_s = model.step_s(rows // 2, draft_len, known.longest)
+        full_s = model.step_s(rows_max, draft_len, known.longest) + known.trip_s
+        return rows / 2 / half_s > rows_max / full_s
 
     def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
         """As much as takes one step's time, so that rows that step lose half their speed at most;

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scheduler.grouping import (
     LEVEL,
     ReadyRows,
+    group_size,
     groups_needed,
-    ideal_size,
     may_step,
     passes_bound,
 )
@@ -165,7 +165,7 @@ def test_no_row_waits_beyond_the_bound(rows_count, rows_max, wait_rounds, in_fli
     lengths = {str(i): rng.choice([1, 5, 9, rng.randint(1, 200)]) for i in range(rows_count)}
     rows = ready_rows(list(lengths.values()))
     groups = groups_needed(rows_count, rows_max)
-    size = ideal_size(rows_count, rows_max)
+    size, _ = group_size(rows_count, rows_max, halves=rng.random() < 0.5)
     bound = passes_bound(rows_count, rows_max, wait_rounds)
     orders: list[list[str]] = []
     for _ in range(150):
@@ -202,29 +202,44 @@ def test_the_bound_holds_when_all_rows_are_overdue_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "rows_max", "groups", "size"),
-    [(0, 8, 0, 0), (1, 8, 1, 1), (8, 8, 1, 8), (9, 8, 2, 5), (12, 8, 2, 6), (17, 8, 3, 6)],
+    ("rows", "halves", "groups", "size"),
+    [
+        (0, False, 0, (0, 0)),
+        (1, True, 1, (1, 1)),
+        (8, True, 1, (8, 8)),
+        (9, True, 2, (5, 4)),
+        (12, True, 2, (6, 6)),
+        (9, False, 2, (8, 8)),  # one runs, one waits
+        (15, False, 2, (8, 8)),
+        (16, True, 2, (8, 8)),  # two full groups need no halves
+        (17, True, 3, (8, 8)),
+    ],
 )
-def test_groups_are_balanced(rows: int, rows_max: int, groups: int, size: int) -> None:
-    assert (groups_needed(rows, rows_max), ideal_size(rows, rows_max)) == (groups, size)
+def test_groups_are_full_or_halves_that_take_turns(
+    rows: int, halves: bool, groups: int, size: tuple[int, int]
+) -> None:
+    assert (groups_needed(rows, 8), group_size(rows, 8, halves)) == (groups, size)
 
 
 @pytest.mark.parametrize(
-    ("ready", "stepping", "prefilling", "orders", "expected"),
+    ("ready", "stepping", "joining", "orders", "halves", "expected"),
     [
-        (0, 8, 0, 1, False),  # nobody to step
-        (1, 0, 0, 0, True),  # a replica without any order never waits
-        (4, 4, 0, 1, False),  # a fragment waits: all 8 belong in one group
-        (7, 1, 0, 1, False),
-        (8, 8, 0, 1, True),  # two whole groups alternate
-        (4, 5, 0, 1, True),  # 9 rows are groups of 5 and 4
-        (3, 6, 0, 1, False),
-        (7, 0, 1, 1, True),  # behind a prefill: most of the group is there
-        (1, 0, 6, 1, False),  # most of the group is being filled
-        (4, 0, 40, 1, True),
+        (0, 8, 0, 1, False, False),  # nobody to step
+        (1, 0, 0, 0, False, True),  # a replica without any order never waits
+        (4, 4, 0, 1, False, False),  # a fragment waits: all 8 belong in one group
+        (7, 1, 0, 1, False, False),
+        (8, 8, 0, 1, False, True),  # two whole groups alternate
+        (9, 8, 0, 1, False, True),
+        (4, 5, 0, 1, True, True),  # 9 rows as halves of 5 and 4
+        (3, 6, 0, 1, True, False),
+        (4, 8, 0, 1, False, False),  # 12 rows as full groups: 4 wait
+        (7, 0, 1, 1, False, True),  # behind a prefill: most of the group is there
+        (1, 0, 6, 1, False, False),  # most of the group is being filled
+        (4, 0, 40, 1, False, True),
     ],
 )
 def test_a_second_order_is_a_whole_group_or_waits(
-    ready: int, stepping: int, prefilling: int, orders: int, expected: bool
+    ready: int, stepping: int, joining: int, orders: int, halves: bool, expected: bool
 ) -> None:
-    assert may_step(ready, stepping, prefilling, orders, rows_max=8) is expected
+    _, beside = group_size(ready + stepping, 8, halves)
+    assert may_step(ready, stepping, joining, orders, beside, rows_max=8) is expected
