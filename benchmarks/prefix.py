@@ -1,0 +1,145 @@
+"""What sharing a prefix saves: requests behind one system prompt, with sharing on and off.
+
+One process, one pair, two replicas over it that take turns round by round; a closed loop of
+`--in-flight` requests whose prompts are the same `--system` tokens and then held-out text of their
+own. Each round has its own salt, so the first request of a round finds nothing. Outputs are
+compared.
+
+    python -m benchmarks.prefix --json benchmarks/results/prefix.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+
+from transformers import AutoTokenizer
+
+from benchmarks.prompts import benchmark_tokens
+from benchmarks.report import table, write_json
+from cluster.local_engine import LocalEngine
+from replicas.config import ReplicaConfig
+from replicas.pair import load_pair, resolve
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request
+
+
+@dataclass(frozen=True)
+class Round:
+    """One closed loop over all requests."""
+
+    sharing: bool
+    tokens_per_s: float
+    first_token_p50_s: float
+    first_token_p95_s: float
+    prefill_tokens: int
+    """KV positions that were computed."""
+    reused_tokens: int
+    outputs: list[list[int]]
+
+
+def serve(
+    replica: Replica, requests: Sequence[Request], in_flight: int, config: SchedulerConfig
+) -> Round:
+    """Runs the requests, `in_flight` at a time."""
+    engine = LocalEngine(replica, config, clock=perf_counter)
+    begun_s = perf_counter()
+    sent = 0
+    while True:
+        while sent < len(requests) and engine.scheduler.snapshot().live < in_flight:
+            engine.submit(requests[sent])
+            sent += 1
+        if not engine.advance():
+            break
+    elapsed_s = perf_counter() - begun_s
+    outputs = [engine.outputs[request.id] for request in requests]
+    waits = [
+        output.first_token_s - output.submitted_s
+        for output in outputs
+        if output.first_token_s is not None
+    ]
+    assert len(waits) == len(requests), "every request gets tokens"
+    (status,) = engine.scheduler.snapshot().replicas
+    return Round(
+        sharing=replica.spec.prefix_sharing,
+        tokens_per_s=sum(len(output.tokens) for output in outputs) / elapsed_s,
+        first_token_p50_s=median(waits),
+        first_token_p95_s=quantiles(waits, n=20)[-1],
+        prefill_tokens=status.prefill_tokens,
+        reused_tokens=status.reused_tokens,
+        outputs=[output.tokens for output in outputs],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--draft", default="demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--system", type=int, default=200, help="tokens that all prompts share")
+    parser.add_argument("--own", type=int, default=24, help="tokens of each prompt's own")
+    parser.add_argument("--new", type=int, default=32, help="tokens per answer")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--in-flight", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    config = ReplicaConfig(
+        target=args.target, draft=args.draft, device=args.device, dtype=args.dtype
+    )
+    pair = load_pair(config)
+    replicas = [
+        Replica(pair, config.model_copy(update={"prefix_sharing": sharing}))
+        for sharing in (False, True)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
+    texts = benchmark_tokens(tokenizer, args.requests + 16, None, pair.context_len)
+    system = tuple(token for text in texts[args.requests :] for token in text)[: args.system]
+    pool = SchedulerConfig(rows_max=args.in_flight)
+
+    def requests(salt: str) -> list[Request]:
+        return [
+            Request(f"q{index}", (*system, *text[: args.own]), args.new, cache_salt=salt)
+            for index, text in enumerate(texts[: args.requests])
+        ]
+
+    for replica in replicas:  # warm-up
+        serve(replica, requests("warm-up")[: args.in_flight], args.in_flight, pool)
+    rounds = [
+        serve(replica, requests(f"round {number}"), args.in_flight, pool)
+        for number in range(args.rounds)
+        for replica in replicas[:: 1 if number % 2 else -1]
+    ]
+    same = all(one.outputs == rounds[0].outputs for one in rounds)
+    rows = []
+    for sharing in (False, True):
+        mine = [one for one in rounds if one.sharing == sharing]
+        rows.append(
+            [
+                "on" if sharing else "off",
+                median(one.tokens_per_s for one in mine),
+                1e3 * median(one.first_token_p50_s for one in mine),
+                1e3 * median(one.first_token_p95_s for one in mine),
+                mine[0].prefill_tokens,
+                mine[0].reused_tokens,
+            ]
+        )
+    header = ("sharing", "tokens/s", "TTFT p50, ms", "p95", "positions computed", "found")
+    print(table(header, rows))
+    print(f"outputs identical: {'yes' if same else 'NO'}")
+    figures = [
+        {key: value for key, value in asdict(one).items() if key != "outputs"} for one in rounds
+    ]
+    options = {key: value for key, value in vars(args).items() if key != "json"}
+    write_json(args.json, {"options": options, "identical": same, "rounds": figures})
+
+
+if __name__ == "__main__":
+    main()
