@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=None, help="torch's intra-op threads")
     parser.add_argument("--system", type=int, default=200, help="tokens that all prompts share")
     parser.add_argument("--own", type=int, default=24, help="tokens of each prompt's own")
     parser.add_argument("--new", type=int, default=32, help="tokens per answer")
@@ -92,7 +93,11 @@ def main() -> None:
     args = parser.parse_args()
 
     config = ReplicaConfig(
-        target=args.target, draft=args.draft, device=args.device, dtype=args.dtype
+        target=args.target,
+        draft=args.draft,
+        device=args.device,
+        dtype=args.dtype,
+        torch_threads=args.threads,
     )
     pair = load_pair(config)
     replicas = [

@@ -7,7 +7,7 @@ nothing: which rows run, when and how far ahead is the pool's business.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -21,7 +21,7 @@ from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
-from replicas.prefill import prefill
+from replicas.prefill import PASS_COST_TOKENS, prefill
 from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -191,33 +191,53 @@ class Replica:
     def _prefill(self, order: Order) -> StepResult:
         start = perf_counter()
         watch = Stopwatch(self._device)
-        ids = [row.sequence_id for row in order.prefill]
+        begins: dict[str, int] = {}
         try:
-            spans = [self._span(row) for row in order.prefill]
-            with watch.section("prefill"):
-                self._fill(self._target, ids, spans)
-                if self._draft is not None:
-                    self._fill(self._draft, ids, spans)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            for rows in self._waves(order.prefill):
+                ids = [row.sequence_id for row in rows]
+                spans = [self._span(row) for row in rows]
+                with watch.section("prefill"):
+                    self._fill(self._target, ids, spans)
+                    if self._draft is not None:
+                        self._fill(self._draft, ids, spans)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                for sequence_id, (begin, end) in zip(ids, spans, strict=True):
+                    begins[sequence_id] = begin
+                    resident = self._residents[sequence_id]
+                    resident.to_fill = len(resident.content) - 1 - end
+                    if self._draft is not None:
+                        resident.draft_kv = max(resident.draft_kv, end)
+                    self._publish(sequence_id)
         except BaseException:
-            self.release(ids)
+            self.release(row.sequence_id for row in order.prefill)
             raise
-        for sequence_id, (_, end) in zip(ids, spans, strict=True):
-            resident = self._residents[sequence_id]
-            resident.to_fill = len(resident.content) - 1 - end
-            if self._draft is not None:
-                resident.draft_kv = max(resident.draft_kv, end)
-            self._publish(sequence_id)
         return StepResult(
             order_id=order.id,
             replica_id=order.replica_id,
             rows=tuple(
-                RowResult(row.sequence_id, reused=begin if row.tokens else 0)
-                for row, (begin, _) in zip(order.prefill, spans, strict=True)
+                RowResult(row.sequence_id, reused=begins[row.sequence_id] if row.tokens else 0)
+                for row in order.prefill
             ),
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
         )
+
+    def _waves(self, rows: Sequence[PrefillRow]) -> list[list[PrefillRow]]:
+        """The rows in the order in which they are filled, those of one wave together: who shares
+        the prefix of another row of the order comes second, and finds it."""
+        if self._shared is None or len(rows) == 1:
+            return [list(rows)]
+        block_size = self._shape.block_size
+        keys, fills = [], []
+        for row in rows:
+            chain = Chain(root_key(self._identity, row.salt), block_size)
+            blocks = max(len(row.tokens) - 2, 0) // block_size
+            keys.append(chain.keys(row.tokens, blocks))
+            fills.append(blocks if row.until is None else min(row.until // block_size, blocks))
+        least = PASS_COST_TOKENS.get(self._device.type, PASS_COST_TOKENS["cuda"]) // block_size
+        second = self._shared.followers(keys, fills, least)
+        first = [row for index, row in enumerate(rows) if index not in second]
+        return [first, [rows[index] for index in second]] if second else [first]
 
     def _span(self, row: PrefillRow) -> tuple[int, int]:
         """The KV positions [begin, end) that this order fills of a row, which is resident now."""

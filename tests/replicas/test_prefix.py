@@ -179,6 +179,20 @@ def test_two_that_computed_the_same_keep_one_each_and_the_first_is_found() -> No
     assert blocks.cached_blocks == 1
 
 
+def test_who_shares_with_another_of_the_same_order_comes_second_if_it_pays() -> None:
+    blocks = SharedBlocks(blocks=64, block_size=BLOCK)
+    system, other = [1] * 12, [2] * 12
+    contents = [[*system, *[n] * 4] for n in range(5, 9)] + [[*other, *[9] * 4]]
+    keys = [keys_of(content) for content in contents]
+    fills = [4] * 5
+    assert blocks.followers(keys, fills, 8) == [1, 2, 3], "nine blocks"
+    assert blocks.followers(keys, fills, 9) == []
+    assert blocks.followers(keys, [1, 4, 4, 4, 4], 0) == [1, 2, 3], "what the first one fills"
+    assert blocks.followers(keys, [4, 1, 1, 1, 4], 3) == [], "no more than they are to fill"
+    fill(blocks, "a", system)
+    assert blocks.followers(keys, fills, 0) == [], "it is there already"
+
+
 # ------------------------------------------------------------------------------ replica
 
 
@@ -280,6 +294,34 @@ def test_a_found_prefix_goes_beyond_the_chunk_that_was_asked_for(chats: Chats) -
     row = PrefillRow("b", (), 4, SamplingParams(), (), 7, begin=16, until=20)
     assert chats.replica.step(chats.order(kind=OrderKind.PREFILL, prefill=(row,))).rows
     chats.replica.check_integrity()
+
+
+def test_prompts_of_one_order_share_what_the_first_of_them_computes() -> None:
+    replica = tiny_replica("llama", block_size=BLOCK)
+    system = PROMPT * 3
+    contents = {f"{n}": [*system, n, n + 1, n] for n in range(4)}
+    contents["alone"] = [7, *PROMPT]
+    rows = tuple(
+        PrefillRow(name, tuple(tokens), 20, SamplingParams(), (), -(-(len(tokens) + 20) // BLOCK))
+        for name, tokens in contents.items()
+    )
+    result = replica.step(Order(1, "r", OrderKind.PREFILL, prefill=rows))
+    replica.check_integrity()
+    assert [row.sequence_id for row in result.rows] == list(contents), "in the order's order"
+    assert [row.reused for row in result.rows] == [0, 60, 60, 60, 0]
+    for number in range(4):
+        steps = sorted(
+            (StepRow(name, len(tokens), 3, 40) for name, tokens in contents.items()),
+            key=lambda row: row.length,
+        )
+        order = Order(number + 2, "r", OrderKind.SPECULATE, rows=tuple(steps), draft_len=3)
+        for row in replica.step(order).rows:
+            contents[row.sequence_id] += row.tokens
+    model = target_model("llama")
+    for row in rows:
+        new = contents[row.sequence_id][len(row.tokens) :]
+        assert len(new) >= 4
+        assert new[:20] == plain_greedy(model, row.tokens, 20)[: len(new)]
 
 
 def test_a_failed_prefill_leaves_what_is_shared_as_it_was(
