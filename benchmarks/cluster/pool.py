@@ -163,5 +163,8 @@ def measure_pools(shards: int, replicas: int, requests: int, step_s: float) -> d
         "limit": limit,
         "one": one,
         "several": several,
-        "several_over_one": round(several[key] / one[key], 2),
+        # Were all pools alike, and a core for each: how evenly requests and replicas are shared.
+        "several_over_one_by_orders": round(sum(several["orders"]) / max(several["orders"]), 2),
+        # The same with what each took, here, where they share the cores with each other.
+        "several_over_one_by_cpu": round(several[key] / one[key], 2),
     }
