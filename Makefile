@@ -7,7 +7,7 @@ SETUP := $(VENV)/.setup-done
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench worlds chaos soak clean
+.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench simulate worlds chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -52,6 +52,15 @@ bench: $(SETUP)  ## the figures of the README (about twenty minutes on two cores
 	$(BIN)/python -m benchmarks.cluster --json benchmarks/results/cluster.json
 	$(BIN)/python -m benchmarks.scheduler --json benchmarks/results/scheduler.json
 	$(BIN)/python -m benchmarks.autoscaling --json benchmarks/results/autoscaling.json --plot benchmarks/results/autoscaling.svg
+
+SIMULATE = $(BIN)/lockstep simulate
+SHORT_ROWS = --prompt-tokens 50..300 --new-tokens 64..192
+SIMULATED = benchmarks/results/simulate
+simulate: $(SETUP)  ## a thousand replicas, the end of one pool, grouping against none: in virtual time
+	$(SIMULATE) $(SHORT_ROWS) --replicas 4,8,16,32,64 --shards 1,4 --requests 40 --in-flight 24 --per-replica --json $(SIMULATED)_pool.json --svg $(SIMULATED)_pool.svg
+	$(SIMULATE) $(SHORT_ROWS) --replicas 256 --shards 1,4 --requests 32 --in-flight 16 --per-replica --json $(SIMULATED)_shards.json --svg $(SIMULATED)_shards.svg
+	$(SIMULATE) --replicas 2 --rate 17 --requests 900 --pool-cost none --baseline eqspec --json $(SIMULATED)_baseline.json --svg $(SIMULATED)_baseline.svg
+	$(SIMULATE) $(SHORT_ROWS) --replicas 1024 --requests 100000 --rate 6500 --pool-cost none --json $(SIMULATED)_1024.json --svg $(SIMULATED)_1024.svg
 
 worlds: SEED ?= 1
 worlds: N ?= 20000

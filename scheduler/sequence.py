@@ -212,7 +212,10 @@ class Sequence:
         tokens that were dropped; completion tokens never do.
         """
         assert self.live, f"{self.id}: a finished sequence never changes"
-        kept, reason = truncate(row.tokens, self.tokens_left, self.request.stop_token_ids)
+        kept, reason = row.tokens, None
+        stops, left = self.request.stop_token_ids, self.length_max - self.length
+        if stops or len(kept) >= left:
+            kept, reason = truncate(kept, left, stops)
         self.committed.extend(kept)
         self.length += len(kept)
         self.steps += row.steps
