@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
-from replicas.eqspec import Group, Outcome, step
+from replicas.eqspec import Group, step
 from replicas.graphs import Limits, StepRunner
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
@@ -23,6 +22,7 @@ from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.prefill import PASS_COST_TOKENS, prefill
 from replicas.prefix import Chain, SharedBlocks, root_key
+from replicas.resident import Resident, Tally, commit
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
@@ -32,38 +32,10 @@ from scheduler.messages import (
     PrefillRow,
     ReplicaSpec,
     RowResult,
-    SamplingParams,
     StepResult,
     StepRow,
     StepTimes,
 )
-
-
-@dataclass
-class Resident:
-    """A sequence whose KV cache is here. Target KV is valid for len(content) - 1 positions, but for
-    `to_fill` while it is being prefilled."""
-
-    content: list[int]
-    tokens_left: int
-    sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    chain: Chain
-    """Keys of its blocks."""
-    to_fill: int = 0
-    """KV positions of both models that prefill orders are still to fill; 0 before any step."""
-    draft_kv: int = 0
-    """Valid draft KV positions: len(content) - 1 or - 2 after a step, less after draft_len 0."""
-
-
-@dataclass
-class _Tally:
-    """What a row committed over the steps of an order."""
-
-    steps: int
-    draft_tokens: int
-    accepted_at: list[int]
-    tried_at: list[int]
 
 
 class Replica:
@@ -269,7 +241,7 @@ class Replica:
         )
         found = 0
         if self._shared is not None:
-            keys = chain.keys(row.tokens, _settled(resident) // block_size)
+            keys = chain.keys(row.tokens, resident.settled // block_size)
             found = self._shared.adopt(row.sequence_id, keys) * block_size
         resident.to_fill = len(row.tokens) - 1 - found
         if self._draft is not None:
@@ -283,7 +255,7 @@ class Replica:
         if self._shared is None:
             return
         resident = self._residents[sequence_id]
-        valid = min(_settled(resident), len(resident.content) - 1 - resident.to_fill)
+        valid = min(resident.settled, len(resident.content) - 1 - resident.to_fill)
         if self._draft is not None:
             valid = min(valid, resident.draft_kv)
         blocks = valid // self._shape.block_size
@@ -325,7 +297,7 @@ class Replica:
             most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
             self._own(row.sequence_id, row.blocks, row.length + most - 1)
         before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
-        tallies = [_Tally(0, 0, [0] * order.draft_len, [0] * order.draft_len) for _ in rows]
+        tallies = [Tally(0, 0, [0] * order.draft_len, [0] * order.draft_len) for _ in rows]
         table = self._blocks.table(ids, self._device)
         # A target that cannot leave tokens out checks all of them: slower, and as right.
         verify = order.verify_tokens if self._target.packs else None
@@ -356,8 +328,11 @@ class Replica:
                     outcome = self._runner.step(group, watch)
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tally.draft_tokens += caps[index]
-                    _commit(resident, tally, outcome, index, k)
-                if any(_finished(*pair) for pair in zip(rows, outcome.committed, strict=True)):
+                    commit(resident, tally, outcome, index, k)
+                if any(
+                    resident.finished(tokens)
+                    for resident, tokens in zip(rows, outcome.committed, strict=True)
+                ):
                     break
                 if interrupted():
                     break
@@ -401,7 +376,7 @@ class Replica:
             f" {len(resident.content)} are here"
         )
         assert resident.to_fill == 0, f"{row.sequence_id} is filled in part only"
-        assert self._frozen(row.sequence_id) <= _settled(resident), "it would write shared blocks"
+        assert self._frozen(row.sequence_id) <= resident.settled, "it would write shared blocks"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
         assert row.draft_len == 0 or self._draft is not None, "drafting needs a draft"
         return resident
@@ -420,26 +395,3 @@ class Replica:
                 self._fill(self._draft, [sequence_id for sequence_id, _ in behind], spans)
             for (_, resident), (_, end) in zip(behind, spans, strict=True):
                 resident.draft_kv = end
-
-
-def _commit(resident: Resident, tally: _Tally, outcome: Outcome, row: int, k: int) -> None:
-    """Append a step's tokens. Drafting fed the draft all proposed tokens but the last one."""
-    length, accepted = len(resident.content), outcome.accepted[row]
-    resident.content.extend(outcome.committed[row])
-    resident.tokens_left -= len(outcome.committed[row])
-    if k > 0:
-        resident.draft_kv = length + min(accepted, k - 1)
-    tally.steps += 1
-    for j in range(accepted):
-        tally.accepted_at[j] += 1
-    for j in range(min(accepted + 1, outcome.checked[row])):
-        tally.tried_at[j] += 1
-
-
-def _settled(resident: Resident) -> int:
-    """Positions before all that a step may write: the draft begins one before the last token."""
-    return max(len(resident.content) - 2, 0)
-
-
-def _finished(resident: Resident, committed: list[int]) -> bool:
-    return resident.tokens_left == 0 or not resident.stop_token_ids.isdisjoint(committed)
