@@ -183,6 +183,7 @@ class Layout:
         if not span.inside or span.longest + width > shape.context_len:
             self._inside = self.positions.clamp(0, shape.context_len - 1)
         self._slots = block * block_size + self.positions % block_size
+        self._read: tuple[int, torch.Tensor] = (0, table)  # blocks per row, and which
         length = self._longest + width
         # Every query sees a key, so that padding stays finite.
         last_seen = self.positions[:1] if self.uniform else self.positions
@@ -197,17 +198,20 @@ class Layout:
         """The pass over positions starts + begin .. starts + end - 1."""
         length = self._longest + end
         blocks = -(-length // self._block_size)
-        table = self._table[:, :blocks]
-        if table.shape[1] < blocks:
-            table = torch.nn.functional.pad(table, (0, blocks - table.shape[1]), value=SCRAP_BLOCK)
+        if blocks != self._read[0]:  # the windows of a step mostly read the same ones
+            table = self._table[:, :blocks]
+            missing = blocks - table.shape[1]
+            if missing > 0:
+                table = torch.nn.functional.pad(table, (0, missing), value=SCRAP_BLOCK)
+            self._read = (blocks, table.reshape(-1))
         unmasked = self.uniform and end - begin == 1
         return Window(
             positions=self._inside[:, begin:end],
             slots=self._slots[:, begin:end].reshape(-1),
-            blocks=table.reshape(-1),
+            blocks=self._read[1],
             length=length,
             mask=None if unmasked else self._mask[:, None, begin:end, :length],
-            rows=table.shape[0],
+            rows=self._table.shape[0],
             width=end - begin,
         )
 

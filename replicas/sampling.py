@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -23,6 +24,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 # Multipliers of murmur3's 32-bit finaliser, as signed int32.
+_MASS_ROUNDING = 1e-5
+"""More than all probabilities together may be off 1 by."""
 _FLOAT_BITS = 30
 """Bits that a float in [0, 1] has below 2.0's."""
 _FMIX_1 = 0x85EBCA6B - (1 << 32)
@@ -72,6 +75,8 @@ class SamplingBatch:
         batch's kernels depend on its `kind` alone.
         """
         sampled = [i for i, p in enumerate(params) if p.temperature > 0.0]
+        if params and not sampled:
+            return _greedy_batch(device)
         greedy = None
         if whole and sampled and (static or len(sampled) < len(params)):
             greedy = torch.tensor([[p.temperature == 0.0] for p in params], device=device)
@@ -154,6 +159,15 @@ class SamplingBatch:
         if self.rows is not None:
             positions = positions[self.rows]
         return gumbel_noise(self.seed, positions, vocab)
+
+
+@cache
+def _greedy_batch(device: torch.device) -> SamplingBatch:
+    """Nothing is read of a batch without sampled rows, so one serves all."""
+    none = torch.empty(0, device=device)
+    return SamplingBatch(
+        none.long(), None, none, none, none, none, none, False, 0, False, False, True
+    )
 
 
 def choose(
@@ -247,17 +261,29 @@ def _sample_top_p(
     Spares the sort: take the best noisy token, and if it lies outside the nucleus so does all that
     is no likelier; strike that out and take the next. The likeliest token is always inside, and
     each round strikes out at least one, so the loop ends, after two or three rounds as a rule.
+    Most tokens are so likely themselves that the rest cannot hold top_p; only the others' masses
+    are added up, and only rows whose token was struck out take part in the next round.
     """
-    probability = _probability(scores)
-    while True:
-        token = noisy.argmax(dim=-1, keepdim=True)
-        chosen = probability.gather(-1, token)
-        mass_before = _mass(probability, probability > chosen)
+    probability = _probability(scores).flatten(0, 1)
+    noisy = noisy.flatten(0, 1)
+    limit = top_p.expand(-1, scores.shape[1], 1).reshape(-1, 1)
+    token = noisy.argmax(dim=-1, keepdim=True)
+    chosen = probability.gather(-1, token)
+    doubtful = (chosen <= 1.0 - limit + _MASS_ROUNDING) & (limit < 1.0)
+    rows = doubtful[:, 0].nonzero()[:, 0]
+    while rows.shape[0]:
+        # Where all take part, as in the first round of a flat distribution, nothing is copied.
+        every = rows.shape[0] == probability.shape[0]
+        likely, best = (probability, chosen) if every else (probability[rows], chosen[rows])
+        mass_before = _mass(likely, likely > best)
         # The likeliest token has no mass before it: inside, even where float32 holds a top_p of 0.
-        outside = (mass_before >= top_p) & (mass_before > 0.0) & (top_p < 1.0)
-        if not outside.any():
-            return token[..., 0]
-        noisy.masked_fill_(outside & (probability <= chosen), -torch.inf)
+        outside = ((mass_before >= limit[rows]) & (mass_before > 0.0))[:, 0]
+        rows = rows[outside]
+        struck = noisy[rows].masked_fill_(likely[outside] <= best[outside], -torch.inf)
+        noisy[rows] = struck
+        token[rows] = struck.argmax(dim=-1, keepdim=True)
+        chosen[rows] = probability[rows].gather(-1, token[rows])
+    return token.view(scores.shape[:-1])
 
 
 def _nucleus(
@@ -288,9 +314,9 @@ def _probability(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _mass(
-    probability: torch.Tensor,  # [sampled, width, vocab], of `_probability`
-    among: torch.Tensor,  # [sampled, width, vocab], bool
-) -> torch.Tensor:  # [sampled, width, 1], float64
+    probability: torch.Tensor,  # [..., vocab], of `_probability`
+    among: torch.Tensor,  # [..., vocab], bool
+) -> torch.Tensor:  # [..., 1], float64
     """Probability of the tokens `among`. A float64 holds every partial sum exactly, so the order in
     which a device adds them up, which it chooses by the batch, cannot decide about a token."""
     return torch.where(among, probability, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
