@@ -17,20 +17,13 @@ from functools import cache
 
 import torch
 
+from replicas.noise import gumbel_noise
 from scheduler.messages import SamplingParams
 
-# Golden-ratio and multiplier constants of splitmix64 (Steele et al., 2014), as signed int64.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-# Multipliers of murmur3's 32-bit finaliser, as signed int32.
 _MASS_ROUNDING = 1e-5
 """More than all probabilities together may be off 1 by."""
 _FLOAT_BITS = 30
 """Bits that a float in [0, 1] has below 2.0's."""
-_FMIX_1 = 0x85EBCA6B - (1 << 32)
-_FMIX_2 = 0xC2B2AE35 - (1 << 32)
-
 
 SamplingKind = tuple[bool, int, bool, bool]
 """Whether any row is sampled, the greatest top_k, whether there is any top_p or min_p."""
@@ -320,45 +313,3 @@ def _mass(
     """Probability of the tokens `among`. A float64 holds every partial sum exactly, so the order in
     which a device adds them up, which it chooses by the batch, cannot decide about a token."""
     return torch.where(among, probability, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-
-
-def gumbel_noise(
-    seed: torch.Tensor,  # [rows, 1], int64
-    positions: torch.Tensor,  # [rows, width], int64
-    vocab: int,
-) -> torch.Tensor:  # [rows, width, vocab], float32
-    """Standard Gumbel noise of every token id at (seed, position): -log of an exponential.
-
-    Counter-based in the sense of Salmon et al. (SC 2011): no state, any element on its own. A
-    64-bit key is made of seed and position; token ids are spread over 32 bits and mixed with it.
-    """
-    key = _splitmix64(_splitmix64(seed) + positions * _GOLDEN)[..., None]
-    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    token = torch.arange(vocab, dtype=torch.int32, device=seed.device)
-    bits = _shift_xor_(_fmix32(token) ^ low, 16, 0xFFFF).mul_(_FMIX_1).add_(high)
-    _shift_xor_(bits, 13, 0x7FFFF).mul_(_FMIX_2)
-    _shift_xor_(bits, 16, 0xFFFF).bitwise_and_(0x7FFFFFFF)
-    # 31 bits as a number in (0, 1), negated. Small ones keep their relative precision, and with
-    # log1p so does the small exponential that wins the argmax; -1 itself is kept out.
-    uniform = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1.0)
-    return uniform.log1p_().neg_().log_().neg_()
-
-
-def _splitmix64(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's output function on int64; products wrap around."""
-    x = x + _GOLDEN
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _fmix32(x: torch.Tensor) -> torch.Tensor:
-    """murmur3's 32-bit finaliser on int32."""
-    x = _shift_xor_(x.clone(), 16, 0xFFFF).mul_(_FMIX_1)
-    x = _shift_xor_(x, 13, 0x7FFFF).mul_(_FMIX_2)
-    return _shift_xor_(x, 16, 0xFFFF)
-
-
-def _shift_xor_(x: torch.Tensor, bits: int, mask: int) -> torch.Tensor:
-    """x ^= x >> bits in place; the mask makes the shift a logical one."""
-    return x.bitwise_xor_((x >> bits).bitwise_and_(mask))

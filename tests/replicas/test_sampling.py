@@ -18,13 +18,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from replicas.noise import gumbel_noise
 from replicas.sampling import (
     SamplingBatch,
     _mass,
     _probability,
     choose,
     choose_and_rate,
-    gumbel_noise,
 )
 from scheduler.messages import SamplingParams
 
