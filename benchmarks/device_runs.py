@@ -19,7 +19,7 @@ Key = tuple[str, int, int]
 
 GENERATE_BATCH = 8
 """Rows of a batch of transformers' `generate`."""
-REQUESTS_LEAST = 4
+REQUESTS_LEAST = 2
 """Requests of a run at the smallest batch sizes."""
 
 

@@ -59,10 +59,12 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
         ),
         ("transformers", 8, 0),
     }
-    for (mode, _, k), run in runs.items():
+    for (mode, batch, k), run in runs.items():
         assert run["tokens_per_s"] > 0
         if mode == "deterministic":
-            assert run["identical"] == run["compared"] == 4
+            assert (
+                run["identical"] == run["compared"] == (3 if run["draft_len"] and batch == 3 else 2)
+            )
         if mode != "transformers":
             assert run["committed"] >= 1 + (k > 0) * 0.3
             assert 0 < run["tokens_per_s"] < min(run["bandwidth_ceiling"], run["matrix_ceiling"])
