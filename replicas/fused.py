@@ -79,6 +79,8 @@ class FusedDecoder:
         """Takes the model's weights over; raises NotFused, and then has changed nothing."""
         body = _known(model, {"model", "lm_head"}).model
         _known(body, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        if type(model.lm_head) is not nn.Linear:
+            raise NotFused(f"{type(model.lm_head).__name__} is not a known output layer")
         for layer in body.layers:
             _check_layer(layer)
         first = body.layers[0].self_attn
@@ -266,11 +268,20 @@ def _check_layer(layer: Any) -> None:
                 raise NotFused(f"{type(module).__name__} holds no plain weights")
         if "Norm" in type(module).__name__:
             _norm(module)
-    projections = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-    if any(type(one) is not nn.Linear for one in projections) or (
-        len({one.bias is None for one in projections}) > 1
+    projections = [getattr(attention, name) for name in sorted(_ATTENTION)]
+    products = [*projections, *(getattr(layer.mlp, name) for name in known if "proj" in name)]
+    if any(type(one) is not nn.Linear for one in products):
+        raise NotFused(f"{type(layer).__name__} has projections of another kind")
+    inputs = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+    if len({one.bias is None for one in inputs}) > 1:
+        raise NotFused(f"{type(attention).__name__} has a bias in some projections only")
+    module_of = sys.modules[type(attention).__module__]
+    if not (
+        hasattr(attention, "head_dim")
+        and hasattr(attention, "scaling")
+        and hasattr(module_of, "apply_rotary_pos_emb")
     ):
-        raise NotFused(f"{type(attention).__name__} has projections of several kinds")
+        raise NotFused(f"{type(attention).__name__} is not a known attention layer")
 
 
 def _known(module: nn.Module, needed: set[str], others: set[str] | None = None) -> Any:

@@ -153,8 +153,29 @@ def _another_norm(model: PreTrainedModel) -> None:
     model.model.norm.__class__ = OffsetRMSNorm
 
 
+def _another_projection(model: PreTrainedModel) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model.model.layers[0].self_attn.o_proj.__class__ = Doubled
+
+
+def _another_output_layer(model: PreTrainedModel) -> None:
+    model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
+
+
 @pytest.mark.parametrize(
-    "change", [_another_activation, _a_part_more, _a_hook, _scaled_logits, _another_norm]
+    "change",
+    [
+        _another_projection,
+        _another_output_layer,
+        _another_activation,
+        _a_part_more,
+        _a_hook,
+        _scaled_logits,
+        _another_norm,
+    ],
 )
 def test_a_model_that_computes_something_else_keeps_its_own_forward(change) -> None:  # type: ignore[no-untyped-def]
     model = uneven_model("llama")
