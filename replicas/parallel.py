@@ -6,8 +6,9 @@ to the others over a pipe and all of them run it, meeting in the sums and joins 
 layers. Every rank sees the same logits, so every rank commits the same tokens; what each of them
 committed is compared after every order.
 
-A rank that ends takes the replica with it: rank 0 then raises ReplicaBroken, and its process should
-be replaced. A rank whose caller has gone ends by itself. All ranks are on one machine.
+A rank that ends or disagrees takes the replica with it: rank 0 raises ReplicaBroken then and ever
+after, so that its process is replaced. A rank whose caller has gone ends by itself. All ranks are
+on one machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ class ParallelReplica:
         self._others = others
         self._processes = processes
         self._folder = folder
+        self._broken: ReplicaBroken | None = None
         self.spec: ReplicaSpec = replica.spec
 
     def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
@@ -94,20 +96,27 @@ class ParallelReplica:
         self._folder.cleanup()
 
     def _tell(self, message: object) -> None:
+        if self._broken is not None:
+            raise self._broken
         try:
             for connection in self._others:
                 connection.send(message)
         except OSError as error:
-            raise ReplicaBroken(f"a rank is gone: {error}") from error
+            self._break(f"a rank is gone: {error}")
 
     def _compare(self, own: object) -> None:
         try:
             answers = [connection.recv() for connection in self._others]
         except (EOFError, OSError) as error:
-            raise ReplicaBroken("a rank is gone") from error
+            self._break(f"a rank is gone: {error}")
         for rank, answer in enumerate(answers, start=1):
             if answer != own:
-                raise ReplicaBroken(f"rank {rank} answered {answer!r}, rank 0 {own!r}")
+                self._break(f"rank {rank} answered {answer!r}, rank 0 {own!r}")
+
+    def _break(self, message: str) -> NoReturn:
+        """Residents may differ from rank to rank from now on: nothing may run any more."""
+        self._broken = ReplicaBroken(message)
+        raise self._broken
 
 
 def load_replica(config: ReplicaConfig) -> Replica | ParallelReplica:

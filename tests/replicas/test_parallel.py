@@ -20,6 +20,8 @@ from replicas.replica import Replica
 from replicas.shapes import SHAPES
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
+from tests.replicas.test_replica import Client
+from tests.tiny_pairs import tiny_replica
 
 NEW = 16
 
@@ -96,6 +98,27 @@ def test_a_rank_that_ends_breaks_the_replica_at_once(loaded: list[ParallelReplic
     process.join(10)
     with pytest.raises(ReplicaBroken, match="a rank is gone"):
         run(double, 2, 2)
+
+
+class Disagreeing:
+    """The pipe to a rank that commits something else."""
+
+    def send(self, message: object) -> None:
+        pass
+
+    def recv(self) -> object:
+        return [("a", (1, 2, 3))]
+
+
+def test_a_rank_that_disagrees_breaks_the_replica_for_good() -> None:
+    replica = ParallelReplica(tiny_replica("llama"), [Disagreeing()], [], None)  # type: ignore
+    client = Client(replica)  # type: ignore[arg-type]
+    with pytest.raises(
+        ReplicaBroken, match=r"rank 1 answered .*1, 2, 3.* rank 0 \[\('a', \(\)\)\]"
+    ):
+        client.prefill(a=[4, 5, 6])
+    with pytest.raises(ReplicaBroken, match="rank 1 answered"):
+        client.prefill(b=[4, 5, 6])
 
 
 def test_deterministic_holds_on_two_ranks_which_end_with_their_caller() -> None:
