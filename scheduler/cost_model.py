@@ -136,9 +136,12 @@ class Fit:
             [wk / k, wtk / (t * k), wkk / k**2],
         ]
         right = [ws, wts / t, wks / k]
+        # What little was seen does not tell apart counts as fixed: small passes are bound by
+        # launches. So a slope is taken too low rather than too high, and then soon tried.
         ridge = 1e-6 * max(matrix[i][i] for i in range(3))
-        for i in range(3):
+        for i in (1, 2):
             matrix[i][i] += ridge
+        matrix[0][0] += 1e-6 * ridge
         kept = [0, 1, 2]
         while True:
             found = _solve_linear(

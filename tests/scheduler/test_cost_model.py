@@ -79,6 +79,14 @@ def test_what_is_not_seen_any_more_is_still_known() -> None:
     assert fit.cost()(40, 800) == pytest.approx(22e-3, rel=0.05)
 
 
+def test_what_was_seen_once_counts_as_fixed() -> None:
+    fit = Fit()
+    fit.observe(1, 100, 1.5e-3)
+    cost = fit.cost()
+    assert cost.fixed_s == pytest.approx(1.5e-3, rel=1e-3)
+    assert cost(16, 3000) == pytest.approx(1.5e-3, rel=1e-2)
+
+
 def test_no_part_is_ever_negative() -> None:
     fit = Fit()
     for tokens, seconds in ((8, 20e-3), (40, 10e-3), (72, 5e-3)):
