@@ -22,6 +22,8 @@ from scheduler.messages import SamplingParams
 
 _MASS_ROUNDING = 1e-5
 """More than all probabilities together may be off 1 by."""
+_BLOCK, _MUCH = 64, 1 << 14
+"""Of `first_best`: elements per block, and from how many on it pays."""
 _FLOAT_BITS = 30
 """Bits that a float in [0, 1] has below 2.0's."""
 
@@ -154,6 +156,23 @@ class SamplingBatch:
         return gumbel_noise(self.seed, positions, vocab)
 
 
+def first_best(
+    scores: torch.Tensor,  # [..., vocab]
+) -> torch.Tensor:  # [...], int64
+    """argmax: the first of equals.
+
+    On a CPU torch's own goes element by element where its `amax` goes by vectors, so of much data
+    the best block is found first and then the best in it: a third of the time at 40 rows of 4,096.
+    """
+    vocab = scores.shape[-1]
+    if scores.device.type != "cpu" or vocab % _BLOCK or scores.numel() < _MUCH:
+        return scores.argmax(dim=-1)
+    blocks = scores.reshape(*scores.shape[:-1], -1, _BLOCK)
+    best = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    block = blocks.gather(-2, best[..., None].expand(*best.shape, _BLOCK))[..., 0, :]
+    return best[..., 0] * _BLOCK + block.argmax(dim=-1)
+
+
 @cache
 def _greedy_batch(device: torch.device) -> SamplingBatch:
     """Nothing is read of a batch without sampled rows, so one serves all."""
@@ -170,13 +189,13 @@ def choose(
 ) -> torch.Tensor:  # [rows, width], int64
     """The token that each of the logits stands for."""
     if noise is None:
-        return logits.argmax(dim=-1)
+        return first_best(logits)
     sampled, _ = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
     if sampling.greedy is not None:
-        return torch.where(sampling.greedy, logits.argmax(dim=-1), sampled)
+        return torch.where(sampling.greedy, first_best(logits), sampled)
     if sampling.rows is None:
         return sampled
-    return logits.argmax(dim=-1).index_copy_(0, sampling.rows, sampled)
+    return first_best(logits).index_copy_(0, sampling.rows, sampled)
 
 
 def choose_and_rate(
@@ -192,7 +211,7 @@ def choose_and_rate(
     by a standard Gumbel variable. Both are the same rule, without and with noise.
     """
     plain = logits.float()
-    token = logits.argmax(dim=-1)
+    token = first_best(logits)
     rated = plain.amax(dim=-1) - plain.logsumexp(dim=-1)
     if noise is None:
         return token, rated
@@ -228,10 +247,10 @@ def _sample(
         # Ratio to the best token, whose score is 0: p_i / p_best = exp(score_i).
         noisy = noisy.masked_fill(scores.exp() < sampling.min_p, -torch.inf)
     if not sampling.any_top_p:
-        return noisy.argmax(dim=-1), noisy
+        return first_best(noisy), noisy
     if sampling.static:
         noisy = noisy.masked_fill(~_nucleus(scores, sampling.top_p), -torch.inf)
-        return noisy.argmax(dim=-1), noisy
+        return first_best(noisy), noisy
     return _sample_top_p(scores, sampling.top_p, noisy), noisy
 
 
@@ -260,7 +279,7 @@ def _sample_top_p(
     probability = _probability(scores).flatten(0, 1)
     noisy = noisy.flatten(0, 1)
     limit = top_p.expand(-1, scores.shape[1], 1).reshape(-1, 1)
-    token = noisy.argmax(dim=-1, keepdim=True)
+    token = first_best(noisy)[..., None]
     chosen = probability.gather(-1, token)
     doubtful = (chosen <= 1.0 - limit + _MASS_ROUNDING) & (limit < 1.0)
     rows = doubtful[:, 0].nonzero()[:, 0]
