@@ -71,7 +71,7 @@ def simulate(
     ] = None,
     wait_rounds: Annotated[
         int, typer.Option(min=1, help="Rounds that a row waits at most between two steps.")
-    ] = 4,
+    ] = SchedulerConfig().wait_rounds,
     pool_cost: Annotated[
         str,
         typer.Option(help="What an event costs the pool: none, measured or microseconds."),
