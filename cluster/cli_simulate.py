@@ -70,8 +70,9 @@ def simulate(
         int | None, typer.Option(min=0, help="Draft tokens per step; else chosen by cost.")
     ] = None,
     wait_rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds that a row waits at most between two steps.")
-    ] = SchedulerConfig().wait_rounds,
+        int | None,
+        typer.Option(min=1, help="Rounds that a row waits at most; else the server's default."),
+    ] = None,
     pool_cost: Annotated[
         str,
         typer.Option(help="What an event costs the pool: none, measured or microseconds."),
@@ -116,7 +117,7 @@ def simulate(
     config = SchedulerConfig(
         rows_max=batch_size,
         draft_len=draft_len,
-        wait_rounds=wait_rounds,
+        wait_rounds=wait_rounds or SchedulerConfig().wait_rounds,
         waiting_requests_max=10**9,
         waiting_tokens_max=10**12,
     )
@@ -151,7 +152,7 @@ def simulate(
         "acceptance": acceptance,
         "batch_size": batch_size,
         "draft_len": draft_len,
-        "wait_rounds": wait_rounds,
+        "wait_rounds": config.wait_rounds,
         "kv_blocks": spec.kv_blocks,
         "pool_cost": None if base.pool is None else base.pool.model_dump(),
         "seed": seed,
