@@ -18,12 +18,13 @@ first, and so was passed over most:
    ready rows lay evenly. So those behind catch up with the next ones and then go on with them:
    lengths level out, which no choice by spread alone brings about. Where no window is tight, the
    one of least spread; of several, the one with the oldest row;
-2. the oldest was: the window of least spread that contains it (it anchors the window);
+2. the oldest was: the window of least spread that contains it (it anchors the window). So does,
+   before rule 1, the oldest row that has committed nothing yet: somebody waits for a first token;
 3. the oldest was passed over (w - 1) * G times: the rows_max oldest rows, whatever their spread.
 
 Measured with 64 residents of 16 to 256 tokens, groups of 8 and 4 draft tokens: of the KV positions
-that are read, 33 % are beyond a row's own in order of arrival (w = 1), 15 % with w = 2, 6 % with 3
-and 4 % with 4. Who falls behind for more rounds ends later, so the slowest of a hundred requests
+that are read, 33 % are beyond a row's own in order of arrival (w = 1), 15 % with w = 2, 7 % with 3
+and 6 % with 4. Who falls behind for more rounds ends later, so the slowest of a hundred requests
 gain up to w = 3 and lose with more (`lockstep simulate --baseline eqspec`).
 
 Kinds. A row is of one of two kinds: the draft is often right about it, or seldom; see `acceptance`.
@@ -177,6 +178,8 @@ class ReadyRows:
         """Rows of kind 0 and 1."""
         self._by_age: OrderedDict[str, tuple[_Key, int, int]] = OrderedDict()
         """(key, orders so far, kind) per row."""
+        self._new: dict[str, None] = {}
+        """Rows whose first token somebody waits for, the oldest first."""
         self._ready_number = 0
         self.orders = 0
         """Speculate orders dispatched on this replica."""
@@ -195,16 +198,19 @@ class ReadyRows:
         """Lengths of all ready rows, rising."""
         return list(merge(*(shelf.lengths for shelf in self._shelves)))
 
-    def add(self, sequence_id: str, length: int, kind: int = 0) -> None:
+    def add(self, sequence_id: str, length: int, kind: int = 0, new: bool = False) -> None:
         """The row is ready, from now on the youngest. Takes O(log n) comparisons."""
         self._ready_number += 1
         key = (length, self._ready_number, sequence_id)
         self._shelves[kind].add(key)
         self._by_age[sequence_id] = (key, self.orders, kind)
+        if new:
+            self._new[sequence_id] = None
 
     def remove(self, sequence_id: str) -> None:
         key, _, kind = self._by_age.pop(sequence_id)
         self._shelves[kind].remove(key)
+        self._new.pop(sequence_id, None)
 
     def passes(self, sequence_id: str) -> int:
         """How often the row was passed over since it became ready."""
@@ -221,16 +227,19 @@ class ReadyRows:
         if passes >= (wait_rounds - 1) * groups:
             keys = sorted(self._by_age[row][0] for row in islice(self._by_age, rows_max))
         else:
-            overdue = 2 * passes >= (2 * wait_rounds - 3) * groups
-            keys = self._shelf(kind, size, overdue).window(size, key if overdue else None)
+            anchored = 2 * passes >= (2 * wait_rounds - 3) * groups
+            if not anchored and self._new:
+                anchored = True
+                key, _, kind = self._by_age[next(iter(self._new))]
+            keys = self._shelf(kind, size, anchored).window(size, key if anchored else None)
         return [key[2] for key in keys]
 
-    def _shelf(self, kind: int, size: int, overdue: bool) -> _Shelf:
-        """Where the next group is sought, `kind` being that of the oldest row."""
+    def _shelf(self, kind: int, size: int, anchored: bool) -> _Shelf:
+        """Where the next group is sought, `kind` being that of the oldest row or of the anchor."""
         own, other = self._shelves[kind], self._shelves[1 - kind]
         if len(own) >= size or not other.keys:
             return own
-        if not overdue and len(other) >= size:
+        if not anchored and len(other) >= size:
             return other
         # Sorting two runs is merging them.
         return _Shelf(sorted(own.keys + other.keys))
@@ -242,6 +251,7 @@ class ReadyRows:
         for sequence_id in sequence_ids:
             key, _, kind = self._by_age.pop(sequence_id)
             taken[kind].append(key)
+            self._new.pop(sequence_id, None)
         for shelf, keys in zip(self._shelves, taken, strict=True):
             if keys:
                 shelf.remove_all(sorted(keys))
@@ -255,5 +265,6 @@ class ReadyRows:
                 assert self._by_age[key[2]][::2] == (key, kind), "ready rows differ"
                 ids.add(key[2])
         assert ids == set(self._by_age), "ready rows differ"
+        assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
         numbers = [key[1] for key, _, _ in self._by_age.values()]
         assert numbers == sorted(numbers), "ready rows are not in order of age"

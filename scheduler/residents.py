@@ -220,7 +220,8 @@ class Replica:
     def ready_again(self, sequence: Sequence) -> None:
         """No order holds it any more; the youngest of the ready rows, or of the suspects."""
         if sequence.rows_limit is None:
-            self.ready.add(sequence.id, sequence.length, sequence.kind)
+            new = not sequence.committed
+            self.ready.add(sequence.id, sequence.length, sequence.kind, new)
         else:
             self.suspects[sequence.id] = sequence
 

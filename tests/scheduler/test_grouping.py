@@ -132,6 +132,15 @@ def test_kinds_mix_where_neither_fills_a_group() -> None:
     rows.check_integrity()
 
 
+def test_whoever_waits_for_a_first_token_anchors_the_next_window() -> None:
+    rows = ReadyRows()
+    for index, length in enumerate([10, 10, 11, 80, 90, 91]):
+        rows.add(str(index), length, new=index == 3)
+    assert take(rows, 2, 2, 3, 4) == ["3", "4"]
+    rows.check_integrity()
+    assert take(rows, 2, 2, 3, 4) == ["0", "1"], "once it has gone, the short ones go first again"
+
+
 @settings(max_examples=100, deadline=None)
 @given(lengths_of_rows, st.integers(1, 12), st.data())
 def test_an_anchored_window_is_the_tightest_with_the_anchor(
@@ -173,7 +182,7 @@ def test_no_row_waits_beyond_the_bound(rows_count, rows_max, wait_rounds, in_fli
             for row in orders.pop(0):
                 # Growing by nothing keeps the most attractive rows attractive for ever.
                 lengths[row] += rng.choice([0, 0, 1])
-                rows.add(row, lengths[row], kind=rng.choice([0, 0, 0, 1]))
+                rows.add(row, lengths[row], rng.choice([0, 0, 0, 1]), new=rng.random() < 0.1)
         orders.append(take(rows, size, rows_max, groups, wait_rounds))
         assert all(rows.passes(row) <= bound for row in rows)
 
