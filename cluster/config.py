@@ -38,7 +38,7 @@ class PoolConfig(_Settings):
     )
     move_s: float = Field(
         1.0,
-        ge=0,
+        ge=0.05,
         description="How long requests wait in a shard without a replica, or in one that does not "
         "answer, before they go to one that serves.",
     )

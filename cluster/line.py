@@ -29,6 +29,8 @@ _LENGTH = 4
 _SECRET_BYTES = 32
 _FRAME_BYTES_MAX = 1 << 30
 _CONNECT_S = 2.0
+_SECRET_S = 5.0
+"""Whoever has not said the secret by then is hung up on."""
 
 Method = Callable[..., Awaitable[Any]]
 
@@ -131,6 +133,14 @@ class _Caller(_Frames):
         self._secret: bytes | None = secret
         """None once it was said."""
         self._calls: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(_SECRET_S, self._hang_up_on_a_stranger)
+
+    def _hang_up_on_a_stranger(self) -> None:
+        if self._secret is not None:
+            self.hang_up()
 
     def data_received(self, data: bytes) -> None:
         if self._secret is not None:

@@ -31,6 +31,8 @@ class LiveRequest:
     unreachable: bool = False
     shard: int = 0
     """The shard that it was handed to."""
+    moves: int = 0
+    """How often it went on in another shard."""
 
     @property
     def tokens_left(self) -> int:

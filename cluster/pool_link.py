@@ -25,6 +25,9 @@ log = logging.getLogger("lockstep.ingress")
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""
+MOVES_MAX = 2
+"""How often a request goes on in another shard. What a pool has learnt of who breaks replicas does
+not go with it."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 
@@ -82,17 +85,25 @@ class PoolLink:
     def adopt(self, live: LiveRequest) -> None:
         """Hand over what another link has let go; it goes on where it was."""
         live.recovered += live.sent
+        live.moves += 1
         self._enqueue(live)
 
     def let_go(self) -> list[LiveRequest]:
-        """Forget all requests that go on elsewhere, and have the pool forget them, too."""
-        gone = [live for live in self._live.values() if not live.cancelled]
+        """Forget all requests that go on elsewhere, and have the pool forget them, too.
+
+        Whoever has moved MOVES_MAX times stays: it may be the one that kills replicas, and only the
+        pool that has seen them die can tell.
+        """
+        gone = [
+            live for live in self._live.values() if not live.cancelled and live.moves < MOVES_MAX
+        ]
+        ids = {live.pool_id for live in gone}
         for live in gone:
             del self._live[live.pool_id]
             if live.sent:
                 self._cancels.append(live.pool_id)
-        self._unanswered -= sum(live.tokens_left for live in self._queue if not live.cancelled)
-        self._queue = [live for live in self._queue if live.cancelled]
+        self._unanswered -= sum(live.tokens_left for live in self._queue if live.pool_id in ids)
+        self._queue = [live for live in self._queue if live.pool_id not in ids]
         self._work.set()
         return gone
 
@@ -177,11 +188,13 @@ class PoolLink:
                 continue
             if not reply.known:
                 for unsent in queue:
-                    unsent.sent = False
+                    # Others have moved to another shard meanwhile.
+                    if self._live.get(unsent.pool_id) is unsent:
+                        unsent.sent = False
                 await self._start_over(session, "it has ended this session")
                 continue
             self._registered = True
-            self._unanswered -= tokens
+            self._unanswered = max(self._unanswered - tokens, 0)
             self._note(reply.load, reply.stopping)
             for reject in reply.rejects:
                 if (live := self._live.pop(reject.request_id, None)) is not None:

@@ -72,6 +72,8 @@ class RayPool:
         self._line: Line | None = None
         self._connecting: asyncio.Task[Line | None] | None = None
         self._no_line_until_s = 0.0 if line else math.inf
+        self._failed_before = False
+        """Whether the last attempt to open the line found none."""
 
     async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
         reply: JoinReply = await self._call("join", replica_id, spec, process)
@@ -138,12 +140,18 @@ class RayPool:
             return None
         if self._connecting is None:
             self._connecting = loop.create_task(self._connect())
-        try:
-            # Several calls may wait for the same line, and each may be cancelled.
-            return await asyncio.shield(self._connecting)
-        finally:
-            if self._connecting is not None and self._connecting.done():
-                self._connecting = None
+            self._connecting.add_done_callback(self._connected_or_not)
+        if self._failed_before:
+            # It may take its time again; meanwhile there is Ray's way.
+            return None
+        # Several calls may wait for the same line, and each may be cancelled.
+        return await asyncio.shield(self._connecting)
+
+    def _connected_or_not(self, task: asyncio.Task[Line | None]) -> None:
+        self._connecting = None
+        if not task.cancelled():
+            # Whoever waited for it has the error; nobody may have.
+            task.exception()
 
     async def _connect(self) -> Line | None:
         try:
@@ -151,7 +159,10 @@ class RayPool:
         except OSError as error:
             log.warning("no line to the pool, its calls go through Ray: %s", error)
             self._line = None
+            self._failed_before = True
             self._no_line_until_s = asyncio.get_running_loop().time() + _NO_LINE_S
+        else:
+            self._failed_before = False
         return self._line
 
     async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:

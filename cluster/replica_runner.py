@@ -95,6 +95,8 @@ class ReplicaRunner:
         """Orders of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
         self._draining = False
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Farewells from memberships that have ended."""
         self._something_new = asyncio.Event()
         self._holding = 0
         """Orders received whose result is not sent."""
@@ -156,10 +158,15 @@ class ReplicaRunner:
 
     async def _pull_forever(self) -> None:
         while True:
+            if self._draining:
+                # It is about to end: to join anew would only draw new work to it.
+                self._drained.set()
+                await asyncio.Event().wait()
             try:
                 await self._serve_one_membership()
             except PoolUnreachable as error:
                 log.warning("replica %s: no answer from the pool: %s", self.replica_id, error)
+                self._take_leave()
                 await asyncio.sleep(_RETRY_S)
             except ReplicaUnhealthy as error:
                 # To join again would draw the queue to a broken replica; it waits for its end.
@@ -169,6 +176,17 @@ class ReplicaRunner:
                 # The health check will say so, too; a bug must not look like a silent replica.
                 log.exception("replica %s: the pull loop dies", self.replica_id)
                 raise
+
+    def _take_leave(self) -> None:
+        """The pool may live, and only the connection have gone: it need not wait for the lease."""
+
+        async def leave(pool: PoolPort, replica_id: str) -> None:
+            with contextlib.suppress(PoolUnreachable):
+                await pool.leave(replica_id)
+
+        task = asyncio.get_running_loop().create_task(leave(self._pool, self.replica_id))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     async def _serve_one_membership(self) -> None:
         """Join under a new id and pull until the pool no longer knows it, or another one is due.

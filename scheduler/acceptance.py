@@ -2,7 +2,8 @@
 
 Per sequence a decayed count of draft tokens tried and accepted; where that is little, what all
 sequences of the same class show lately stands in. Only tokens that were checked after all before
-them were accepted count, so the estimate is that of one more token.
+them were accepted count, so the estimate is that of one more token. Where an order verified only
+what the draft believes in most, it is that of such a token, and so a little too high.
 """
 
 from __future__ import annotations

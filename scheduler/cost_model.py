@@ -202,6 +202,11 @@ class CostModel:
         """Whether steps of different draft lengths were seen."""
         return self._verify.kinds >= 2 and self._draft.kinds >= 1
 
+    @property
+    def timed(self) -> bool:
+        """Whether any step was seen: enough to say what like steps take."""
+        return self._verify.kinds >= 1
+
     def observe(self, order: Order, result: StepResult) -> None:
         """An order was answered with its times."""
         times = result.times

@@ -101,7 +101,9 @@ class Dispatcher:
             return self._step_ready(replica, someone_waits=True)
         pool = self._pool
         ready = len(replica.ready)
-        budget = self._policy.prefill_tokens(replica.id, ready, self._config.prefill_tokens_max)
+        budget = self._policy.prefill_tokens(
+            replica.id, ready + replica.stepping, self._config.prefill_tokens_max
+        )
         choice = Choice()
         if pool.waiting:
             room = room_for_waiting(replica, budget, self._config)
@@ -113,6 +115,8 @@ class Dispatcher:
                 if replica.orders and self._clears(replica):
                     self.interrupt(replica, self._out)
                     return None
+        if not choice.rows:
+            replica.gathers_until = None
         to_fill = bool(choice.rows or replica.partial)
         if to_fill:
             if goes_first(replica, choice.rows, budget, self._config.gather_orders):

@@ -95,9 +95,9 @@ class DraftPolicy(Protocol):
         """Whether so many rows, more than one group and less than two, step by halves in turns
         rather than in full groups that nothing is prepared beside."""
 
-    def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
+    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int) -> int:
         """KV positions that the next prefill order may fill, in [1, most], while so many rows are
-        ready: each of them waits for it."""
+        ready or step: each of them waits for it."""
 
     def observe(
         self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
@@ -127,6 +127,8 @@ class _Known:
     trip_s: float | None = None
     trials: int = 0
     """Orders planned while the model was of no use."""
+    probes: int = 0
+    """Probes planned whose results are not there."""
     credit_s: float = 0.0
     """Time saved up for a probe."""
     probe_s: float = 0.0
@@ -141,7 +143,7 @@ class GoodputPolicy:
     row, is followed, and then all drafted tokens are verified.
 
     Steps of an order: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
-    much as takes the time of a step.
+    much as takes the time of a step where a full group steps, of more where fewer rows do.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -166,29 +168,35 @@ class GoodputPolicy:
             choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
         known.longest = rows[-1].length
-        if prices is not None:
-            known.step_s = prices(choice.draft_len, verified)
+        if known.model.timed:
+            of_group = prices or known.model.prices(len(rows), rows[-1].length)
+            known.step_s = of_group(choice.draft_len, verified)
+        if choice.draft_len > known.choice.draft_len:
+            # A probe, a trial of a share, or a row that has pinned its own.
+            return StepPlan(choice.draft_len, 1, verified)
         known.steps = self._steps(known, steps_most)
         return StepPlan(choice.draft_len, known.steps, verified)
 
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
         """By the rows per second of both, with the last order's draft length."""
         known = self._replicas[replica_id]
-        if not known.model.known or known.trip_s is None:
+        if not known.model.timed or known.trip_s is None:
             return 2 * rows > 3 * rows_max
         model, draft_len = known.model, known.choice.draft_len
         half_s = model.step_s(rows // 2, draft_len, known.longest)
         full_s = model.step_s(rows_max, draft_len, known.longest) + known.trip_s
         return rows / 2 / half_s > rows_max / full_s
 
-    def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
-        """As much as takes one step's time, so that rows that step lose half their speed at most;
-        but enough that its fixed cost is a small part of it."""
+    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int) -> int:
+        """As much as takes one step's time, so that rows that step lose half their speed at most,
+        or more where their group is not full: whoever comes makes it fuller. But always enough
+        that its fixed cost is a small part of it."""
         known = self._replicas[replica_id]
         cost = known.model.prefill
-        if not ready_rows or known.step_s <= 0.0 or cost.token_s <= 0.0:
+        if not stepping_rows or known.step_s <= 0.0 or cost.token_s <= 0.0:
             return most
-        in_a_step = (known.step_s - cost.fixed_s) / cost.token_s
+        step_s = known.step_s * max(self._config.rows_max / stepping_rows, 1.0)
+        in_a_step = (step_s - cost.fixed_s) / cost.token_s
         worth_it = cost.fixed_s / (CHUNK_FIXED_SHARE * cost.token_s)
         return max(1, min(most, int(max(in_a_step, worth_it, CHUNK_LEAST))))
 
@@ -203,10 +211,13 @@ class GoodputPolicy:
         known.model.observe(order, result)
         if order.verify_tokens is not None and result.steps:
             self._learn_belief(known, order, result, rows)
-        if order.draft_len and known.choice.draft_len == 0 and result.steps:
+        if order.kind is OrderKind.SPECULATE and not order.draft_len:
+            known.credit_s += PROBE_SHARE * result.times.total_s
+        if known.probes and order.draft_len == 1 and result.steps:
+            known.probes -= 1
             plain_s = known.model.step_s(len(order.rows), 0, order.rows[-1].length)
-            known.probe_s = max(result.times.total_s / result.steps - plain_s, 0.0)
-            known.credit_s -= known.probe_s
+            known.probe_s = max(result.times.total_s - result.steps * plain_s, 0.0)
+            known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
         for row in result.rows:
             sequence = rows.get(row.sequence_id)
             if sequence is not None:
@@ -252,7 +263,10 @@ class GoodputPolicy:
         of = self._acceptance.of
         expected = expected_accepted(list(zip(map(of, rows), limits, strict=True)), most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)
-        if known.choice.draft_len == 0 and self._probe_is_due(known, prices):
+        if known.choice.draft_len:
+            known.probes, known.credit_s = 0, 0.0
+        elif self._probe_is_due(known, prices):
+            known.probes += 1
             return Choice(1)
         if belief is not None and known.choice.draft_len > 1:
             return self._maybe_trimmed(known, most)
@@ -273,17 +287,14 @@ class GoodputPolicy:
         """What a trimmed order accepted, against what an even share of it would have."""
         checked = (order.verify_tokens or 0) / (len(order.rows) * order.draft_len)
         share = min(SHARES, key=lambda one: abs(one - checked))
-        accepted = sum(sum(row.accepted_at) for row in result.rows) / result.steps
+        accepted = sum(sum(row.accepted_at) for row in result.rows if row.sequence_id in rows)
         of, most = self._acceptance.of, order.draft_len
         limited = [(of(one), row_draft_len(one, most)) for one in rows.values()]
         expected = expected_accepted(limited, most)
-        known.belief.observe(expected, Choice(order.draft_len, share), accepted)
+        known.belief.observe(expected, Choice(order.draft_len, share), accepted / result.steps)
 
     def _probe_is_due(self, known: _Known, prices: StepPrices) -> bool:
-        plain_s = prices(0)
-        known.credit_s += PROBE_SHARE * known.steps * plain_s
-        price_s = max(known.probe_s, prices(1) - plain_s)
-        if known.credit_s < price_s:
+        if known.credit_s < max(known.probe_s, prices(1) - prices(0)):
             return False
         # Until its result is there no second one is due.
         known.credit_s = 0.0

@@ -96,12 +96,19 @@ class Pair:
             1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
         )
 
-    def turn(self, policy: GoodputPolicy, rows: list[Sequence], orders: int) -> tuple[float, int]:
+    def turn(
+        self,
+        policy: GoodputPolicy,
+        rows: list[Sequence],
+        orders: int,
+        steps_most: int = 1,
+        trip_s: float | None = None,
+    ) -> tuple[float, int]:
         """Time and tokens of so many orders of these rows."""
         seconds, tokens = 0.0, 0
         for _ in range(orders):
-            order, result = self.answer(rows, policy.plan("r", rows, 1))
-            policy.observe(order, result, {row.id: row for row in rows}, None)
+            order, result = self.answer(rows, policy.plan("r", rows, steps_most))
+            policy.observe(order, result, {row.id: row for row in rows}, trip_s)
             seconds += result.times.total_s
             tokens += sum(len(row.tokens) for row in result.rows)
         return seconds, tokens
@@ -159,6 +166,26 @@ def test_with_a_draft_that_is_never_right_it_costs_less_than_three_percent(
     assert policy.beliefs("r").draft_len == 0
 
 
+@pytest.mark.parametrize("steps_most", [8, 64])
+def test_nor_does_it_where_orders_have_many_steps(steps_most: int) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 50, steps_most, trip_s=20e-3)
+    seconds, tokens = pair.turn(policy, rows, 1500, steps_most, trip_s=20e-3)
+    assert tokens / seconds >= 0.985 * pair.goodput(8, 0)
+
+
+def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 200)
+    pair.turn(policy, [*rows_of(7), *rows_of(1, draft_len=8)], 500)
+    pair.acceptance = 0.95
+    pair.turn(policy, rows_of(8), 600)
+    assert policy.beliefs("r").draft_len >= 4
+
+
 def test_a_draft_that_becomes_right_is_used_again() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     policy = policy_for(pair)
@@ -188,6 +215,17 @@ def test_a_replica_without_a_draft_never_drafts() -> None:
     policy = GoodputPolicy(SchedulerConfig())
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
     assert policy.plan("r", rows_of(2), 1).draft_len == 0
+
+
+def test_without_a_draft_steps_still_follow_their_times() -> None:
+    slow = Pair(CHEAP, LinearCost(0.06), acceptance=0.0)
+    policy = GoodputPolicy(SchedulerConfig())
+    timings = slow.timings()[:1]
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0, timings=timings))
+    rows = rows_of(2)
+    slow.turn(policy, rows, 5, trip_s=0.1)
+    assert policy.plan("r", rows, 8).steps == 1, "two of them would last too long"
+    assert policy.beliefs("r").step_s == pytest.approx(0.06, rel=0.1)
 
 
 @pytest.mark.parametrize("pinned", [0, 3])
@@ -280,6 +318,8 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
         policy.observe(order, StepResult(2, "r", (), times=times), {}, None)
     chunk = policy.prefill_tokens("r", 8, 2048)
     assert 2e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
+    wider = policy.prefill_tokens("r", 2, 2048)
+    assert 2e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
     assert policy.prefill_tokens("r", 8, 50) == 50
     assert policy.prefill_tokens("r", 0, 2048) == 2048
 
@@ -303,7 +343,7 @@ class Recorder:
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
         return True
 
-    def prefill_tokens(self, replica_id: str, ready_rows: int, most: int) -> int:
+    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int) -> int:
         return most
 
     def observe(
@@ -333,3 +373,44 @@ def test_a_policy_of_ones_own_is_asked_per_order_and_told_every_result() -> None
         "asked [3], 3 steps",
         "lost r",
     ]
+
+
+def test_a_long_prompt_stalls_a_lone_group_for_one_step_at_a_time() -> None:
+    """All rows are in the order in flight when a chunk is planned: they wait for it as well."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    scheduler = Scheduler(SchedulerConfig(draft_len=0, steps_per_order_max=1))
+    spec = ReplicaSpec(100_000, 16, 100_000, 100, timings=pair.timings())
+    chunks: list[int] = []
+
+    def tell(event: object) -> list[Order]:
+        actions = scheduler.step(event, 0.0)  # type: ignore[arg-type]
+        return [one.order for one in actions if isinstance(one, Dispatch)]
+
+    orders = tell(ReplicaJoined("r", spec))
+    for index in range(8):
+        orders += tell(Submit(Request(f"row {index}", (1,) * LENGTH, 10_000)))
+    for number in range(120):
+        if number == 60:
+            orders += tell(Submit(Request("long", (1,) * 20_000, 10)))
+        order = orders.pop(0)
+        if order.kind is OrderKind.PREFILL:
+            filled = sum(
+                (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
+                for row in order.prefill
+            )
+            if number > 62:
+                chunks.append(filled)
+            spent_s = 1e-3 + 1e-4 * filled
+            times = StepTimes(prefill_s=spent_s, total_s=spent_s)
+            rows = tuple(RowResult(row.sequence_id) for row in order.prefill)
+            result = StepResult(order.id, "r", rows, times=times)
+        else:
+            spent_s = pair.step_s(len(order.rows), 0)
+            rows = tuple(RowResult(row.sequence_id, (1,), 1) for row in order.rows)
+            read = len(order.rows) * order.rows[-1].length
+            times = StepTimes(verify_s=spent_s, total_s=spent_s)
+            result = StepResult(order.id, "r", rows, 1, times, read, read)
+        orders += tell(StepDone(result))
+    assert len(chunks) > 10
+    for filled in chunks:
+        assert 1e-3 + 1e-4 * filled < 1.5 * pair.step_s(8, 0)
