@@ -45,6 +45,9 @@ class Replica:
         """Without a plan memory is divided by what is free now."""
         if config.torch_threads is not None:
             torch.set_num_threads(config.torch_threads)
+        if pair.device.type == "cuda":
+            # Recordings and timing events are made on the thread's current device.
+            torch.cuda.set_device(pair.device)
         models = [pair.target] + ([pair.draft] if pair.draft is not None else [])
         plan = plan or plan_memory(config, pair_shape(pair), pair.device, loaded=True)
         blocks = plan.kv_blocks
@@ -126,7 +129,8 @@ class Replica:
 
     @torch.inference_mode()
     def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
-        """Run one order. If it raises, the residents are as they were before it.
+        """Run one order. If it raises, the residents are as they were before it, but that the rows
+        of a prefill are resident no more.
 
         `interrupted` is asked after each step; an order ends early once it says so.
         """
