@@ -47,10 +47,12 @@ protos: $(SETUP)  ## generate the gRPC code anew
 demo-pair: $(SETUP)  ## train the demo pair anew (over half an hour on two cores)
 	$(BIN)/python -m replicas.demo.train --out replicas/demo
 
-bench: $(SETUP)  ## the figures of the README (about twenty minutes on two cores)
+bench: $(SETUP)  ## the figures of the README (half an hour on two cores)
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.cluster --json benchmarks/results/cluster.json
 	$(BIN)/python -m benchmarks.scheduler --json benchmarks/results/scheduler.json
+	$(BIN)/python -m benchmarks.adaptive --json benchmarks/results/adaptive.json
+	$(BIN)/python -m benchmarks.prefix --threads 1 --json benchmarks/results/prefix.json
 	$(BIN)/python -m benchmarks.autoscaling --json benchmarks/results/autoscaling.json --plot benchmarks/results/autoscaling.svg
 
 SIMULATE = $(BIN)/lockstep simulate
