@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from cluster.client_retry import Attempts, RetryPolicy
+from cluster.client_retry import Attempts, OutOfTime, RetryPolicy, broke
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 
@@ -109,11 +109,12 @@ class Lanes(Generic[C]):
         self, lane: Lane[C], attempts: Attempts, error: grpc.RpcError, streaming: bool
     ) -> float:
         """Before the next attempt, which goes to the next address. Raises the error if none is
-        to be made."""
-        pause_s = attempts.pause_s(
-            error, time.monotonic(), streaming=streaming, reached=self.reached
-        )
+        to be made, or OutOfTime where only the call's own time forbids it."""
+        now_s = time.monotonic()
+        pause_s = attempts.pause_s(error, now_s, streaming=streaming, reached=self.reached)
         if pause_s is None:
+            if attempts.is_over(now_s) and broke(error, streaming):
+                raise OutOfTime(error) from error
             raise error
         self.retries += 1
         # Another call may have moved on already.

@@ -82,6 +82,23 @@ class StreamBroken(grpc.RpcError):  # type: ignore[misc]
         return ()
 
 
+class OutOfTime(grpc.RpcError):  # type: ignore[misc]
+    """The call's own time was over when its connection broke. Has what every RpcError has."""
+
+    def __init__(self, broken: grpc.RpcError) -> None:
+        super().__init__()
+        self._broken = broken
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self) -> str:
+        return f"no time was left to ask again after {self._broken.code().name}"
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
 def broke(error: grpc.RpcError, streaming: bool) -> bool:
     """Whether the error tells of a dead process or connection, not of the request.
 
@@ -135,6 +152,10 @@ class Attempts:
     def passed_s(self, now_s: float) -> float:
         """Since the first attempt began; 0 during it."""
         return 0.0 if self._first else now_s - self._begun_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether the call's own time has passed."""
+        return self._deadline_s is not None and now_s >= self._deadline_s
 
     def progress(self) -> None:
         """Something came: failures are counted anew."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.client import RetryPolicy
+from cluster.client_channel import Lanes
 from cluster.client_retry import Attempts, StreamBroken, broke, retry_after_s
 from tests.cluster.scripted import ACTOR_DIED, BREAKS
 
@@ -128,3 +130,25 @@ def test_a_terminator_that_refuses_the_call_is_not_asked_again(code: StatusCode)
     said = error_of(code, details="Received http2 header with status: 400")
     assert not broke(said, streaming=True)
     assert not broke(said, streaming=False)
+
+
+@pytest.mark.parametrize(
+    ("begun_s", "error", "says"),
+    [
+        (-1.0, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
+        (-1.0, LOST, StatusCode.DEADLINE_EXCEEDED),
+        # What the server says of the request itself stays as it is.
+        (-1.0, error_of(StatusCode.INVALID_ARGUMENT), StatusCode.INVALID_ARGUMENT),
+        # Time is left, but not for a pause: who is not reachable is not called late.
+        (-0.49, LOST, StatusCode.UNAVAILABLE),
+    ],
+)
+def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
+    begun_s: float, error: grpc.RpcError, says: StatusCode
+) -> None:
+    policy = RetryPolicy(backoff_s=5.0, backoff_s_max=5.0)
+    lanes = Lanes(grpc.insecure_channel, "localhost:1", None, policy)
+    attempts = Attempts(policy, time.monotonic() + begun_s, (0.5,))
+    with pytest.raises(grpc.RpcError) as raised:
+        lanes.pause_s(lanes.current, attempts, error, streaming=False)
+    assert raised.value.code() is says
