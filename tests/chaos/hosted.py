@@ -33,6 +33,8 @@ from replicas.config import ReplicaConfig
 
 START_S = 120.0
 _CALL_S = 60.0
+_WORKER = "worker"
+"""A resource that all nodes but the head have."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -68,7 +70,7 @@ class Plan:
     worker_nodes: int = 0
     """More nodes, each with one CPU and, as far as Ray knows, one GPU."""
     pool_on_worker: bool = False
-    """The pool begins on the first worker node, and may restart anywhere."""
+    """The pool begins on a worker node, and restarts on one."""
 
 
 class HostError(RuntimeError):
@@ -287,18 +289,11 @@ class _Held:
 
     def _open_pool_on_worker(self) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from cluster.ray_pool import PoolProcess
 
         config = self._plan.config
-        node_id = next(iter(self._nodes.worker_nodes)).node_id
-        # A wish only, so that it can restart elsewhere; and a wish for a node that the head has
-        # not heard of yet would be lost.
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ray.get(
-            ray.remote(lambda: None).options(scheduling_strategy=there).remote(), timeout=START_S
-        )
+        # Any worker will do, also when it restarts; a wish for a certain node is lost at times.
         pool = (
             ray.remote(PoolProcess)
             .options(
@@ -307,7 +302,7 @@ class _Held:
                 lifetime="detached",
                 max_restarts=-1,
                 num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
+                resources={_WORKER: 0.001},
             )
             .remote(config)
         )
@@ -328,7 +323,9 @@ class _Held:
         ray.get(controller.update_deployment_replicas.remote(deployment, replicas), timeout=_CALL_S)
 
     def add_node(self) -> None:
-        self._nodes.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 << 20)
+        self._nodes.add_node(
+            num_cpus=1, num_gpus=1, resources={_WORKER: 1.0}, object_store_memory=100 << 20
+        )
 
     def lose_node(self, node_id: str) -> None:
         (node,) = (node for node in self._nodes.worker_nodes if node.node_id == node_id)
