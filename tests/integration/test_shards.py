@@ -44,6 +44,8 @@ def spread_as(hosted: HostedCluster, *serving: int) -> pb.StatusResponse:
 @pytest.fixture(autouse=True)
 def _one_replica_each_before_and_nothing_left_after(hosted: HostedCluster) -> Iterator[None]:
     spread_as(hosted, 1, 1)
+    # What an ingress knows of the shards may be as old as a poll.
+    time.sleep(hosted.config.pool.poll_s + 0.5)
     yield
     spread_as(hosted, 1, 1)
     hosted.wait_until_idle()
