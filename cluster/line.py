@@ -16,6 +16,7 @@ import hmac
 import logging
 import secrets
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -51,7 +52,7 @@ class Door(NamedTuple):
     secret: bytes
 
 
-class _Frames(asyncio.Protocol):
+class _Frames(asyncio.Protocol, ABC):
     """Cuts what comes into frames."""
 
     def __init__(self) -> None:
@@ -81,8 +82,9 @@ class _Frames(asyncio.Protocol):
             length = _HEAD.size - _LENGTH + len(message)
             self.transport.write(_HEAD.pack(length, number) + message)
 
+    @abstractmethod
     def receive(self, number: int, message: bytes) -> None:
-        raise NotImplementedError
+        """A whole frame has come."""
 
     def hang_up(self) -> None:
         self._rest.clear()
