@@ -84,8 +84,9 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """KV positions that a step reads per row: all of the content and the draft tokens."""
-        return self.context_len + self.draft_len
+        """KV positions that a step reads per row: all of the content and the draft tokens, in whole
+        blocks, as steps of fixed shapes read them."""
+        return -(-(self.context_len + self.draft_len) // self.block_size) * self.block_size
 
     def shrunk(self, rows: int, draft_len: int, pass_tokens: int) -> Workload:
         """The same with smaller orders; fewer steps are kept recorded where passes are narrower."""
@@ -176,7 +177,8 @@ def buffers(
         catch_up_pass=0
         if draft is None
         else filling + pass_bytes(draft, work.pass_tokens, work.context_len, item),
-        recorded=work.recordings * recording_bytes(rows, k, work.length, target.vocab, item),
+        recorded=work.recordings
+        * recording_bytes(rows, k, work.length, work.block_size, target.vocab, item),
         fusing=max(fusing_bytes(model, item) for model in models),
         unpacked=0 if on_gpu else max(unpacked_bytes(model, item) for model in models),
         slack=0,
@@ -273,11 +275,15 @@ def scores_bytes(tokens: int, vocab: int) -> int:
 # --------------------------------------------------------------------------- beside the tensors
 
 
-def recording_bytes(rows: int, draft_len: int, length: int, vocab: int, item: int) -> int:
-    """What a recorded step keeps between its two graphs: its mask [rows, k + 2, length] and its
-    noise [rows, k + 1, vocab], float32."""
+def recording_bytes(
+    rows: int, draft_len: int, length: int, block_size: int, vocab: int, item: int
+) -> int:
+    """What a recorded step keeps: its block table [rows, blocks] and, between its two graphs, the
+    part of it that is read, its mask [rows, k + 2, length] and its noise [rows, k + 1, vocab],
+    float32."""
+    tables = 2 * rows * -(-length // block_size) * _INT64
     mask = rows * (draft_len + 2) * length * item
-    return mask + noise_bytes(rows * (draft_len + 1), vocab)
+    return tables + mask + noise_bytes(rows * (draft_len + 1), vocab)
 
 
 def fusing_bytes(shape: ModelShape, item: int) -> int:

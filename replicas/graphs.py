@@ -4,7 +4,8 @@ At decode sizes a GPU waits for the interpreter to launch kernels; a recorded st
 A recording holds addresses and shapes, so rows, draft length and table columns are padded to
 buckets and all inputs are copied into standing buffers. Rows that only pad lie in the scrap block,
 draft tokens beyond a row's own draft length are never accepted, columns beyond its blocks are
-masked: what a row commits is what it would commit in a step of its exact shape.
+masked: what a row commits is what it would commit in a step of its exact shape. Where fewer draft
+tokens are verified than drafted, their number is rounded up, too: a row may commit more then.
 
 On the CPU the same steps run eagerly through the same buffers, which is how they are tested; it
 gains nothing there. Draft and verification are recorded apart, so that their times are known.
@@ -38,11 +39,21 @@ def bucket(n: int, most: int | None) -> int:
     return fits if most is None else max(n, min(fits, most))
 
 
+def verify_bucket(asked: int, cells: int) -> int | None:
+    """The eighth of a step's `cells` (rows x k) that holds `asked` draft tokens; None: all.
+
+    Eighths of the cells rather than buckets of its own: what schedulers ask for are shares of them,
+    and to check a few more than asked changes no token.
+    """
+    eighths = -(-8 * asked // cells) if cells else 8
+    return None if eighths >= 8 else -(-eighths * cells // 8)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What memory was planned for; no bucket is larger."""
+    """What memory was planned for. Only a step that is larger itself has a larger bucket."""
 
-    rows: int | None
+    rows: int
     draft_len: int
     context_len: int
 
@@ -104,14 +115,14 @@ class StepRunner:
         k = bucket(max(group.draft_lens), limits.draft_len)
         longest = max(map(len, group.contents))
         most = -(-(limits.context_len + k) // block_size)
-        trimmed = group.verify_tokens
-        if trimmed is not None:
-            trimmed = min(trimmed, sum(group.draft_lens))
+        asked = group.verify_tokens
         return StepKind(
             rows=rows,
             k=k,
             blocks=bucket(-(-(longest + k) // block_size), most),
-            verify_tokens=trimmed if trimmed is not None and trimmed < rows * k else None,
+            verify_tokens=None
+            if asked is None
+            else verify_bucket(min(asked, sum(group.draft_lens)), rows * k),
             sampling=group.sampling.kind,
         )
 

@@ -84,7 +84,7 @@ class Replica:
         draft_len_max = plan.draft_len_max(DRAFT_LEN_MAX)
         self._runner: StepRunner | None = None
         if config.graphs == "on" or (config.graphs == "auto" and pair.device.type == "cuda"):
-            limits = Limits(plan.rows_max, draft_len_max, pair.context_len)
+            limits = Limits(plan.work.rows, plan.work.draft_len, plan.work.context_len)
             self._runner = StepRunner(
                 self._target,
                 self._draft,

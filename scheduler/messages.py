@@ -121,7 +121,7 @@ class Order:
     verify_tokens: int | None = None
     """Draft tokens of all rows together that the target checks per step, at least 0: those that
     the draft itself believes in most, by its cumulated log-probability (TETRIS, arXiv 2502.15197).
-    None: all of them."""
+    A replica whose steps have fixed shapes rounds it up. None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from transformers import (
 
 from replicas.buffers import Buffers, ModelShape, Workload, buffers
 from replicas.eqspec import Group, step
+from replicas.graphs import Limits, StepRunner
 from replicas.model import ATTENTION, PagedModel
 from replicas.paged_cache import CacheShape, PagedCache
 from replicas.prefill import prefill
@@ -91,6 +92,18 @@ class Bench:
         return peak_bytes(lambda: step(target, draft, group, self.cache_shape, Stopwatch(CPU)))
 
     @torch.inference_mode()
+    def fixed_step_peak(self, sampling: SamplingParams, verify: int | None) -> int:
+        """Of a step in a bucket, its standing tensors included."""
+        target, draft = self.paged(), self.paged()
+        limits = Limits(ROWS, K, self.length)
+        runner = StepRunner(target, draft, self.cache_shape, limits, 8)
+        batch = SamplingBatch.of([sampling] * ROWS, CPU, whole=True, static=True)
+        group = Group(self.contents, [K] * ROWS, batch, self.table, verify)
+        peak = peak_bytes(lambda: runner.step(group, Stopwatch(CPU)))
+        assert runner.kinds[0].blocks == self.table.shape[1], "the largest there is"
+        return peak
+
+    @torch.inference_mode()
     def prefill_peak(self) -> int:
         paged = self.paged()
         spans = [(len(one) - WIDTH, len(one)) for one in self.contents]
@@ -121,6 +134,14 @@ def test_planned_buffers_bound_the_measured_peak_and_are_at_most_twice_as_large(
     step_peak, prefill_peak = bench.step_peak(ALL_FILTERS), bench.prefill_peak()
     assert step_peak <= step_alone(bench.planned) <= 2 * step_peak
     assert prefill_peak <= prefill_alone(bench.planned) <= 2 * prefill_peak
+
+
+@pytest.mark.parametrize("verify", [None, ROWS * K // 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_of_fixed_shapes_stay_within_the_plan_too(shape: str, verify: int | None) -> None:
+    bench = Bench("qwen3", shape, torch.float32)
+    peak = bench.fixed_step_peak(ALL_FILTERS, verify)
+    assert peak <= step_alone(bench.planned) <= 3 * peak
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -154,7 +175,7 @@ def test_recorded_steps_keep_their_memory_beside_that_of_a_prefill() -> None:
     plain = buffers(shape, shape, work, 2, on_gpu=True)
     kept = buffers(shape, shape, dataclasses.replace(work, recordings=10), 2, on_gpu=True)
     assert (len(plain.counting), len(kept.counting)) == (1, 2)
-    beside = 10 * (8 * 6 * 1028 * 2 + 8 * 5 * 5000 * 4) + max(
+    beside = 10 * (2 * 8 * 65 * 8 + 8 * 6 * 65 * 16 * 2 + 8 * 5 * 5000 * 4) + max(
         plain.draft_pass, plain.verify_pass, plain.sampling
     )
     assert kept.total - kept.slack == plain.total - plain.slack + beside

@@ -13,9 +13,10 @@ import torch
 
 from cluster.local_engine import LocalEngine
 from replicas.eqspec import Group
-from replicas.graphs import Limits, StepRunner, bucket
+from replicas.graphs import Limits, StepRunner, bucket, verify_bucket
 from replicas.replica import Replica
 from replicas.sampling import SamplingBatch
+from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 from tests.oracle.test_trimmed import Trimming
@@ -74,6 +75,63 @@ def test_trimmed_steps_are_padded_as_well(hot: bool) -> None:
     outputs = LocalEngine(trimming, config).generate(sampled(requests()) if hot else requests())
     expected = sampled_reference() if hot else greedy_reference()
     assert [output.tokens for output in outputs] == expected
+
+
+def test_a_verified_share_is_rounded_up_to_one_of_eight() -> None:
+    for cells in range(1, 200):
+        seen = {verify_bucket(asked, cells) for asked in range(cells + 1)}
+        assert len(seen) <= 9, "few shapes"
+        assert None in seen
+        for asked in range(cells + 1):
+            taken = verify_bucket(asked, cells)
+            assert asked <= (cells if taken is None else taken) < asked + cells / 8 + 1
+    # Those that schedulers choose, of full buckets.
+    assert [verify_bucket(asked, 24) for asked in (0, 12, 18, 24)] == [0, 12, 18, None]
+
+
+def test_trimmed_steps_are_of_few_kinds_and_say_what_was_checked() -> None:
+    replica = bucketed()
+    trimming = Trimming(replica, None)
+    engine = LocalEngine(trimming, SchedulerConfig(rows_max=5, draft_len=5))
+    outputs = engine.generate(requests())
+    assert [output.tokens for output in outputs] == greedy_reference()
+    asked = {(len(order.rows), order.verify_tokens) for order, _ in trimming.orders}
+    assert replica._runner is not None
+    kinds = {(kind.rows, kind.k, kind.verify_tokens) for kind in replica._runner.kinds}
+    trimmed = {kind for kind in kinds if kind[2] is not None}
+    assert 0 < len(trimmed) < len(asked)
+    for _, result in trimming.orders:
+        for row in result.rows:
+            assert len(row.tokens) == row.steps + sum(row.accepted_at)
+            for accepted, tried in zip(row.accepted_at, row.tried_at, strict=True):
+                assert accepted <= tried <= row.steps
+            # None is tried unless the one before it was accepted, and all of those are accepted
+            # whose successor was tried.
+            assert all(map(int.__ge__, row.accepted_at, row.tried_at[1:]))
+
+
+def test_more_than_asked_is_checked_and_counted() -> None:
+    """Up to each row's own draft length, whatever the bucket lets through."""
+    replica = tiny_replica("qwen3", graphs="on")
+    target, draft, shape = replica._target, replica._draft, replica._shape
+    runner = StepRunner(target, draft, shape, Limits(8, 8, 256), 8)
+    for asked, draft_lens in ((3, [5, 5, 4]), (9, [5, 5, 4]), (13, [5, 5, 4]), (1, [1, 5, 0])):
+        group = Group(
+            [[7] * 9, [8] * 12, [9] * 12],
+            draft_lens,
+            SamplingBatch.of([SamplingParams()] * 3, torch.device("cpu"), True, True),
+            torch.arange(1, 28).view(3, 9),
+            asked,
+        )
+        with torch.inference_mode():
+            outcome = runner.step(group, Stopwatch(torch.device("cpu")))
+        taken = runner.kinds[-1].verify_tokens
+        most = sum(draft_lens)
+        checked = sum(outcome.checked)
+        assert checked == (most if taken is None else min(taken, most)) >= asked
+        for index, draft_len in enumerate(draft_lens):
+            assert outcome.accepted[index] <= outcome.checked[index] <= draft_len
+            assert len(outcome.committed[index]) == outcome.accepted[index] + 1
 
 
 def test_only_the_kinds_used_last_are_kept() -> None:
@@ -161,9 +219,9 @@ def test_a_padded_step_reads_the_device_once(hot: bool, monkeypatch: pytest.Monk
 
 def test_limits_of_memory_are_limits_of_buckets() -> None:
     rng = random.Random(4)
-    replica = tiny_replica("qwen3")
-    shape, target, draft = replica._shape, replica._target, replica._draft
-    runner = StepRunner(target, draft, shape, Limits(5, 3, 256), 8)
+    replica = tiny_replica("qwen3", graphs="on", plan_rows=5, plan_draft_len=3)
+    shape, runner = replica._shape, replica._runner
+    assert runner is not None
     for _ in range(20):
         rows, k, length = rng.randint(1, 5), rng.randint(0, 3), rng.randint(1, 252)
         group = Group(
