@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.messages import Order, OrderKind, StepResult, StepTiming
+from scheduler.records import record
 
 CELLS_MAX = 48
 """Distinct kinds of work that a fit remembers; the least recently seen goes first."""
@@ -157,7 +158,7 @@ class Fit:
         return LinearCost(*parts)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepPrices:
     """What a step of a certain group costs, by its draft length."""
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from scheduler.cost_model import StepPrices
+from scheduler.records import record
 
 SHARES = (0.75, 0.5)
 """Shares of the drafted tokens that may be verified, besides all of them."""
@@ -30,7 +31,7 @@ _BELIEF_RATE = 0.1
 _BELIEF_BOUNDS = (0.5, 4.0)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Choice:
     """What a group drafts and verifies."""
 

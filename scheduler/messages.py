@@ -1,13 +1,16 @@
 """Everything that crosses the scheduler's door: events in, actions out, and what they carry.
 
 All are frozen dataclasses without behaviour, so that Ray, the in-process engine and the simulator
-speak one language. Token ids are plain ints, lengths are in tokens, times in seconds.
+speak one language; those that every order needs are records, see `records`. Token ids are plain
+ints, lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+
+from scheduler.records import record
 
 # --------------------------------------------------------------------------- requests
 
@@ -90,7 +93,7 @@ class PrefillRow:
     """KV blocks are shared only between sequences of the same salt."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepRow:
     """A resident that takes part in the steps of an order."""
 
@@ -104,7 +107,7 @@ class StepRow:
     """KV blocks that the sequence owns from now on: enough for all steps of the order."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Order:
     """What the pool asks of a replica. `id` is never reused, so a late result is recognised."""
 
@@ -124,7 +127,7 @@ class Order:
     A replica whose steps have fixed shapes rounds it up. None: all of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RowResult:
     """What one row committed over the steps of an order."""
 
@@ -144,7 +147,7 @@ class RowResult:
     already, of another sequence with the same prefix."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepTimes:
     """Where an order's time went."""
 
@@ -155,7 +158,7 @@ class StepTimes:
     total_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepResult:
     """A replica's answer to one order."""
 
@@ -170,7 +173,7 @@ class StepResult:
     """The same with the padding up to the longest row of the group."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepTiming:
     """What one step took on a replica: the mean over an order's steps, or a trial before it joined.
 
@@ -261,7 +264,7 @@ class ReplicaLost:
     """Whether the order that it ran may have killed it; not so when it has left by itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepDone:
     result: StepResult
 
@@ -320,12 +323,12 @@ class Usage:
     order with it failed, it was moved to a lighter replica, or KV blocks ran out."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Dispatch:
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Emit:
     """New tokens of a request; `start` is the index of the first among its new tokens."""
 

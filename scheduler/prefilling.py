@@ -16,10 +16,9 @@ Knows lengths, ages and counts; nothing of blocks or of the queue.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from scheduler.config import SchedulerConfig
 from scheduler.messages import OrderKind
+from scheduler.records import record
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
 
@@ -31,7 +30,7 @@ CHUNK_SHARE = 4
 """A part of a prompt has at least one in so many of the order's tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Room:
     """What of a prefill order is left for rows that wait."""
 

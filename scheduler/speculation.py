@@ -24,6 +24,7 @@ from scheduler.goodput import (
     verify_tokens,
 )
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult
+from scheduler.records import record
 from scheduler.sequence import Sequence
 
 FALLBACK = 4
@@ -44,7 +45,7 @@ ORDER_S_MAX = 0.1
 """Steps of one order last no longer than that together, in seconds: tokens arrive per order."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepPlan:
     """How to run a group."""
 
