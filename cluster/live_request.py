@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from scheduler.messages import Finish, Reject, Request
+from scheduler.messages import Blame, Finish, Reject, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -25,14 +25,14 @@ class LiveRequest:
     sent: bool = False
     """Whether the current session's pool may know it."""
     cancelled: bool = False
+    blame: Blame = field(default_factory=Blame)
+    """What pools have found out about it; the next one is told."""
     recovered: int = 0
     first_s: float = 0.0
     """When the first new token came; 0 before."""
     unreachable: bool = False
     shard: int = 0
     """The shard that it was handed to."""
-    moves: int = 0
-    """How often it went on in another shard."""
 
     @property
     def tokens_left(self) -> int:

@@ -33,6 +33,7 @@ from cluster.protocol import (
 )
 from scheduler.messages import (
     Action,
+    Blamed,
     Cancel,
     Dispatch,
     Emit,
@@ -268,6 +269,9 @@ class PoolActor:
                 if (owner := self._owners.get(request_id)) is not None:
                     self._post(owner.mailbox, (request_id, start, tokens), urgent=start == 0)
                 self._meter.committed(len(tokens))
+            case Blamed(request_id):
+                if (owner := self._owners.get(request_id)) is not None:
+                    self._post(owner.mailbox, action)
             case Finish(request_id):
                 if (owner := self._owners.pop(request_id, None)) is not None:
                     owner.requests.discard(request_id)

@@ -18,16 +18,13 @@ from dataclasses import replace
 
 from cluster.live_request import LiveRequest
 from cluster.protocol import News, NewsReply, PoolLoad, PoolPort, PoolUnreachable
-from scheduler.messages import Finish, FinishReason, Request, Submit, Usage
+from scheduler.messages import Blamed, Finish, FinishReason, Request, Submit, Usage
 from scheduler.sharding import ShardLoad
 
 log = logging.getLogger("lockstep.ingress")
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""
-MOVES_MAX = 2
-"""How often a request goes on in another shard. What a pool has learnt of who breaks replicas does
-not go with it."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 
@@ -85,18 +82,11 @@ class PoolLink:
     def adopt(self, live: LiveRequest) -> None:
         """Hand over what another link has let go; it goes on where it was."""
         live.recovered += live.sent
-        live.moves += 1
         self._enqueue(live)
 
     def let_go(self) -> list[LiveRequest]:
-        """Forget all requests that go on elsewhere, and have the pool forget them, too.
-
-        Whoever has moved MOVES_MAX times stays: it may be the one that kills replicas, and only the
-        pool that has seen them die can tell.
-        """
-        gone = [
-            live for live in self._live.values() if not live.cancelled and live.moves < MOVES_MAX
-        ]
+        """Forget all requests that go on elsewhere, and have the pool forget them, too."""
+        gone = [live for live in self._live.values() if not live.cancelled]
         ids = {live.pool_id for live in gone}
         for live in gone:
             del self._live[live.pool_id]
@@ -209,7 +199,7 @@ class PoolLink:
             committed=tuple(live.tokens),
             timeout_s=max(live.deadline_s - self._clock(), 0.001),
         )
-        return Submit(request, accepted_before=live.recovered > 0)
+        return Submit(request, accepted_before=live.recovered > 0, blame=live.blame)
 
     # ------------------------------------------------------------------ from the pool
 
@@ -256,6 +246,9 @@ class PoolLink:
             acknowledged = number
             if isinstance(item, Finish):
                 self._finish(item)
+            elif isinstance(item, Blamed):
+                if (live := self._live.get(item.request_id)) is not None:
+                    live.blame = item.blame
             else:
                 self._deliver(item)
         return acknowledged

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.mailbox import Mailbox
 from cluster.protocol import News, ReleaseNote
-from scheduler.messages import Finish, Interrupt, Order, ReplicaSpec
+from scheduler.messages import Blamed, Finish, Interrupt, Order, ReplicaSpec
 
 _STUCK_S = 1.0
 """A process that leaves Ray's question unanswered for so long does nothing."""
@@ -63,6 +63,6 @@ class IngressPeer:
     """One session of an ingress."""
 
     heard_s: float
-    mailbox: Mailbox[News | Finish]
+    mailbox: Mailbox[News | Blamed | Finish]
     requests: set[str] = field(default_factory=set)
     """Live ones."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from scheduler.errors import LockstepError
 from scheduler.messages import (
+    Blamed,
     Finish,
     Interrupt,
     Order,
@@ -99,7 +100,7 @@ class NewsReply:
     incarnation: str
     known: bool
     number: int = 0
-    items: tuple[News | Finish, ...] = ()
+    items: tuple[News | Blamed | Finish, ...] = ()
     first: int = 0
     stopping: bool = False
     """The pool accepts no new request."""

@@ -13,6 +13,8 @@ of them they run in orders of sqrt(n) rows, after a second death alone. So a row
 replica it touches is known after three deaths, and the others have lost little: each is cleared by
 the first token beyond what was in flight when the replica died. A row that goes on for a while
 between its kills stays a suspect the longer, the more replicas died with it, and so is found alone.
+
+All that is known goes along when a request goes on in another pool, so deaths count across pools.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import isqrt
 
-from scheduler.messages import Order
+from scheduler.messages import Blame, Order
 from scheduler.sequence import Sequence
 
 KILLS_MAX_FACTOR = 4
@@ -74,3 +76,28 @@ def is_guilty(sequence: Sequence, in_flight: int, failures_max: int) -> bool:
     if sequence.attempts >= ATTEMPTS_MAX_FACTOR * failures_max:
         return True
     return in_flight == 1 and sequence.failures >= failures_max
+
+
+def record(sequence: Sequence) -> Blame:
+    """What another pool must know of it, as of now."""
+    # There a new token is one beyond the present content.
+    broke_at = max(sequence.broke_at, sequence.length)
+    return Blame(
+        sequence.failures,
+        sequence.attempts,
+        sequence.deaths,
+        sequence.kills,
+        sequence.rows_limit,
+        broke_at,
+        max(sequence.suspect_until, broke_at),
+    )
+
+
+def resume(sequence: Sequence, blame: Blame) -> None:
+    """Another pool's record of a new sequence counts on; tokens that came since have cleared it."""
+    sequence.deaths, sequence.kills = blame.deaths, blame.kills
+    sequence.broke_at, sequence.suspect_until = blame.broke_at, blame.suspect_until
+    if sequence.length <= blame.broke_at:
+        sequence.failures, sequence.attempts = blame.failures, blame.attempts
+    if sequence.length <= blame.suspect_until:
+        sequence.rows_limit = blame.rows_limit

@@ -227,10 +227,37 @@ class ReplicaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Blame:
+    """What counts against a request, as far as a pool has found out; see `blame`.
+
+    With the request's content it is all that another pool needs to go on looking for who breaks
+    replicas: what tokens have cleared since shows in the content's length [tokens].
+    """
+
+    failures: int = 0
+    """In a row without a new token: orders with it alone that failed, and replicas that died."""
+    attempts: int = 0
+    """The same for all orders with it alone that failed."""
+    deaths: int = 0
+    """Replicas that died with it in flight, ever."""
+    kills: int = 0
+    """Those of them that died with nothing else in flight."""
+    rows_limit: int | None = None
+    """It runs in orders of at most so many rows, of suspects only; None: as all others do."""
+    broke_at: int = 0
+    """Longer content clears it of failures and attempts."""
+    suspect_until: int = 0
+    """Longer content lifts the limit of rows, too; at least `broke_at`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     request: Request
     accepted_before: bool = False
-    """An earlier incarnation of the pool accepted it, so it is not refused for load."""
+    """An earlier incarnation of the pool, or another pool, accepted it, so it is not refused for
+    load."""
+    blame: Blame = Blame()
+    """What that pool has found out about it. Never a client's to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +365,14 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
+class Blamed:
+    """An order or a replica broke with this live request; `blame` goes with it to another pool."""
+
+    request_id: str
+    blame: Blame
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The last word on an accepted request; comes exactly once."""
 
@@ -389,4 +424,4 @@ class Release:
     sequence_ids: tuple[str, ...]
 
 
-Action = Dispatch | Interrupt | Emit | Finish | Reject | Release
+Action = Dispatch | Interrupt | Emit | Blamed | Finish | Reject | Release

@@ -21,6 +21,7 @@ from scheduler.errors import InvalidRequest
 from scheduler.integrity import check_pool
 from scheduler.messages import (
     Action,
+    Blamed,
     Cancel,
     Emit,
     Event,
@@ -131,6 +132,7 @@ class Scheduler:
             self._reject(request, RejectCode.OVERLOADED, "", message)
             return
         sequence = pool.accept(request, now_s)
+        blame.resume(sequence, event.blame)
         sequence.checked = bool(self._specs) or event.accepted_before
         # A client may be reading the stream of one that carries tokens.
         pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
@@ -187,6 +189,7 @@ class Scheduler:
         if event.blamed:
             blame.killed(live, len(in_flight), orders)
             self._fail_the_guilty(live, len(in_flight), "the replicas that ran it died")
+            self._tell_blame(live)
         self._policy.lost(replica.id)
         self._note_specs()
         self._dispatcher.offer_to_all()
@@ -244,6 +247,7 @@ class Scheduler:
                 self._pool.move(sequence, Move.FILLED)
         for sequence in guilty:
             self._finish(sequence, FinishReason.FAILED, event.message)
+        self._tell_blame(rows)
         self._send_back(replica, back)
         if replica.draining:
             self._hand_back(replica)
@@ -295,6 +299,9 @@ class Scheduler:
             if blame.is_guilty(sequence, in_flight, self.config.failures_max):
                 message = f"{why}, {sequence.deaths} in all"
                 self._finish(sequence, FinishReason.FAILED, message)
+
+    def _tell_blame(self, rows: list[Sequence]) -> None:
+        self._out.extend(Blamed(one.id, blame.record(one)) for one in rows if one.live)
 
     def _note_specs(self) -> None:
         specs = (replica.spec for replica in self._pool.replicas.values())

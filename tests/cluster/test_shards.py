@@ -7,23 +7,39 @@ Pools, replicas and link run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from cluster.config import from_args
 from cluster.live_request import LiveRequest
+from cluster.pool_actor import PoolActor
 from cluster.protocol import PoolUnreachable
 from cluster.replica_runner import ReplicaRunner, _Stop
 from cluster.shard_links import ShardLinks
 from cluster.wire import to_status
-from scheduler.messages import FinishReason, Request
+from scheduler.messages import FinishReason, Order, OrderKind, Request, StepResult
+from scheduler.residents import Replica
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire
 
 MOVE_S = 0.1
 PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
+
+
+class Stuck(FakeReplica):
+    """Ends no order before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+        if order.kind is OrderKind.SPECULATE:
+            self.let_go.wait(timeout=20)
+        return super().step(order, interrupted)
 
 
 class Shards:
@@ -35,9 +51,10 @@ class Shards:
         self.links = ShardLinks(self.wires, "ingress", poll_s, MOVE_S, unreachable_s=5.0)
         self.runners: list[ReplicaRunner] = []
 
-    async def add_replica(self, shard: int, step_s: float = 0.002) -> ReplicaRunner:
+    async def add_replica(self, shard: int, fake: FakeReplica | None = None) -> ReplicaRunner:
         name = f"replica{len(self.runners)}"
-        runner = ReplicaRunner(CONFIG, lambda: FakeReplica(step_s), self.wires, name, shard=shard)
+        hosted = fake or FakeReplica(step_s=0.002)
+        runner = ReplicaRunner(CONFIG, lambda: hosted, self.wires, name, shard=shard)
         await runner.start()
         self.runners.append(runner)
         return runner
@@ -276,3 +293,55 @@ def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
     assert one.pool_names == (one.pool_name,)
     assert three.pool_names == tuple(f"{three.pool_name}-{n}" for n in range(3))
     assert one.pool_name != three.pool_name
+
+
+def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
+    """A request that kills a replica of this shard, of that one and of this one again has done so
+    as often as one may."""
+    stuck: list[Stuck] = []
+
+    async def add_replica(s: Shards, shard: int) -> None:
+        stuck.append(Stuck())
+        await s.add_replica(shard, stuck[-1])
+
+    async def kill(s: Shards, live: LiveRequest) -> None:
+        """The only replica of the shard that holds the request dies, in an order with it."""
+        actor = s.wires[live.shard].actor
+        async with asyncio.timeout(5):
+            while not any(replica.rows_in_flight() for replica in _replicas(actor)):
+                await asyncio.sleep(0.001)
+        [replica_id] = actor._replicas
+        [runner] = [one for one in s.runners if one.replica_id == replica_id]
+        runner._puller.cancel()
+        actor._lose_replica(replica_id, "has died", blamed=True)
+
+    async def test() -> None:
+        async with shards(0, 0) as s:
+            await add_replica(s, 0)
+            await s.until_serving(1, 0)
+            deadly = s.submit(PROMPTS[0], 40)
+            assert deadly.shard == 0
+            for deaths, shard in enumerate((1, 0), start=1):
+                await kill(s, deadly)
+                await add_replica(s, shard)
+                async with asyncio.timeout(5):
+                    while deadly.shard != shard:
+                        await asyncio.sleep(0.01)
+                assert deadly.blame.deaths == deaths
+            await kill(s, deadly)
+            await deadly.ended.wait()
+            assert deadly.finish is not None
+            assert deadly.finish.reason is FinishReason.FAILED
+            assert deadly.tokens == []
+            # Whoever has killed nothing is served by the next one.
+            other = s.submit(PROMPTS[0], 20)
+            await s.add_replica(1)
+            await check([other], 20)
+            for one in stuck:
+                one.let_go.set()
+
+    asyncio.run(test())
+
+
+def _replicas(actor: PoolActor) -> list[Replica]:
+    return list(actor._scheduler._pool.replicas.values())

@@ -7,6 +7,8 @@ from typing import TypeVar
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
+    Blame,
+    Blamed,
     Cancel,
     Dispatch,
     Emit,
@@ -44,6 +46,8 @@ class Hand:
         self.orders: dict[int, Order] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
+        self.blames: dict[str, Blame] = {}
+        """The last word on each request, as its ingress keeps it."""
 
     def tell(self, event: Event) -> list[Action]:
         actions = self.scheduler.step(event, self.now_s)
@@ -55,6 +59,9 @@ class Hand:
             elif isinstance(action, Emit):
                 tokens = self.tokens.setdefault(action.request_id, [])
                 tokens.extend(action.tokens)
+            elif isinstance(action, Blamed):
+                assert action.request_id not in self.finishes, "blamed after its end"
+                self.blames[action.request_id] = action.blame
             elif isinstance(action, Finish):
                 assert action.request_id not in self.finishes, "finished twice"
                 self.finishes[action.request_id] = action

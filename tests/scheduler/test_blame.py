@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import FinishReason, Order, OrderKind
+from scheduler.messages import Blame, FinishReason, Order, OrderKind, Request, Submit
 from tests.scheduler.hand import Hand, rows_of
 
 
@@ -266,3 +266,94 @@ def test_a_group_that_was_too_large_is_not_tried_again_at_once() -> None:
     hand = crowd(8)
     sizes = play(hand, set(), rows_max=4, rounds=200)
     assert len(sizes) <= 5, sizes
+
+
+def move(hand: Hand, to: Hand, new: dict[str, int]) -> None:
+    """All live requests go on in another pool; an ingress has their tokens and what it was told.
+
+    `new`: how many new tokens each request wants in all.
+    """
+    live = [name for name in new if name not in hand.finishes]
+    for name in live:
+        tokens = tuple(hand.tokens.get(name, ()))
+        to.blames[name] = hand.blames.get(name, Blame())
+        to.tokens[name] = list(tokens)
+        request = Request(name, (1,) * 3, new[name], committed=tokens)
+        to.tell(Submit(request, accepted_before=True, blame=to.blames[name]))
+    to.finishes |= hand.finishes
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+@pytest.mark.parametrize("companions", [0, 1, 7])
+def test_deaths_count_on_in_another_pool(steps: int, companions: int) -> None:
+    """With each death all that lives goes to a new pool, which knows what the last one has said."""
+    for place in range(20, 20 + steps):
+        names = ["poison", *(f"q{index}" for index in range(companions))]
+        new = dict.fromkeys(names, 60)
+
+        def pool(steps: int = steps) -> Hand:
+            return Hand(rows_max=8, draft_len=0, steps_per_order_max=steps, failures_max=3)
+
+        hand = pool()
+        move(Hand(), hand, new)
+        hand.join()
+        deaths = 0
+        while orders := hand.in_flight():
+            order = orders[0]
+            row = next((one for one in order.rows if one.sequence_id == "poison"), None)
+            if row is not None and row.length + order.steps > place:
+                deaths += 1
+                assert deaths <= 3
+                hand.lose()
+                after = pool()
+                move(hand, after, new)
+                hand = after
+                hand.join()
+                continue
+            hand.done(order, **{one.sequence_id: (1,) * order.steps for one in order.rows})
+        assert deaths == 3
+        failed = [one for one, end in hand.finishes.items() if end.reason is FinishReason.FAILED]
+        assert failed == ["poison"]
+        assert "3 in all" in hand.finishes["poison"].message
+        assert len(hand.finishes) == companions + 1
+
+
+def test_orders_that_failed_alone_count_on_in_another_pool() -> None:
+    hand = Hand()
+    move(Hand(), hand, {"q": 100})
+    for failures in range(3):
+        assert not hand.finishes
+        hand.join()
+        hand.fail(hand.settle()[0])
+        after = Hand()
+        move(hand, after, {"q": 100})
+        assert failures == 2 or after.blames["q"].failures == failures + 1
+        hand = after
+    assert hand.finishes["q"].reason is FinishReason.FAILED
+
+
+def test_what_came_since_the_last_word_clears_a_request_in_another_pool_as_in_its_own() -> None:
+    def blamed() -> Hand:
+        hand = crowd(1, failures_max=3)
+        for name in ("r", "s"):
+            hand.settle(name)
+            hand.lose(name)
+            hand.join("s" if name == "r" else "t")
+        return hand
+
+    for tokens in range(8):
+        hand = blamed()
+        for _ in range(tokens):
+            hand.done(hand.settle("t")[0])
+        after = Hand()
+        move(hand, after, {"q0": 100})
+        (moved,), (stayed,) = after.sequences(), hand.sequences()
+        for name in ("failures", "deaths", "kills", "rows_limit"):
+            assert getattr(moved, name) == getattr(stayed, name), (tokens, name)
+        assert (moved.failures == 0) == (tokens > 0)
+
+
+def test_a_request_that_broke_nothing_comes_without_blame() -> None:
+    hand = crowd(2)
+    hand.lose(blamed=False)
+    assert hand.blames == {}

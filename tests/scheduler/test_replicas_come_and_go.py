@@ -6,6 +6,7 @@ Late, doubled and unknown events change nothing.
 from __future__ import annotations
 
 from scheduler.messages import (
+    Blamed,
     Dispatch,
     Emit,
     Finish,
@@ -61,7 +62,7 @@ def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:
     (order,) = hand.settle("one")
     hand.done(order, a=(7, 8))
     (stale,) = hand.in_flight("one")
-    assert hand.lose("one") == []
+    assert only(hand.lose("one"), Blamed).request_id == "a"
     (order,) = orders_of(hand.join("two"))
     assert order.prefill[0].tokens == (4, 5, 7, 8)
     assert order.prefill[0].tokens_left == 2

@@ -27,6 +27,7 @@ from pathlib import Path
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
+    Blamed,
     Cancel,
     Dispatch,
     Emit,
@@ -167,6 +168,10 @@ def _show(action: Action) -> str:
             return f"{head} k={order.draft_len} steps<={order.steps} {rows}"
         case Emit(request_id, start, tokens):
             return f"emit {request_id} from {start}: {' '.join(map(str, tokens))}"
+        case Blamed(request_id, blame):
+            counts = f"failures={blame.failures} deaths={blame.deaths} kills={blame.kills}"
+            limits = f"rows<={blame.rows_limit} until={blame.broke_at},{blame.suspect_until}"
+            return f"blamed {request_id} {counts} {limits}"
         case Finish(request_id, reason, usage, message):
             figures = (
                 f"prompt={usage.prompt_tokens} new={usage.completion_tokens} steps={usage.steps} "
