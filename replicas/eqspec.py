@@ -25,6 +25,12 @@ from replicas.paged_cache import CacheShape, Layout, Span
 from replicas.sampling import SamplingBatch, choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
 
+_NO_TOKEN = -1
+
+
+class NotFinite(ArithmeticError):
+    """A row's logits are no numbers, so it has no next token; the message says which row's."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -110,13 +116,20 @@ def rows_of(group: Group) -> list[tuple[int, int, int, int]]:
 
 
 def read_back(group: Group, table: list[list[int]], k: int) -> Outcome:
-    """What `check` returned, within each row's own draft length."""
+    """What `check` returned, within each row's own draft length; raises NotFinite."""
     committed, accepted, checked = [], [], []
-    for (right, seen, *chosen), draft_len in zip(table, group.draft_lens, strict=False):
+    for row, ((right, seen, *chosen), draft_len) in enumerate(
+        zip(table, group.draft_lens, strict=False)
+    ):
         limit = min(draft_len, seen, k)
         accepted.append(min(right, limit))
         committed.append(chosen[: accepted[-1] + 1])
         checked.append(limit)
+        if _NO_TOKEN in committed[-1]:
+            raise NotFinite(
+                f"row {row}: the logits after {len(group.contents[row])} tokens or a few more are"
+                " not finite"
+            )
     return Outcome(committed, accepted, checked)
 
 
@@ -163,14 +176,15 @@ def propose(
 def check(
     target: PagedModel, inputs: Inputs, proposal: Proposal, watch: Stopwatch
 ) -> torch.Tensor:  # [rows, 2 + k + 1], int64: draft tokens that are right, that were seen; choices
-    """The target's choice at each position that it saw, -1 at others, and what it confirms."""
+    """The target's choice at each position that it saw, and what it confirms; _NO_TOKEN where it
+    saw none or its logits are NaN."""
     k, tokens, noise = inputs.k, proposal.tokens, proposal.noise
     rows = tokens.shape[0]
     window = proposal.layout.window(1, k + 2)
     if proposal.belief is None:
         with watch.section("verify"):
             logits = target.forward(tokens, window)
-        chosen = choose(logits, inputs.sampling, noise)  # [rows, k + 1]
+        chosen = _of_numbers(choose(logits, inputs.sampling, noise), logits)  # [rows, k + 1]
         seen = inputs.state[:, 3:]
     else:
         assert inputs.verify_tokens is not None
@@ -183,12 +197,22 @@ def check(
             logits = target.forward(packed, window.packed(cells))
         if noise is not None:
             noise = noise.flatten(0, 1)[cells][:, None]
-        picked = choose(logits.transpose(0, 1), inputs.sampling.take(of_row), noise)[:, 0]
-        chosen = tokens.new_full((rows * (k + 1),), -1).index_copy_(0, cells, picked)
+        logits = logits.transpose(0, 1)
+        picked = _of_numbers(choose(logits, inputs.sampling.take(of_row), noise), logits)[:, 0]
+        chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, cells, picked)
         chosen = chosen.view(rows, k + 1)
         seen = every.new_zeros(rows).index_add_(0, row, torch.ones_like(row))[:, None]
     right = (tokens[:, 1:] == chosen[:, :k]).cumprod(dim=1).sum(dim=1, keepdim=True)
     return torch.cat((right, seen, chosen), dim=1)
+
+
+def _of_numbers(
+    chosen: torch.Tensor,  # [rows, width], int64
+    logits: torch.Tensor,  # [rows, width, vocab]
+) -> torch.Tensor:  # [rows, width], int64
+    """The choices, _NO_TOKEN for those that NaN has made."""
+    without = logits.gather(-1, chosen[..., None])[..., 0].isnan()
+    return chosen.masked_fill(without, _NO_TOKEN)
 
 
 def _most_believed(

@@ -220,6 +220,10 @@ class PagedCache:
     """One model's KV tensors, handed to transformers as its `past_key_values`.
 
     Keys and values of a position lie side by side, so that a layer costs one write and one gather.
+
+    What is stored is finite. Rows read masked positions, too: padding in the scrap block, what an
+    earlier owner left in a block. Their weight is 0, but 0 times NaN is NaN, so one row beyond the
+    range of numbers would spoil others. Only float16 has a range that activations may leave.
     """
 
     def __init__(
@@ -233,6 +237,7 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         self._block_size = block_size
+        self._overflows = dtype is torch.float16
         shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         # One layer is read at a time: a standing buffer spares the page faults of fresh memory. A
@@ -265,6 +270,8 @@ class PagedCache:
     def write(self, layer_idx: int, fresh: torch.Tensor) -> None:
         """Store keys and values of the window's tokens, [tokens, 2, kv_heads, head_dim]."""
         assert self._window is not None, "enter() comes before a forward pass"
+        if self._overflows:
+            fresh = fresh.nan_to_num()
         self._layers[layer_idx].flatten(0, 1).index_copy_(0, self._window.slots, fresh)
 
     def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
