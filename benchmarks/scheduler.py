@@ -1,6 +1,8 @@
 """What the scheduler costs per order and per event, from 1,000 to 100,000 live sequences.
 
 It drives `Scheduler.step` with answers made up on the spot: no replica, no network, one process.
+They come when a small GPU would give them, in a time of the benchmark's own, so that the policy has
+something to learn, and drafts.
 An order's time is that of its StepDone: its tokens are booked, rows finish, waiting ones are placed
 and the next order is given out. The pool is in the midst of its work: replicas are as full as they
 get and rows are of all ages. CPU time of this process is measured, not time on the wall, because
@@ -18,9 +20,10 @@ import cProfile
 import pstats
 import random
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from statistics import fmean, median
 
@@ -52,6 +55,10 @@ REPLICAS = (1, 16, 256)
 ROUNDS = 7
 TENANTS = 20
 """Names among which the requests are spread, so that the queue has something to share."""
+ACCEPTANCE = 0.7
+"""Of a draft token."""
+TRIP_S = 3e-4
+"""Between an order's end and its answer."""
 EVENTS = 200
 """Submits, cancels and ticks of a round."""
 
@@ -100,7 +107,9 @@ class Load:
         self._rng = random.Random(seed)
         roomy = SchedulerConfig(waiting_requests_max=2 * live, waiting_tokens_max=1000 * live)
         self._scheduler = Scheduler(roomy)
-        self._orders: deque[Order] = deque()
+        self._orders: list[tuple[float, int, Order]] = []
+        """A heap of (time of the answer [s], id, order)."""
+        self._busy_until_s: dict[str, float] = {}
         self._now_s = 0.0
         self._number = 0
         self._live = 0
@@ -147,8 +156,7 @@ class Load:
 
     def answer(self) -> float:
         """Answer the oldest order; returns the CPU seconds of the scheduler alone."""
-        order = self._orders.popleft()
-        self._now_s += 1e-4
+        self._now_s, _, order = heappop(self._orders)
         self.rows += len(order.prefill or order.rows)
         self.answered += 1
         return self._tell(StepDone(_result(order, self._rows(order))))
@@ -164,7 +172,9 @@ class Load:
         draw = self._rng
         rows = []
         for row in order.rows:
-            accepted = draw.randint(0, row.draft_len)
+            accepted = 0
+            while accepted < row.draft_len and draw.random() < ACCEPTANCE:
+                accepted += 1
             tried = min(accepted + 1, row.draft_len)
             rows.append(
                 RowResult(
@@ -178,30 +188,43 @@ class Load:
             )
         return tuple(rows)
 
+    def _run(self, order: Order) -> None:
+        """It runs once its replica has done the one before it."""
+        began_s = max(self._now_s, self._busy_until_s.get(order.replica_id, 0.0))
+        done_s = self._busy_until_s[order.replica_id] = began_s + _times(order).total_s
+        heappush(self._orders, (done_s + TRIP_S, order.id, order))
+
     def _tell(self, event: Event) -> float:
         began_s = time.process_time()
         actions: list[Action] = self._scheduler.step(event, self._now_s)
         took_s = time.process_time() - began_s
         for action in actions:
             if isinstance(action, Dispatch):
-                self._orders.append(action.order)
+                self._run(action.order)
             elif isinstance(action, Finish):
                 self._live -= 1
         return took_s
 
 
-def _result(order: Order, rows: tuple[RowResult, ...]) -> StepResult:
-    """Times like a small GPU's, so that the cost model has something to learn and to choose by."""
+def _times(order: Order) -> StepTimes:
+    """Like a small GPU's."""
     if order.kind is OrderKind.PREFILL:
         spent_s = 1e-3 + 2e-5 * prefill_tokens(order)
-        return StepResult(
-            order.id, order.replica_id, rows, times=StepTimes(prefill_s=spent_s, total_s=spent_s)
-        )
-    read = len(order.rows) * (order.rows[-1].length + order.draft_len)
+        return StepTimes(prefill_s=spent_s, total_s=spent_s)
     draft_s = order.draft_len * (1e-3 + 1e-5 * len(order.rows))
-    verify_s = 8e-3 + 2e-5 * len(order.rows) * (order.draft_len + 1) + 1e-8 * read
-    times = StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + 5e-4)
-    return StepResult(order.id, order.replica_id, rows, 1, times, read, read)
+    verify_s = 8e-3 + 2e-5 * len(order.rows) * (order.draft_len + 1) + 1e-8 * _kv_read(order)
+    return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + 5e-4)
+
+
+def _kv_read(order: Order) -> int:
+    return len(order.rows) * (order.rows[-1].length + order.draft_len)
+
+
+def _result(order: Order, rows: tuple[RowResult, ...]) -> StepResult:
+    if order.kind is OrderKind.PREFILL:
+        return StepResult(order.id, order.replica_id, rows, times=_times(order))
+    read = _kv_read(order)
+    return StepResult(order.id, order.replica_id, rows, 1, _times(order), read, read)
 
 
 def one_round(load: Load, orders: int) -> Times:
