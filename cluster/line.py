@@ -2,8 +2,13 @@
 
 A call to a Ray actor costs its process more than a millisecond of CPU. So the calls that come with
 every order take this line, and all others stay with Ray, which also says where the line is and what
-its secret is. A connection that does not begin with the secret is closed before anything of it is
-unpacked. Knows no Ray and nothing of what is said.
+its secret is. Before anything is unpacked each side proves to the other that it knows the secret,
+which itself never goes over the line. Knows no Ray and nothing of what is said.
+
+The handshake: 32 random bytes of whoever is called; 32 random bytes of the caller and his proof;
+the proof of whoever is called. A proof is the HMAC-SHA256 under the secret of the side's name and
+both sides' random bytes (challenge and response as in ISO/IEC 9798-4), so neither an old proof nor
+the other side's own is of any use.
 
 A frame: its length after these four bytes, the number of the call, then the packed message: of a
 call the method's name and its arguments, of a reply whether it was an error, and the result.
@@ -28,16 +33,24 @@ _HEAD = struct.Struct("!IQ")
 """Length of what follows the length, and the number of the call."""
 _LENGTH = 4
 _SECRET_BYTES = 32
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_CALLER, _CALLED = b"lockstep line: the caller", b"lockstep line: the called"
 _FRAME_BYTES_MAX = 1 << 30
 _CONNECT_S = 2.0
-_SECRET_S = 5.0
-"""Whoever has not said the secret by then is hung up on."""
+"""How long a connection and its handshake may take the caller."""
+_PROOF_S = 5.0
+"""Whoever has not proved by then that he knows the secret is hung up on."""
 
 Method = Callable[..., Awaitable[Any]]
 
 
 class LineLost(ConnectionError):
     """The connection is gone, or no reply came in time; the call may have been carried out."""
+
+
+class LineRefused(ConnectionError):
+    """The other side has not proved that it knows the secret, or does not believe that we do."""
 
 
 class LineError(RuntimeError):
@@ -52,10 +65,19 @@ class Door(NamedTuple):
     secret: bytes
 
 
-class _Frames(asyncio.Protocol, ABC):
-    """Cuts what comes into frames."""
+def _proof(secret: bytes, side: bytes, called_nonce: bytes, caller_nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + called_nonce + caller_nonce, "sha256")
 
-    def __init__(self) -> None:
+
+class _Frames(asyncio.Protocol, ABC):
+    """Cuts what comes into the parts of the handshake, and then into frames."""
+
+    def __init__(self, secret: bytes, handshake_bytes: int) -> None:
+        """`handshake_bytes`: how many come first."""
+        self._secret = secret
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._handshake_bytes = handshake_bytes
+        """Of the next part of the handshake; 0 once both sides are known."""
         self._rest = bytearray()
         self.transport: asyncio.Transport | None = None
 
@@ -64,7 +86,15 @@ class _Frames(asyncio.Protocol, ABC):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport is None or self.transport.is_closing():
+            return
         self._rest += data
+        while size := self._handshake_bytes:
+            if len(self._rest) < size:
+                return
+            part = bytes(self._rest[:size])
+            del self._rest[:size]
+            self._handshake_bytes = self.shake_hands(part)
         while len(self._rest) >= _HEAD.size:
             length, number = _HEAD.unpack_from(self._rest)
             end = _LENGTH + length
@@ -81,6 +111,18 @@ class _Frames(asyncio.Protocol, ABC):
         if self.transport is not None and not self.transport.is_closing():
             length = _HEAD.size - _LENGTH + len(message)
             self.transport.write(_HEAD.pack(length, number) + message)
+
+    def write(self, part: bytes) -> None:
+        """A part of the handshake."""
+        if self.transport is not None:
+            self.transport.write(part)
+
+    @abstractmethod
+    def shake_hands(self, part: bytes) -> int:
+        """A part of the handshake has come; returns how many bytes the next one has.
+
+        Hangs up on whoever does not know the secret.
+        """
 
     @abstractmethod
     def receive(self, number: int, message: bytes) -> None:
@@ -130,33 +172,27 @@ class _Caller(_Frames):
     """One connection to this process."""
 
     def __init__(self, methods: Mapping[str, Method], secret: bytes) -> None:
-        super().__init__()
+        super().__init__(secret, _NONCE_BYTES + _PROOF_BYTES)
         self._methods = methods
-        self._secret: bytes | None = secret
-        """None once it was said."""
         self._calls: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        asyncio.get_running_loop().call_later(_SECRET_S, self._hang_up_on_a_stranger)
+        asyncio.get_running_loop().call_later(_PROOF_S, self._hang_up_on_a_stranger)
+        self.write(self._nonce)
 
     def _hang_up_on_a_stranger(self) -> None:
-        if self._secret is not None:
+        if self._handshake_bytes:
             self.hang_up()
 
-    def data_received(self, data: bytes) -> None:
-        if self._secret is not None:
-            self._rest += data
-            if len(self._rest) < _SECRET_BYTES:
-                return
-            said, data = bytes(self._rest[:_SECRET_BYTES]), bytes(self._rest[_SECRET_BYTES:])
-            self._rest.clear()
-            if not hmac.compare_digest(said, self._secret):
-                log.warning("a connection without the secret is closed")
-                self.hang_up()
-                return
-            self._secret = None
-        super().data_received(data)
+    def shake_hands(self, part: bytes) -> int:
+        nonce, proof = part[:_NONCE_BYTES], part[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(self._secret, _CALLER, self._nonce, nonce)):
+            log.warning("a connection of somebody who does not know the secret is closed")
+            self.hang_up()
+            return len(part)
+        self.write(_proof(self._secret, _CALLED, self._nonce, nonce))
+        return 0
 
     def receive(self, number: int, message: bytes) -> None:
         call = asyncio.get_running_loop().create_task(self._answer(number, message))
@@ -183,8 +219,11 @@ class _Caller(_Frames):
 class Line(_Frames):
     """A connection to another process; see `connect`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret, _NONCE_BYTES)
+        self._called_nonce: bytes | None = None
+        self.known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once each side knows the other, or with LineRefused."""
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self.lost = False
@@ -215,8 +254,27 @@ class Line(_Frames):
         if reply is not None and not reply.done():
             reply.set_result(unpack(message))
 
+    def shake_hands(self, part: bytes) -> int:
+        if self._called_nonce is None:
+            self._called_nonce = part
+            self.write(self._nonce + _proof(self._secret, _CALLER, part, self._nonce))
+            return _PROOF_BYTES
+        proof = _proof(self._secret, _CALLED, self._called_nonce, self._nonce)
+        if not hmac.compare_digest(part, proof):
+            self._refuse("who answers does not know the secret")
+            self.hang_up()
+            return len(part)
+        if not self.known.done():
+            self.known.set_result(None)
+        return 0
+
+    def _refuse(self, why: str) -> None:
+        if not self.known.done():
+            self.known.set_exception(LineRefused(why))
+
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
+        self._refuse("who answers has hung up in the handshake")
         for reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(LineLost(f"the connection is lost: {error}"))
@@ -232,10 +290,17 @@ class Line(_Frames):
 
 
 async def connect(door: Door) -> Line:
-    """Raises OSError when nobody answers there."""
+    """Raises OSError when nobody answers there, LineRefused, an OSError too, if a stranger does."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(_CONNECT_S):
-        _, line = await loop.create_connection(Line, door.host, door.port)
-    assert line.transport is not None
-    line.transport.write(door.secret)
+    line: Line | None = None
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, line = await loop.create_connection(lambda: Line(door.secret), door.host, door.port)
+            await line.known
+    except BaseException as error:
+        if line is not None:
+            line.close()
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(f"no line to {door.host}:{door.port} in {_CONNECT_S:g} s") from None
+        raise
     return line

@@ -1,9 +1,10 @@
-"""Proves: each call over the line gets its own reply, a lost line ends what waits, and whoever does
-not know the secret is neither answered nor listened to."""
+"""Proves: each call over the line gets its own reply, a lost line ends what waits, whoever does not
+know the secret is neither answered nor listened to, on both sides, and nobody hears the secret."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import pytest
 import uvloop
 
 from cluster import line as line_module
-from cluster.line import Door, Line, LineError, LineLost, LineServer, connect
+from cluster.line import Door, Line, LineError, LineLost, LineRefused, LineServer, connect
 
 HOST = "127.0.0.1"
 
@@ -63,6 +64,44 @@ def run(test: Callable[[Methods, Door], Any]) -> None:
             runner.run(main())
 
 
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def shake_hands(door: Door) -> Streams:
+    """A caller's part, in crumbs and written down once more."""
+    reader, writer = await asyncio.open_connection(door.host, door.port)
+    called, caller = await reader.readexactly(32), bytes(range(32))
+    for byte in caller + proof(door.secret, b"lockstep line: the caller", called, caller):
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0)
+    answer = await reader.readexactly(32)
+    assert answer == proof(door.secret, b"lockstep line: the called", called, caller)
+    return reader, writer
+
+
+def proof(secret: bytes, side: bytes, called: bytes, caller: bytes) -> bytes:
+    return hmac.new(secret, side + called + caller, "sha256").digest()
+
+
+@asynccontextmanager
+async def answered_by(answer: Callable[[Streams], Any]) -> AsyncIterator[Door]:
+    """A door at which somebody else answers."""
+
+    async def handle(*streams: Any) -> None:
+        await answer(streams)  # type: ignore[arg-type]
+        streams[1].close()
+
+    server = await asyncio.start_server(handle, HOST, 0)
+    yield Door(HOST, server.sockets[0].getsockname()[1], b"s" * 32)
+    server.close()
+
+
+async def hears_nothing(reader: asyncio.StreamReader) -> None:
+    """The other side hangs up without another byte."""
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+        await reader.readexactly(1)
+
+
 async def call(line: Line, name: str, *args: Any, answer_s: float = 5.0) -> Any:
     return await line.call(name, args, answer_s)
 
@@ -92,10 +131,10 @@ def test_a_message_of_any_size_arrives_whole(size: int) -> None:
 
 def test_frames_in_crumbs_are_frames() -> None:
     async def test(methods: Methods, door: Door) -> None:
-        reader, writer = await asyncio.open_connection(door.host, door.port)
+        reader, writer = await shake_hands(door)
         message = line_module.pack(("echo", ("x",)))
         frames = struct.pack("!IQ", 8 + len(message), 7) + message
-        for byte in door.secret + frames + frames:
+        for byte in frames + frames:
             writer.write(bytes([byte]))
             await asyncio.sleep(0)
         for _ in range(2):
@@ -151,7 +190,7 @@ def test_no_reply_in_time_is_a_lost_call_and_its_late_reply_nobodys() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"\0" * 32, b"GET / HTTP/1.1\r\nHost: somewhere else\r\n\r\n"],
+    [b"\0" * 64, b"GET / HTTP/1.1\r\nHost: somewhere else, with a long name of its own\r\n\r\n"],
 )
 def test_without_the_secret_nothing_is_read(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(methods: Methods, door: Door) -> None:
@@ -161,10 +200,105 @@ def test_without_the_secret_nothing_is_read(said: bytes, monkeypatch: pytest.Mon
         monkeypatch.setattr(line_module, "unpack", unpack)
         message = line_module.pack(("echo", ("x",)))
         reader, writer = await asyncio.open_connection(door.host, door.port)
+        await reader.readexactly(32)
         writer.write(said + struct.pack("!IQ", 8 + len(message), 1) + message)
-        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-            await reader.readexactly(1)
+        await hears_nothing(reader)
         assert methods.called == []
+        with pytest.raises(LineRefused, match="hung up"):
+            await connect(door._replace(secret=b"\0" * 32))
+
+    run(test)
+
+
+def test_whoever_listens_hears_no_secret_and_cannot_say_again_what_he_heard() -> None:
+    async def test(methods: Methods, door: Door) -> None:
+        heard = {"there": b"", "back": b""}
+
+        async def pump(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+        ) -> None:
+            while data := await reader.read(1000):
+                heard[way] += data
+                writer.write(data)
+            writer.close()
+
+        async def listen(streams: Streams) -> None:
+            reader, writer = await asyncio.open_connection(door.host, door.port)
+            await asyncio.gather(
+                pump(streams[0], writer, "there"), pump(reader, streams[1], "back")
+            )
+
+        async with answered_by(listen) as middle:
+            line = await connect(middle._replace(secret=door.secret))
+            assert await call(line, "echo", "a word") == "a word"
+            line.close()
+        assert b"a word" in heard["there"], "this much is in the open"
+        for words in heard.values():
+            assert door.secret[:8] not in words
+        reader, writer = await asyncio.open_connection(door.host, door.port)
+        nonce = await reader.readexactly(32)
+        assert nonce != heard["back"][:32]
+        writer.write(heard["there"])
+        await hears_nothing(reader)
+        assert methods.called == ["a word"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("with_own_proof", [False, True])
+def test_whoever_answers_without_the_secret_is_told_nothing(with_own_proof: bool) -> None:
+    """Also if he sends back the very proof that he was given, with the same random bytes."""
+
+    async def test(_methods: Methods, _door: Door) -> None:
+        more: list[bytes] = []
+
+        async def answer(streams: Streams) -> None:
+            reader, writer = streams
+            writer.write(b"n" * 32)
+            said = await reader.readexactly(64)
+            writer.write(said[32:] if with_own_proof else b"\0" * 32)
+            more.append(await reader.read())
+
+        async with answered_by(answer) as door:
+            with pytest.raises(LineRefused, match="does not know the secret"):
+                await connect(door)
+            while not more:
+                await asyncio.sleep(0.001)
+        assert more == [b""]
+
+    run(test)
+
+
+def test_silence_in_the_handshake_ends_it_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(line_module, "_PROOF_S", 0.05)
+
+    async def test(_methods: Methods, door: Door) -> None:
+        gone: list[bytes] = []
+
+        async def answer(streams: Streams) -> None:
+            gone.append(await streams[0].read())
+
+        async with answered_by(answer) as silent:
+            with pytest.raises(TimeoutError, match=HOST):
+                await connect(silent)
+            while not gone:
+                await asyncio.sleep(0.001)
+        reader, writer = await asyncio.open_connection(door.host, door.port)
+        await reader.readexactly(32)
+        writer.write(b"x" * 63)
+        await hears_nothing(reader)
+
+    run(test)
+
+
+def test_a_line_in_use_outlives_the_time_for_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "_PROOF_S", 0.5)
+
+    async def test(_methods: Methods, door: Door) -> None:
+        line = await connect(door)
+        assert await call(line, "echo", 1, 0.6) == 1
+        line.close()
 
     run(test)
 
@@ -172,10 +306,9 @@ def test_without_the_secret_nothing_is_read(said: bytes, monkeypatch: pytest.Mon
 def test_a_frame_beyond_the_bound_ends_the_connection() -> None:
     async def test(_methods: Methods, door: Door) -> None:
         for length in (0, 7, 2**32 - 1):
-            reader, writer = await asyncio.open_connection(door.host, door.port)
-            writer.write(door.secret + struct.pack("!IQ", length, 1))
-            with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-                await reader.readexactly(1)
+            reader, writer = await shake_hands(door)
+            writer.write(struct.pack("!IQ", length, 1))
+            await hears_nothing(reader)
 
     run(test)
 

@@ -29,10 +29,12 @@ SUBMIT = Submit(Request("a", (3, 4), 5))
 class Handle:
     """An actor's handle, as far as it is used; notes what was called through it."""
 
-    def __init__(self, has_door: bool = True) -> None:
+    def __init__(self, has_door: bool = True, secret: bytes | None = None) -> None:
+        """`secret`: what the door says, though it is another."""
         self.actor = PoolActor(from_args({}))
         self.calls: list[str] = []
         self._has_door = has_door
+        self._secret = secret
         self.restart()
 
     def restart(self) -> None:
@@ -43,7 +45,8 @@ class Handle:
     async def _door(self) -> Door:
         if not self._has_door:
             raise OSError("no port")
-        return await self.server.door(HOST)
+        door = await self.server.door(HOST)
+        return door if self._secret is None else door._replace(secret=self._secret)
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Any:
@@ -85,7 +88,8 @@ def test_what_comes_with_every_order_takes_the_line() -> None:
 
 def test_without_a_line_everything_goes_through_the_handle() -> None:
     async def test() -> None:
-        for handle, line in ((Handle(has_door=False), True), (Handle(), False)):
+        handles = [Handle(has_door=False), Handle(secret=b"no"), Handle()]
+        for handle, line in zip(handles, (True, True, False), strict=True):
             async with pool_behind(handle, line) as pool:
                 await serve_one(pool)
                 calls = ["door"] * line + ["join", "news", "pull", "submit"]
