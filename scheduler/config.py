@@ -7,6 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field
 DRAFT_LEN_MAX = 32
 """Most draft tokens per row and step that a config or a request may ask for."""
 
+PREFILL_TOKENS_LEAST = 32
+"""Positions of a chunk that is chosen, or that a request may ask for, at least: below it, messages
+cost more than what is filled."""
+
 
 class SchedulerConfig(BaseModel):
     """How the pool groups, places and bounds. Lengths are in tokens."""
@@ -14,6 +18,13 @@ class SchedulerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a group (the batch size).")
+    spread_max: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens by which the longest row of a group may be longer than the shortest"
+        " when an order begins. null: chosen by length and waiting; with it rows that are far apart"
+        " step one by one.",
+    )
     draft_len: int | None = Field(
         default=None,
         ge=0,

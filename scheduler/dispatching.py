@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from scheduler.admission import blocks_needed
 from scheduler.config import SchedulerConfig
-from scheduler.grouping import group_size, groups_needed, may_step
+from scheduler.grouping import group_size, may_step
 from scheduler.messages import Action, Dispatch, Interrupt, Order, Release
+from scheduler.narrowing import Group
 from scheduler.orders import prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows, shunned
 from scheduler.pool import Pool
 from scheduler.prefilling import chunks, goes_first, room_for_waiting
 from scheduler.residents import Replica
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, State
 from scheduler.speculation import DraftPolicy
 
 
@@ -125,6 +126,8 @@ class Dispatcher:
             self.interrupt(replica, self._out)
         rows_max = replica.rows_max(self._config.rows_max)
         _, beside = self._group_size(replica, rows_max)
+        if replica.narrow and ready and replica.stepping:
+            beside = 0 if self._is_whole(replica, rows_max, beside) else ready + 1
         if may_step(
             ready, replica.stepping, replica.joining, len(replica.orders), beside, rows_max
         ):
@@ -132,8 +135,10 @@ class Dispatcher:
         return None
 
     def _group_size(self, replica: Replica, rows_max: int) -> tuple[int, int]:
-        """See `grouping.group_size`."""
+        """See `grouping.group_size`; of the free rows."""
         rows = len(replica.ready) + replica.stepping
+        if replica.narrow:
+            rows -= len(replica.narrow_limits())
         halves = rows_max < rows < 2 * rows_max and self._policy.halves(replica.id, rows, rows_max)
         return group_size(rows, rows_max, halves)
 
@@ -175,31 +180,52 @@ class Dispatcher:
     def _step_ready(self, replica: Replica, someone_waits: bool) -> Order | None:
         config = self._config
         rows_max = replica.rows_max(config.rows_max)
-        count = len(replica.ready) + replica.stepping
         alone = not (someone_waits or replica.stepping or replica.prefilling)
-        size, _ = self._group_size(replica, rows_max)
-        chosen = replica.ready.choose(
-            size,
-            rows_max,
-            groups_needed(count, rows_max),
-            config.wait_rounds,
-        )
+        chosen = self._choose(replica, rows_max)
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
         # first token waits for no second one.
         begun = all(replica.residents[one].committed for one in chosen)
         long = alone and begun and len(chosen) == len(replica.ready)
+        rows = [replica.residents[one] for one in chosen]
         steps_most = config.steps_per_order_max if long else 1
-        return self._step(replica, [replica.residents[one] for one in chosen], steps_most)
+        if long:
+            pinned = [one.request.pins.steps_per_order_max for one in rows]
+            steps_most = min([steps_most, *(steps for steps in pinned if steps is not None)])
+        return self._step(replica, rows, steps_most)
+
+    def _choose(self, replica: Replica, rows_max: int) -> list[str]:
+        """The rows of the next group."""
+        size, _ = self._group_size(replica, rows_max)
+        groups = replica.groups(rows_max)
+        return replica.ready.choose(size, rows_max, groups, self._config.wait_rounds)
+
+    def _is_whole(self, replica: Replica, rows_max: int, beside: int) -> bool:
+        """Whether the next group, where there are narrow rows, need not wait for any that steps:
+        it has free rows for a group of theirs, or none that steps fits."""
+        group = Group(rows_max)
+        free = 0
+        for row in self._choose(replica, rows_max):
+            sequence = replica.residents[row]
+            free += sequence.limits is None
+            group.add(row, sequence.length, sequence.limits)
+        if free and free >= beside:
+            return True
+        return not any(
+            group.fits(one.length, one.limits)
+            for one in replica.residents.values()
+            if one.state is State.STEPPING
+        )
 
     def _step_suspects(self, replica: Replica) -> Order | None:
-        rows: list[Sequence] = []
         limit = replica.rows_max(self._config.rows_max)
+        group = Group(limit)
         for sequence in replica.suspects.values():
             assert sequence.rows_limit is not None
             limit = min(limit, sequence.rows_limit)
-            if len(rows) >= limit:
+            if len(group.rows) >= limit:
                 break
-            rows.append(sequence)
+            group.add(sequence.id, sequence.length, sequence.limits)
+        rows = [replica.suspects[one] for one in group.rows]
         rows.sort(key=lambda one: one.length)
         order = self._step(replica, rows, steps_most=1)
         if order is not None:

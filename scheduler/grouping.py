@@ -1,6 +1,6 @@
 """Which rows step together: the tightest window of a replica's ready rows, with a bounded wait.
 
-Knows lengths and ages of rows, nothing else of a sequence.
+Knows lengths, ages and limits of rows, nothing else of a sequence.
 
 Groups. Let R be the rows of a replica that step (ready or stepping) and G = ceil(R / rows_max) the
 least number of groups that hold them. A group is full: rows_max rows. With less than two full
@@ -32,11 +32,20 @@ A step drafts as many tokens for all its rows, so rows of one kind belong togeth
 look at the oldest row's kind alone, or else the other one, if there are rows enough for a group,
 and at both kinds together only if neither has.
 
+Narrow rows. A request, or the config, may limit the rows of a row's group or their spread (see
+`narrowing`). G is then the groups of the free rows and those of the narrow ones. Rule 3 takes the
+oldest row, then those with the same limits, then the others, each if it fits. Before it, the oldest
+narrow row anchors a group of its nearest neighbours, as far as they fit, once in a round, or where
+there is no full group of free rows. Otherwise free rows go by rules 1 and 2, and narrow ones that
+fit have the places that are left.
+
 The bound. No row is passed over more than w * G - 1 times in a row, G taken at its largest during
 the wait: a round, in which every row could step once, is G orders, so none waits for more than w
 rounds. Rows that became ready before a row s only get fewer. Once s has been passed over
 (w - 1) * G times, so have they, and every further order takes the rows_max oldest; s and those
-before it are at most R rows, so s is in one of the next G orders: at most G - 1 more passes. When
+before it are at most R rows, so s is in one of the next G orders: at most G - 1 more passes. (With
+narrow rows, too: each order takes rows_max free rows, or as many with the same limits as those
+allow, so each of these kinds has no more orders than G counts for it.) When
 one row is overdue at a time, rule 2 serves it; rule 3 is there for the case that many are, and is
 rare: it costs spread. With w = 1 rows go in the order in which they became ready, which is what
 EQSPEC without grouping does (arXiv 2510.22876).
@@ -51,11 +60,20 @@ from heapq import merge
 from itertools import islice
 from operator import sub
 
+from scheduler.narrowing import Group, Limits
+
 LEVEL = 0.4
 """Share of an even window's spread up to which a window is tight. Tried from 0.2 to 1."""
 
 TIES_MAX = 16
 """Windows of equal spread that are compared by age; the leftmost ones, to bound the work."""
+
+NARROW_EARLY = 2
+"""So many orders before a round is over the oldest narrow row is due: there is one in flight and
+one behind it when it becomes ready."""
+
+NARROW = 2
+"""Kind of the ready rows that are narrow; see `narrowing`."""
 
 _Key = tuple[int, int, str]
 """(length, ready number, sequence id): within one length the oldest comes first."""
@@ -78,9 +96,10 @@ def group_size(rows: int, rows_max: int, halves: bool) -> tuple[int, int]:
     return rows_max, rows_max
 
 
-def passes_bound(rows: int, rows_max: int, wait_rounds: int) -> int:
-    """How often at most a ready row is passed over in a row, with `rows` rows on its replica."""
-    return max(wait_rounds * groups_needed(rows, rows_max) - 1, 0)
+def passes_bound(rows: int, rows_max: int, wait_rounds: int, narrow: int = 0) -> int:
+    """How often at most a ready row is passed over in a row, with `rows` free rows on its replica
+    and narrow ones for so many groups."""
+    return max(wait_rounds * (groups_needed(rows, rows_max) + narrow) - 1, 0)
 
 
 def may_step(
@@ -174,10 +193,12 @@ class ReadyRows:
     """The ready rows of one replica, by kind and length, and by age."""
 
     def __init__(self) -> None:
-        self._shelves = (_Shelf(), _Shelf())
-        """Rows of kind 0 and 1."""
+        self._shelves = (_Shelf(), _Shelf(), _Shelf())
+        """Free rows of kind 0 and 1, and narrow ones."""
         self._by_age: OrderedDict[str, tuple[_Key, int, int]] = OrderedDict()
         """(key, orders so far, kind) per row."""
+        self._narrow: dict[str, Limits] = {}
+        """Limits of the narrow rows, the oldest first."""
         self._new: dict[str, None] = {}
         """Rows whose first token somebody waits for, the oldest first."""
         self._ready_number = 0
@@ -198,8 +219,18 @@ class ReadyRows:
         """Lengths of all ready rows, rising."""
         return list(merge(*(shelf.lengths for shelf in self._shelves)))
 
-    def add(self, sequence_id: str, length: int, kind: int = 0, new: bool = False) -> None:
+    def add(
+        self,
+        sequence_id: str,
+        length: int,
+        kind: int = 0,
+        new: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
         """The row is ready, from now on the youngest. Takes O(log n) comparisons."""
+        if limits is not None:
+            kind = NARROW
+            self._narrow[sequence_id] = limits
         self._ready_number += 1
         key = (length, self._ready_number, sequence_id)
         self._shelves[kind].add(key)
@@ -211,6 +242,7 @@ class ReadyRows:
         key, _, kind = self._by_age.pop(sequence_id)
         self._shelves[kind].remove(key)
         self._new.pop(sequence_id, None)
+        self._narrow.pop(sequence_id, None)
 
     def passes(self, sequence_id: str) -> int:
         """How often the row was passed over since it became ready."""
@@ -221,7 +253,10 @@ class ReadyRows:
 
         `size` is that of a group, `groups` is G; the group has min(size, ready) rows, or
         min(rows_max, ready) when the oldest rows are taken. Needs at least one ready row.
+        With narrow rows among the ready ones it may have fewer.
         """
+        if self._narrow:
+            return self._choose_narrowly(size, rows_max, groups, wait_rounds)
         key, since, kind = self._by_age[next(iter(self._by_age))]
         passes = self.orders - since
         if passes >= (wait_rounds - 1) * groups:
@@ -233,6 +268,44 @@ class ReadyRows:
                 key, _, kind = self._by_age[next(iter(self._new))]
             keys = self._shelf(kind, size, anchored).window(size, key if anchored else None)
         return [key[2] for key in keys]
+
+    def _choose_narrowly(
+        self, size: int, rows_max: int, groups: int, wait_rounds: int
+    ) -> list[str]:
+        """The next group where narrow rows are ready; O(n log n) for n ready rows."""
+        by_age = self._by_age
+        key, since, kind = next(iter(by_age.values()))
+        likes = self._narrow.get(key[2])
+        narrow, new = next(iter(self._narrow)), next(iter(self._new), None)
+        free = len(by_age) - len(self._narrow)
+        if self.orders - since >= (wait_rounds - 1) * groups:
+            # Its likes before the others: that bounds how many orders all of them need.
+            row_order = sorted(by_age, key=lambda row: self._narrow.get(row) != likes)
+        elif not free or free < size or self.passes(narrow) >= groups - NARROW_EARLY:
+            row_order = self._nearest(narrow)
+        elif new in self._narrow:
+            row_order = self._nearest(new)
+        else:
+            key, since, kind = next(entry for entry in by_age.values() if entry[2] != NARROW)
+            anchored = 2 * (self.orders - since) >= (2 * wait_rounds - 3) * groups
+            if not anchored and new is not None:
+                anchored = True
+                key, _, kind = by_age[new]
+            window = self._shelf(kind, size, anchored).window(size, key if anchored else None)
+            row_order = [*(key[2] for key in window), *self._narrow]
+        group = Group(rows_max)
+        for row in row_order:
+            if group.full:
+                break
+            group.add(row, by_age[row][0][0], self._narrow.get(row))
+        return [key[2] for key in sorted(by_age[row][0] for row in group.rows)]
+
+    def _nearest(self, anchor: str) -> list[str]:
+        """All rows by their distance from this one, the oldest first where it is equal."""
+        length = self._by_age[anchor][0][0]
+        others = sorted(self._by_age, key=lambda row: abs(self._by_age[row][0][0] - length))
+        others.remove(anchor)
+        return [anchor, *others]
 
     def _shelf(self, kind: int, size: int, anchored: bool) -> _Shelf:
         """Where the next group is sought, `kind` being that of the oldest row or of the anchor."""
@@ -247,7 +320,7 @@ class ReadyRows:
     def take(self, sequence_ids: Iterable[str]) -> None:
         """Removes the rows of an order that is dispatched: it passes the others over."""
         self.orders += 1
-        taken: tuple[list[_Key], list[_Key]] = ([], [])
+        taken: tuple[list[_Key], list[_Key], list[_Key]] = ([], [], [])
         for sequence_id in sequence_ids:
             key, _, kind = self._by_age.pop(sequence_id)
             taken[kind].append(key)
@@ -255,6 +328,8 @@ class ReadyRows:
         for shelf, keys in zip(self._shelves, taken, strict=True):
             if keys:
                 shelf.remove_all(sorted(keys))
+        for key in taken[NARROW]:
+            del self._narrow[key[2]]
 
     def check_integrity(self) -> None:
         ids = set()
@@ -266,5 +341,7 @@ class ReadyRows:
                 ids.add(key[2])
         assert ids == set(self._by_age), "ready rows differ"
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
+        narrow = [row for row, (_, _, kind) in self._by_age.items() if kind == NARROW]
+        assert narrow == list(self._narrow), "narrow rows"
         numbers = [key[1] for key, _, _ in self._by_age.values()]
         assert numbers == sorted(numbers), "ready rows are not in order of age"

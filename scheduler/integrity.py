@@ -6,8 +6,9 @@ O(everything), so production never does.
 from __future__ import annotations
 
 from scheduler.admission import blocks_needed
-from scheduler.messages import OrderKind
-from scheduler.orders import order_rows
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Order, OrderKind, Pins
+from scheduler.orders import order_rows, order_spread
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
@@ -83,6 +84,25 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
         assert finished_before_start(sequence.request) is None, f"{name}: was complete before"
 
 
+def _check_pins(replica: Replica, order: Order, config: SchedulerConfig) -> None:
+    """An order in flight obeys what the requests of its rows have pinned, and the config."""
+    name = f"order {order.id} of replica {replica.id}"
+    pinned = [replica.residents[row].request.pins for row in order_rows(order)]
+    if order.kind is OrderKind.PREFILL:
+        for row, pins in zip(order.prefill, pinned, strict=True):
+            most = pins.prefill_tokens_max
+            if most is not None and order.id != replica.alone and row.until is not None:
+                assert row.until - row.begin <= most, f"{name}: tokens of {row.sequence_id}"
+        return
+    assert len(order.rows) <= config.rows_max, f"{name}: rows"
+    for pins in (*pinned, Pins(spread_max=config.spread_max)):
+        assert len(order.rows) <= (pins.rows_max or len(order.rows)), f"{name}: pinned rows"
+        assert order.steps <= (pins.steps_per_order_max or order.steps), f"{name}: pinned steps"
+        if pins.spread_max is not None:
+            assert order_spread(order) <= pins.spread_max, f"{name}: pinned spread"
+        assert pins.trim_drafts or order.verify_tokens is None, f"{name}: trimmed"
+
+
 def _check_replica(pool: Pool, replica: Replica) -> None:
     name = f"replica {replica.id}"
     residents = list(replica.residents.values())
@@ -109,6 +129,10 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
         assert list(replica.orders) == [replica.alone], f"{name}: an order beside suspects"
     if replica.long is not None:
         assert replica.orders[replica.long].steps > 1, f"{name}: the long order"
+    narrow = [one.id for one in residents if one.limits is not None]
+    assert set(replica.narrow) == set(narrow), f"{name}: narrow rows"
+    for order in replica.orders.values():
+        _check_pins(replica, order, pool.config)
     replica.ready.check_integrity()
     assert len(replica.orders) <= pool.config.orders_in_flight_max, f"{name}: too many orders"
     held = [row for order in replica.orders.values() for row in order_rows(order)]

@@ -39,6 +39,27 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Pins:
+    """What a request narrows of all that is chosen for it by cost, besides its draft length.
+
+    The names are those of the config's settings, which they can only narrow: None, and whatever is
+    wider, leaves a choice to the pool. None changes the output.
+    """
+
+    rows_max: int | None = None
+    """It steps in groups of at most so many rows; 1: alone."""
+    spread_max: int | None = None
+    """When an order with it begins, its group's longest row has at most so many tokens more than
+    the shortest."""
+    steps_per_order_max: int | None = None
+    prefill_tokens_max: int | None = None
+    """At most so many tokens of it are filled in one order, unless it has to be filled alone
+    because it may have broken an order (see `blame`); at least PREFILL_TOKENS_LEAST."""
+    trim_drafts: bool = True
+    """False: all draft tokens of its groups are verified."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a client asks for, tokenized; `id` is unique within the pool."""
 
@@ -59,6 +80,7 @@ class Request:
     """Whom the request counts for where tenants share a contended pool."""
     cache_salt: str = ""
     """KV blocks are shared only between requests of the same salt."""
+    pins: Pins = Pins()
 
 
 # --------------------------------------------------------------------------- orders

@@ -189,7 +189,7 @@ def next_rows(
                     rows_most, len(choice.rows) + config.passes_max - sequence.overtaken
                 )
             continue
-        tokens = room.takes(sequence.fill)
+        tokens = room.takes(sequence)
         if sequence.rows_limit is not None and tokens < sequence.fill:
             # A suspect is filled at once, however long it is.
             if choice.rows:
@@ -211,7 +211,7 @@ def next_rows(
         choice.rows.append(sequence)
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
-        if tokens < sequence.fill:
+        if tokens < sequence.chunk(sequence.fill):
             break
         room = room.less(tokens)
     choice.overtaken = [

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, Order, ReplicaSpec, Request, RowResult
+from scheduler.narrowing import limits_of
 from scheduler.rates import RateMeter
 from scheduler.residents import Replica
 from scheduler.sequence import RESIDENT, Move, Sequence, State
@@ -52,7 +53,13 @@ class Pool:
     def accept(self, request: Request, now_s: float) -> Sequence:
         """A new record, not yet in the queue."""
         self._number += 1
-        sequence = Sequence(request, self._number, now_s, committed=list(request.committed))
+        sequence = Sequence(
+            request,
+            self._number,
+            now_s,
+            limits=limits_of(request.pins, self.config),
+            committed=list(request.committed),
+        )
         self.sequences[request.id] = sequence
         self.outstanding_tokens += sequence.tokens_left
         if request.timeout_s is not None:
@@ -80,6 +87,8 @@ class Pool:
         if replica.id not in sequence.replicas:
             sequence.replicas.append(replica.id)
         replica.residents[sequence.id] = sequence
+        if sequence.limits is not None:
+            replica.narrow[sequence.id] = sequence
         replica.blocks_used += sequence.blocks
         replica.blocks_most += replica.blocks_limit(sequence)
         replica.lengths_add(sequence.length)
@@ -203,6 +212,8 @@ class Pool:
         if not replica.draining:
             replica.note_prefix(sequence)
         del replica.residents[sequence.id]
+        if sequence.limits is not None:
+            del replica.narrow[sequence.id]
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)
         replica.lengths_remove(sequence.length)

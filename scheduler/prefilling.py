@@ -9,7 +9,8 @@ which step wait for one chunk at most and never for a whole long prompt. Of each
 3. what is left goes to the rows that were begun, the one with the least to fill first.
 
 A chunk that does not complete its row has at least CHUNK_SHARE of the budget, for a pass of the
-model over a few tokens costs as much as one over many.
+model over a few tokens costs as much as one over many. A request may pin less for itself: then
+what it leaves goes to others.
 
 Knows lengths, ages and counts; nothing of blocks or of the queue.
 """
@@ -39,8 +40,9 @@ class Room:
     least: int
     """Tokens of the smallest part of a prompt that is worth a place."""
 
-    def takes(self, fill: int) -> int:
-        """How many of a row's `fill` tokens it takes; -1 if the row has to wait."""
+    def takes(self, sequence: Sequence) -> int:
+        """How many of a row's tokens to fill it takes; -1 if the row has to wait."""
+        fill = sequence.chunk(sequence.fill)
         if fill <= self.tokens:
             return fill
         return self.tokens if self.tokens >= self.least else -1
@@ -61,8 +63,13 @@ def room_for_waiting(replica: Replica, budget: int, config: SchedulerConfig) -> 
     oldest = oldest_partial(replica)
     if oldest is not None:
         rows = max(rows - 1, 1)
-        tokens -= min(budget - budget // 2, oldest.fill - oldest.filled)
+        tokens -= _first_of(oldest, budget)
     return Room(rows, tokens, max(budget // CHUNK_SHARE, 1))
+
+
+def _first_of(oldest: Sequence, budget: int) -> int:
+    """What the row that was begun first has of the budget before all others."""
+    return min(budget - budget // 2, oldest.chunk(oldest.fill - oldest.filled))
 
 
 def chunks(
@@ -77,7 +84,7 @@ def chunks(
     room = room_for_waiting(replica, budget, config)
     given = []
     for sequence in chosen:
-        tokens = room.takes(sequence.fill)
+        tokens = room.takes(sequence)
         assert tokens >= 0, f"{sequence.id}: there is no room for it"
         given.append((sequence, 0, tokens))
         room = room.less(tokens)
@@ -85,14 +92,15 @@ def chunks(
     if oldest is None:
         return given
     left = budget - sum(tokens for _, _, tokens in given)
-    first = min(budget - budget // 2, oldest.fill - oldest.filled)
+    first = _first_of(oldest, budget)
     begun = {oldest.id: first}
     left -= first
     places = config.prefill_rows_max - len(given) - 1
     for sequence in sorted(replica.partial.values(), key=lambda one: one.fill - one.filled):
         has = begun.get(sequence.id, 0)
-        more = min(sequence.fill - sequence.filled - has, left)
-        worth = has or more >= room.least or sequence.filled + more == sequence.fill
+        wanted = sequence.chunk(sequence.fill - sequence.filled) - has
+        more = min(wanted, left)
+        worth = has or more >= room.least or more == wanted
         if not worth or (not has and places <= 0):
             continue
         places -= not has

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from scheduler.admission import blocks_needed
 from scheduler.cost_model import filled_tokens
-from scheduler.grouping import ReadyRows
+from scheduler.grouping import ReadyRows, groups_needed
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
+from scheduler.narrowing import Limits, narrow_groups
 from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
@@ -77,6 +78,8 @@ class Replica:
     """Blocks that the residents would have if each went to its limit."""
     residents: dict[str, Sequence] = field(default_factory=dict)
     """All sequences with reserved blocks, leaving ones included."""
+    narrow: dict[str, Sequence] = field(default_factory=dict)
+    """Those whose groups are limited more than others'; see `narrowing`."""
     lengths: list[int] = field(default_factory=list)
     """Content lengths of the residents, rising; what 'near length' is measured against."""
     ready: ReadyRows = field(default_factory=ReadyRows)
@@ -182,6 +185,22 @@ class Replica:
         limits = (rows_max, self.spec.rows_max, self.rows_cap)
         return min(limit for limit in limits if limit is not None)
 
+    def narrow_limits(self) -> list[Limits]:
+        """Of the narrow rows that are ready or stepping. O(narrow)."""
+        return [
+            one.limits
+            for one in self.narrow.values()
+            if one.limits is not None and (one.state is State.STEPPING or one.id in self.ready)
+        ]
+
+    def groups(self, rows_max: int) -> int:
+        """G of `grouping`: in how many groups of at most so many rows all that step have place."""
+        rows = len(self.ready) + self.stepping
+        if not self.narrow:
+            return groups_needed(rows, rows_max)
+        narrow = self.narrow_limits()
+        return groups_needed(rows - len(narrow), rows_max) + narrow_groups(narrow, rows_max)
+
     def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
         """Whether its reservation is free, with `taken` blocks gone to others, who would have
         `taken_most` at their limits.
@@ -221,7 +240,7 @@ class Replica:
         """No order holds it any more; the youngest of the ready rows, or of the suspects."""
         if sequence.rows_limit is None:
             new = not sequence.committed
-            self.ready.add(sequence.id, sequence.length, sequence.kind, new)
+            self.ready.add(sequence.id, sequence.length, sequence.kind, new, sequence.limits)
         else:
             self.suspects[sequence.id] = sequence
 

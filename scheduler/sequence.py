@@ -15,6 +15,7 @@ from operator import add
 from types import MappingProxyType
 
 from scheduler.messages import FinishReason, Request, RowResult, Usage
+from scheduler.narrowing import Limits
 from scheduler.prefixes import Key, block_keys
 
 
@@ -98,6 +99,8 @@ class Sequence:
     """Rises with every accepted request: the order of arrival."""
     arrived_s: float = 0.0
     deadline_s: float | None = None
+    limits: Limits | None = None
+    """What the groups that it steps in are limited to, beyond those of others."""
     state: State = State.WAITING
     committed: list[int] = field(default_factory=list)
     replica_id: str | None = None
@@ -188,6 +191,11 @@ class Sequence:
     def fill(self) -> int:
         """KV positions that its prefill fills: the last token has none yet."""
         return self.length - 1
+
+    def chunk(self, tokens: int) -> int:
+        """How much of so many positions a prefill order fills of it at once."""
+        most = self.request.pins.prefill_tokens_max
+        return tokens if most is None else min(tokens, most)
 
     @property
     def live(self) -> bool:

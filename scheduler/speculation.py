@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.acceptance import Acceptance
-from scheduler.config import SchedulerConfig
+from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.cost_model import CostModel, LinearCost, StepPrices
 from scheduler.goodput import (
     SHARES,
@@ -39,8 +39,6 @@ TRIP_SHARE = 0.02
 """Share of an order that its round trip may cost before it gets more steps."""
 CHUNK_FIXED_SHARE = 0.25
 """Most that the fixed cost of a prefill chunk may be beside the cost of its tokens."""
-CHUNK_LEAST = 32
-"""Positions of a chunk at least: below it, messages cost more than what is filled."""
 ORDER_S_MAX = 0.1
 """Steps of one order last no longer than that together, in seconds: tokens arrive per order."""
 
@@ -141,7 +139,8 @@ class GoodputPolicy:
 
     While 0 is chosen, a draft token is proposed now and then to see whether acceptance has changed,
     for at most PROBE_SHARE of the time. A draft length in the config, or of a request for its own
-    row, is followed, and then all drafted tokens are verified.
+    row, is followed, and then all drafted tokens are verified; so are they where a request of a row
+    wants it.
 
     Steps of an order: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
     much as takes the time of a step where a full group steps, of more where fewer rows do.
@@ -199,7 +198,7 @@ class GoodputPolicy:
         step_s = known.step_s * max(self._config.rows_max / stepping_rows, 1.0)
         in_a_step = (step_s - cost.fixed_s) / cost.token_s
         worth_it = cost.fixed_s / (CHUNK_FIXED_SHARE * cost.token_s)
-        return max(1, min(most, int(max(in_a_step, worth_it, CHUNK_LEAST))))
+        return max(1, min(most, int(max(in_a_step, worth_it, PREFILL_TOKENS_LEAST))))
 
     def observe(
         self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
@@ -260,7 +259,8 @@ class GoodputPolicy:
             known.choice = Choice(min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most))
             return known.choice
         per_step_s = (known.trip_s or 0.0) / known.steps
-        belief = known.belief if known.trims else None
+        trims = known.trims and all(one.request.pins.trim_drafts for one in rows)
+        belief = known.belief if trims else None
         of = self._acceptance.of
         expected = expected_accepted(list(zip(map(of, rows), limits, strict=True)), most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)

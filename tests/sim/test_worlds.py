@@ -36,6 +36,8 @@ seeds = st.integers(0, 2**32 - 1)
         cancels=st.integers(0, 6),
         deadly=st.sampled_from([0, 0, 1, 2]),
         kv_reserve=st.sampled_from([0.0, 0.5, 1.0]),
+        pinned=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        spread_max=st.sampled_from([None, None, None, 0, 10]),
     ),
 )
 def test_every_request_finishes_exactly_once_with_the_right_tokens(seed: int, knobs: Knobs) -> None:

@@ -14,6 +14,7 @@ from scheduler.messages import (
     Emit,
     Event,
     FinishReason,
+    Pins,
     Priority,
     RejectCode,
     ReplicaSpec,
@@ -21,6 +22,7 @@ from scheduler.messages import (
     SamplingParams,
     Submit,
 )
+from scheduler.narrowing import narrow_groups
 from scheduler.simulator import Report, Trouble, World
 
 VOCAB_SIZE = 50
@@ -48,6 +50,9 @@ class Knobs:
     deadly: int = 0
     """Requests that kill every replica that steps them."""
     kv_reserve: float = 0.5
+    pinned: float = 0.2
+    """Share of the requests that pin something."""
+    spread_max: int | None = None
 
 
 class Watcher:
@@ -58,6 +63,8 @@ class Watcher:
         self.rows_peak: Counter[str] = Counter()
         self.rows_max: dict[str, int] = {}
         """The fewest rows that groups of a replica were limited to."""
+        self.narrow_peak: Counter[str] = Counter()
+        """The most groups that narrow rows of a replica needed."""
         self.next_index: dict[str, int] = {}
         self.passes_most = 0
 
@@ -73,20 +80,38 @@ class Watcher:
                 assert action.start == self.next_index[action.request_id], "tokens misnumbered"
                 self.next_index[action.request_id] += len(action.tokens)
         for replica in scheduler._pool.replicas.values():
-            rows = len(replica.ready) + replica.stepping
-            self.rows_peak[replica.id] = max(self.rows_peak[replica.id], rows)
             limit = replica.rows_max(scheduler.config.rows_max)
             limit = self.rows_max[replica.id] = min(self.rows_max.get(replica.id, limit), limit)
+            narrow = replica.narrow_limits()
+            groups = narrow_groups(narrow, limit)
+            self.narrow_peak[replica.id] = max(self.narrow_peak[replica.id], groups)
+            rows = len(replica.ready) + replica.stepping - len(narrow)
+            self.rows_peak[replica.id] = max(self.rows_peak[replica.id], rows)
             oldest = next(iter(replica.ready), None)
             if oldest is None:
                 continue
             passes = replica.ready.passes(oldest)
             self.passes_most = max(self.passes_most, passes)
-            bound = passes_bound(self.rows_peak[replica.id], limit, scheduler.config.wait_rounds)
+            bound = passes_bound(
+                self.rows_peak[replica.id],
+                limit,
+                scheduler.config.wait_rounds,
+                self.narrow_peak[replica.id],
+            )
             assert passes <= bound, f"{oldest} was passed over {passes} times, bound {bound}"
 
 
-def random_request(rng: Random, name: str) -> Request:
+def random_pins(rng: Random) -> Pins:
+    return Pins(
+        rows_max=rng.choice([None, None, 1, 2, 3, 100]),
+        spread_max=rng.choice([None, None, 0, 5, 20]),
+        steps_per_order_max=rng.choice([None, 1, 2]),
+        prefill_tokens_max=rng.choice([None, 32, 40]),
+        trim_drafts=rng.random() < 0.5,
+    )
+
+
+def random_request(rng: Random, name: str, pinned: float = 0.0) -> Request:
     length = rng.choice([1, 3, 8, 20, 60])
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(length))
     if rng.random() < 0.4:
@@ -102,6 +127,7 @@ def random_request(rng: Random, name: str) -> Request:
         timeout_s=rng.choice([None, None, None, 0.05, 2.0]),
         priority=rng.choice(list(Priority)),
         tenant=rng.choice(["", "x", "y"]),
+        pins=random_pins(rng) if rng.random() < pinned else Pins(),
     )
     if rng.random() < 0.15:
         tokens, _ = perfect_world(request, VOCAB_SIZE)
@@ -115,6 +141,7 @@ def random_request(rng: Random, name: str) -> Request:
             committed=carried,
             priority=request.priority,
             tenant=request.tenant,
+            pins=request.pins,
         )
     return request
 
@@ -137,6 +164,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         )
     config = SchedulerConfig(
         rows_max=knobs.rows_max,
+        spread_max=knobs.spread_max,
         draft_len=rng.choice([None, None, 0, 1, 4, 8]),
         steps_per_order_max=knobs.steps_per_order_max,
         orders_in_flight_max=knobs.orders_in_flight_max,
@@ -166,9 +194,10 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             vocab_size=VOCAB_SIZE,
             rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.trouble else None,
             prefix_sharing=rng.random() < 0.7,
+            trims_drafts=rng.random() < 0.5,
         )
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
-    requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]
+    requests = [random_request(rng, f"q{index}", knobs.pinned) for index in range(knobs.requests)]
     span_s = rng.choice([0.0, 0.3])
     for request in requests:
         world.submit(rng.random() * span_s, request)
