@@ -125,8 +125,11 @@ def _summary(status: pb.StatusResponse) -> Table:
 def _shards(status: pb.StatusResponse) -> Table:
     table = Table("shard", "up", "replicas", "waiting", "running", "outstanding", "tokens/s")
     for shard in status.shards:
+        if shard.silent:
+            table.add_row(shard.name, "does not answer")
+            continue
         table.add_row(
-            shard.incarnation,
+            f"{shard.name}, {shard.incarnation}",
             f"{shard.uptime_s:.0f} s",
             *(str(count) for count in (shard.serving, shard.waiting, shard.running)),
             f"{shard.outstanding_tokens} tokens",

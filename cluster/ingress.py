@@ -82,7 +82,9 @@ class Ingress(HealthService):
         """`pools`: one per shard."""
         self._config = config
         self._text = text
-        self._link = ShardLinks(pools, name, config.pool.poll_s, config.pool.move_s, clock=clock)
+        self._link = ShardLinks(
+            pools, config.pool_names, name, config.pool.poll_s, config.pool.move_s, clock=clock
+        )
         self._meter = meter or IngressMeter()
         self._clock = clock
         self._door = Door(config.auth, config.ingress, clock)

@@ -118,13 +118,17 @@ class PoolView:
     process_id: int
     status: PoolStatus
     stopping: bool = False
+    name: str = ""
+    """Where it is one of several: of its actor."""
     shards: tuple[PoolView, ...] = ()
-    """Where it is several pools as one: each of them."""
+    """Where it is several pools as one: each of them that answers."""
+    silent: tuple[str, ...] = ()
+    """Names of those that did not answer in time; nothing else here knows of them."""
 
 
-def merged_view(shards: Sequence[PoolView]) -> PoolView:
+def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolView:
     """Several pools as one, as old as the youngest of them. `shards` must not be empty."""
-    if len(shards) == 1:
+    if len(shards) == 1 and not silent:
         return shards[0]
     return PoolView(
         incarnation="+".join(shard.incarnation for shard in shards),
@@ -133,6 +137,7 @@ def merged_view(shards: Sequence[PoolView]) -> PoolView:
         status=merged_status([shard.status for shard in shards]),
         stopping=any(shard.stopping for shard in shards),
         shards=tuple(shards),
+        silent=tuple(silent),
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cluster.live_request import LiveRequest
 from cluster.pool_link import PoolLink
@@ -21,6 +22,8 @@ log = logging.getLogger("lockstep.ingress")
 
 _LOOKS = 4
 """How often, within the time that stranded requests may wait, they are looked for."""
+_STATUS_S = 1.0
+"""How long all shards' status waits for one of them, once another has answered."""
 
 
 class ShardLinks:
@@ -29,14 +32,19 @@ class ShardLinks:
     def __init__(
         self,
         pools: Sequence[PoolPort],
+        names: Sequence[str],
         name: str,
         poll_s: float,
         move_s: float = 1.0,
         unreachable_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`move_s`: how long requests wait for a shard that cannot serve them."""
+        """`names` of the pools, for people; `name` of this ingress.
+
+        `move_s`: how long requests wait for a shard that cannot serve them.
+        """
         self._pools = pools
+        self._names = names
         self._move_s = move_s
         self._clock = clock
         self.links = [
@@ -53,6 +61,8 @@ class ShardLinks:
         self._turn = 0
         self._stranded_s: list[float | None] = [None] * len(pools)
         """Since when a shard's requests cannot be served."""
+        self._asked: list[asyncio.Task[PoolView] | None] = [None] * len(pools)
+        """What a shard was asked for its status, and has not answered in time."""
         self.stopping = asyncio.Event()
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
         self._mover: asyncio.Task[None] | None = None
@@ -73,19 +83,34 @@ class ShardLinks:
         return sum(link.unfinished for link in self.links)
 
     async def status(self) -> PoolView:
-        """All shards that answer, as one pool. Raises PoolUnreachable when none does."""
-        answers = await asyncio.gather(
-            *(pool.status() for pool in self._pools), return_exceptions=True
-        )
-        views = []
-        for answer in answers:
-            if isinstance(answer, PoolView):
-                views.append(answer)
-            elif not isinstance(answer, PoolUnreachable):
-                raise answer
+        """All shards that answer, as one pool. Raises PoolUnreachable when none does.
+
+        They are asked all at once, and one that hangs keeps the others' answers for a second at
+        most; once its link knows that it hangs, not at all.
+        """
+        asked = [self._ask(shard) for shard in range(len(self._pools))]
+        try:
+            waiting = [ask for ask, link in zip(asked, self.links, strict=True) if link.answered]
+            await asyncio.wait(waiting or asked, timeout=_STATUS_S)
+            while not any(_has_answered(ask) for ask in asked):
+                rest = [ask for ask in asked if not ask.done()]
+                if not rest:
+                    break
+                await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # Whoever looks next waits for the same answer, so that a pool which hangs has not one
+            # call more to answer for every look.
+            self._asked = [None if ask.done() else ask for ask in asked]
+        views, silent = [], []
+        for name, ask in zip(self._names, asked, strict=True):
+            if _has_answered(ask):
+                view = ask.result()
+                views.append(replace(view, name=name) if len(asked) > 1 else view)
+            else:
+                silent.append(name)
         if not views:
-            raise PoolUnreachable("no shard answers")
-        return merged_view(views)
+            raise PoolUnreachable(f"no answer from {', '.join(silent)}")
+        return merged_view(views, silent)
 
     # ------------------------------------------------------------------ life
 
@@ -106,9 +131,22 @@ class ShardLinks:
     async def close(self) -> None:
         if self._mover is not None:
             self._mover.cancel()
+        for ask in self._asked:
+            if ask is not None:
+                ask.cancel()
         await asyncio.gather(*(link.close() for link in self.links))
 
     # ------------------------------------------------------------------ parts
+
+    def _ask(self, shard: int) -> asyncio.Task[PoolView]:
+        ask = self._asked[shard]
+        if ask is None or ask.done():
+            ask = asyncio.get_running_loop().create_task(self._status_of(shard))
+            ask.add_done_callback(_retrieved)
+        return ask
+
+    async def _status_of(self, shard: int) -> PoolView:
+        return await self._pools[shard].status()
 
     def _choose(self, tokens: int) -> int:
         self._turn += 1
@@ -146,3 +184,19 @@ class ShardLinks:
     def _others_serve(self, shard: int) -> bool:
         loads = [link.load for other, link in enumerate(self.links) if other != shard]
         return any(load.answers and load.serving for load in loads)
+
+
+def _has_answered(ask: asyncio.Task[PoolView]) -> bool:
+    """Whether there is an answer by now. Raises what is no lost call."""
+    if not ask.done() or ask.cancelled():
+        return False
+    error = ask.exception()
+    if error is not None and not isinstance(error, PoolUnreachable):
+        raise error
+    return error is None
+
+
+def _retrieved(ask: asyncio.Task[PoolView]) -> None:
+    """Nobody may be there any more to whom its error could be told."""
+    if not ask.cancelled():
+        ask.exception()

@@ -297,7 +297,10 @@ def to_status(view: PoolView) -> pb.StatusResponse:
         preempted=status.preempted,
         moved=status.moved,
         recovered=status.recovered,
-        shards=[_shard(shard) for shard in view.shards],
+        shards=[
+            *(_shard(shard) for shard in view.shards),
+            *(pb.ShardStatus(name=name, silent=True) for name in view.silent),
+        ],
         groups=totals.groups,
         group_spread_sum=totals.spread_sum,
         kv_positions_own=totals.kv_positions_own,
@@ -310,6 +313,7 @@ def to_status(view: PoolView) -> pb.StatusResponse:
 def _shard(view: PoolView) -> pb.ShardStatus:
     status = view.status
     return pb.ShardStatus(
+        name=view.name,
         incarnation=view.incarnation,
         uptime_s=view.uptime_s,
         serving=sum(not replica.draining for replica in status.replicas),

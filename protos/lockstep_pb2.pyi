@@ -220,7 +220,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., beliefs: _Optional[_Union[ReplicaBeliefs, _Mapping]] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("incarnation", "uptime_s", "serving", "waiting", "running", "outstanding_tokens", "tokens_per_s")
+    __slots__ = ("incarnation", "uptime_s", "serving", "waiting", "running", "outstanding_tokens", "tokens_per_s", "name", "silent")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,8 @@ class ShardStatus(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     uptime_s: float
     serving: int
@@ -235,7 +237,9 @@ class ShardStatus(_message.Message):
     running: int
     outstanding_tokens: int
     tokens_per_s: float
-    def __init__(self, incarnation: _Optional[str] = ..., uptime_s: _Optional[float] = ..., serving: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    name: str
+    silent: bool
+    def __init__(self, incarnation: _Optional[str] = ..., uptime_s: _Optional[float] = ..., serving: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., name: _Optional[str] = ..., silent: _Optional[bool] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read", "prefill_tokens", "reused_tokens", "shards")

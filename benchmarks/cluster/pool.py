@@ -87,7 +87,7 @@ async def drive(
     ]
     for runner in runners:
         await runner.start()
-    links = ShardLinks(pools, "ingress", config.pool.poll_s)
+    links = ShardLinks(pools, config.pool_names, "ingress", config.pool.poll_s)
     links.start()
     asked = [
         Request("", tuple(rng.randrange(SPEC.vocab_size) for _ in range(64)), NEW_TOKENS)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import main
 from cluster.cli_generate import figures
+from cluster.cli_serve import _shards
 from cluster.prompts import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 
@@ -90,3 +93,15 @@ def test_the_line_of_figures() -> None:
     assert "first token after 50 ms" in line
     assert "2.00 draft tokens accepted per step (50% of 80)" in line
     assert figures([pb.End()], 1.0, 0.0)
+
+
+def test_status_names_a_shard_that_does_not_answer() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    answers = pb.ShardStatus(name="a", incarnation="x1", serving=3)
+    silent = pb.ShardStatus(name="b", silent=True)
+    console.print(_shards(pb.StatusResponse(shards=[answers, silent])))
+    lines = console.export_text().splitlines()
+    assert [" 3 " in line for line in lines if "a, x1" in line] == [True]
+    assert [(" b " in line, " 0 " in line) for line in lines if "does not answer" in line] == [
+        (True, False)
+    ]

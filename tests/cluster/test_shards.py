@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from cluster import shard_links
 from cluster.config import from_args
 from cluster.live_request import LiveRequest
 from cluster.pool_actor import PoolActor
-from cluster.protocol import PoolUnreachable
+from cluster.protocol import PoolUnreachable, PoolView
 from cluster.replica_runner import ReplicaRunner, _Stop
 from cluster.shard_links import ShardLinks
 from cluster.wire import to_status
@@ -26,6 +27,7 @@ from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire
 
 MOVE_S = 0.1
+NAMES = ("shard-a", "shard-b")
 PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
 
 
@@ -48,7 +50,7 @@ class Shards:
     def __init__(self) -> None:
         self.wires = [Wire(CONFIG, seed=seed) for seed in range(2)]
         poll_s = CONFIG.pool.poll_s
-        self.links = ShardLinks(self.wires, "ingress", poll_s, MOVE_S, unreachable_s=5.0)
+        self.links = ShardLinks(self.wires, NAMES, "ingress", poll_s, MOVE_S, unreachable_s=5.0)
         self.runners: list[ReplicaRunner] = []
 
     async def add_replica(self, shard: int, fake: FakeReplica | None = None) -> ReplicaRunner:
@@ -232,7 +234,9 @@ def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
             assert {live.shard for live in lives} == {1}
             with pytest.raises(PoolUnreachable):
                 await s.wires[0].status()
-            assert len((await s.links.status()).status.replicas) == 1
+            view = await s.links.status()
+            assert len(view.status.replicas) == 1
+            assert ([shard.name for shard in view.shards], view.silent) == (["shard-b"], NAMES[:1])
 
     asyncio.run(test())
 
@@ -264,7 +268,11 @@ def test_all_shards_look_like_one_pool() -> None:
             status = to_status(await s.links.status())
             assert len(status.replicas) == 3
             assert status.requests_finished == len(PROMPTS)
-            assert [shard.serving for shard in status.shards] == [1, 2]
+            assert [(shard.name, shard.serving) for shard in status.shards] == [
+                ("shard-a", 1),
+                ("shard-b", 2),
+            ]
+            assert not any(shard.silent for shard in status.shards)
             assert {shard.incarnation for shard in status.shards} == {
                 wire.actor._incarnation for wire in s.wires
             }
@@ -345,3 +353,68 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
 
 def _replicas(actor: PoolActor) -> list[Replica]:
     return list(actor._scheduler._pool.replicas.values())
+
+
+class Hanging:
+    """A pool's status that comes once it is let go."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.let_go = asyncio.Event()
+        self.calls = 0
+        self._answer = wire.actor.status
+        wire.status = self  # type: ignore[attr-defined]
+
+    async def __call__(self) -> PoolView:
+        self.calls += 1
+        await self.let_go.wait()
+        return await self._answer()
+
+
+def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_links, "_STATUS_S", 0.05)
+
+    async def test() -> None:
+        async with shards(1, 2) as s:
+            hanging = Hanging(s.wires[0])
+            for _ in range(3):
+                view = await s.links.status()
+                assert view.silent == ("shard-a",)
+                assert [shard.name for shard in view.shards] == ["shard-b"]
+                assert len(view.status.replicas) == 2
+            assert hanging.calls == 1, "it is not asked again while it has not answered"
+            silent = [shard.name for shard in to_status(view).shards if shard.silent]
+            assert silent == ["shard-a"]
+            assert to_status(view).ready
+            hanging.let_go.set()
+            await asyncio.sleep(0)
+            assert (await s.links.status()).silent == ()
+
+    asyncio.run(test())
+
+
+def test_without_any_answer_the_first_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_links, "_STATUS_S", 0.01)
+
+    async def test() -> None:
+        async with shards(1, 2) as s:
+            hanging = [Hanging(wire) for wire in s.wires]
+            looking = asyncio.ensure_future(s.links.status())
+            await asyncio.sleep(0.1)
+            assert not looking.done()
+            hanging[1].let_go.set()
+            assert (await looking).silent == ("shard-a",)
+
+    asyncio.run(test())
+
+
+def test_a_fault_in_a_pool_is_no_silence() -> None:
+    async def broken() -> PoolView:
+        raise ValueError("a fault")
+
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            s.wires[1].status = broken  # type: ignore[attr-defined]
+            with pytest.raises(ValueError, match="a fault"):
+                await s.links.status()
+
+    asyncio.run(test())
