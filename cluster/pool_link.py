@@ -63,6 +63,8 @@ class PoolLink:
         self._registered = False
         """Whether the pool has answered a call of this session, and so knows it."""
         self._answered_s = clock()
+        self._fruitless = 0
+        """Sessions in a row that were begun because the pool answers, and in which it did not."""
         self._load = PoolLoad()
         self._unanswered = 0
         """Tokens of requests that the pool has not confirmed, so that its load lacks them."""
@@ -300,6 +302,7 @@ class PoolLink:
         if session != self._session:
             return False
         self._answered_s = self._clock()
+        self._fruitless = 0
         if self._incarnation is None:
             self._incarnation = incarnation
         elif self._incarnation != incarnation:
@@ -331,18 +334,23 @@ class PoolLink:
             self._steady.set()
 
     async def _reach(self) -> None:
-        attempt = 0
+        """Returns when the pool answers; after a pause if it did so before, to no avail."""
+        attempt = self._fruitless
         while True:
-            try:
-                await self._pool.status()
-            except PoolUnreachable:
+            if attempt:
                 self._expire()
                 if self._clock() - self._answered_s > self._unreachable_s:
                     self._give_up()
-                await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S)) - 1])
+            try:
+                await self._pool.status()
+            except PoolUnreachable:
                 attempt += 1
             else:
-                self._answered_s = self._clock()
+                if not self._fruitless:
+                    # Else it lives, but requests are no better off for it.
+                    self._answered_s = self._clock()
+                self._fruitless += 1
                 return
 
     def _give_up(self) -> None:

@@ -421,6 +421,60 @@ def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
     asyncio.run(test())
 
 
+def half_dead(wire: Wire) -> Callable[[], int]:
+    """From now on the pool says that it lives, and answers nothing else; returns a count of calls.
+
+    Its calls fail at once, so whoever only repeats them lets nobody else run.
+    """
+    calls = 0
+
+    async def fail(*_args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 500:
+            raise RuntimeError("called again and again without a pause")
+        raise PoolUnreachable("the line is lost")
+
+    wire.submit = wire.news = fail  # type: ignore[attr-defined]
+    return lambda: calls
+
+
+def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.pool_link._OVERDUE_S", 0.1)
+
+    async def test() -> None:
+        async with world() as w:
+            calls = half_dead(w.wire)
+            live = w.submit([5, 6], 10, timeout_s=0.2)
+            await live.ended.wait()
+            assert live.finish is not None
+            assert live.finish.reason is FinishReason.DEADLINE
+            assert calls() > 1
+            w.link.check()
+            # Once it answers again, all is well.
+            del w.wire.submit, w.wire.news
+            await w.add_replica()
+            later = w.submit([5, 6], 10)
+            await finish([later])
+            assert_perfect([later])
+
+    asyncio.run(test())
+
+
+def test_a_pool_that_only_says_it_lives_ends_requests_as_unreachable() -> None:
+    async def test() -> None:
+        async with world() as w:
+            w.link._unreachable_s = 0.3
+            half_dead(w.wire)
+            live = w.submit([5, 6], 10)
+            await live.ended.wait()
+            assert live.unreachable
+
+    asyncio.run(test())
+
+
 def test_a_refused_request_says_why() -> None:
     async def test() -> None:
         async with world() as w:

@@ -24,7 +24,7 @@ from cluster.wire import to_status
 from scheduler.messages import FinishReason, Order, OrderKind, Request, StepResult
 from scheduler.residents import Replica
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire
+from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
 
 MOVE_S = 0.1
 NAMES = ("shard-a", "shard-b")
@@ -237,6 +237,19 @@ def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
             view = await s.links.status()
             assert len(view.status.replicas) == 1
             assert ([shard.name for shard in view.shards], view.silent) == (["shard-b"], NAMES[:1])
+
+    asyncio.run(test())
+
+
+def test_requests_leave_a_pool_that_only_says_it_lives() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            lives = [s.submit(prompt, 150) for prompt in PROMPTS]
+            assert {live.shard for live in lives} == {0, 1}
+            half_dead(s.wires[0])
+            await check(lives, 150)
+            assert {live.shard for live in lives} == {1}
+            s.links.check()
 
     asyncio.run(test())
 
