@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cluster import cli_generate
 from cluster.cli import main
 from cluster.cli_generate import figures
 from cluster.cli_serve import _shards
@@ -40,6 +42,34 @@ def test_every_command_has_help(command: str) -> None:
 @pytest.mark.parametrize("args", [["generate"], ["generate", "x", "--prompts", __file__]])
 def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
     assert RUN.invoke(main, args).exit_code == 2
+
+
+def test_generate_sends_what_is_pinned_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[pb.GenerateRequest] = []
+
+    def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
+        sent.append(pb.GenerateRequest(prompt=prompt, **options))
+        return 0
+
+    monkeypatch.setattr(cli_generate, "one", one)
+    all_of_them = [
+        *("--rows-max", "1", "--spread-max", "0", "--steps-per-order-max", "2"),
+        *("--prefill-tokens-max", "40", "--no-trim-drafts"),
+    ]
+    for args in ([], all_of_them, ["--rows-max", "3"]):
+        assert RUN.invoke(main, ["generate", "x", *args]).exit_code == 0
+    assert not sent[0].HasField("pins")
+    assert sent[1].pins == pb.Pins(
+        rows_max=1,
+        spread_max=0,
+        steps_per_order_max=2,
+        prefill_tokens_max=40,
+        trim_drafts=False,
+    )
+    assert sent[2].pins == pb.Pins(rows_max=3)
+    refused = RUN.invoke(main, ["generate", "x", "--rows-max", "0"])
+    assert refused.exit_code == 2
+    assert "--rows-max" in refused.output
 
 
 def test_serve_names_a_wrong_setting(tmp_path: Path) -> None:

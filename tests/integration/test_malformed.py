@@ -75,10 +75,11 @@ def requests(draw: st.DrawFn) -> pb.GenerateRequest:
     names = st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True)
     for name in draw(names):
         value = draw(FIELDS[name])
+        holder, _, field = name.rpartition(".")
         if isinstance(value, list):
             getattr(message, name).extend(value)
         else:
-            setattr(message, name, value)
+            setattr(getattr(message, holder) if holder else message, field, value)
     return message
 
 
@@ -99,6 +100,11 @@ FIELDS: dict[str, st.SearchStrategy[object]] = {
     "request_id": TEXT,
     "committed_token_ids": st.builds(lambda token, n: [token] * n, UINT32, LENGTHS),
     "priority": INT32,
+    "pins.rows_max": INT32,
+    "pins.spread_max": INT32,
+    "pins.steps_per_order_max": INT32,
+    "pins.prefill_tokens_max": INT32,
+    "pins.trim_drafts": st.booleans(),
 }
 
 
