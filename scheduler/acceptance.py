@@ -8,6 +8,7 @@ what the draft believes in most, it is that of such a token, and so a little too
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.messages import RowResult
@@ -42,29 +43,33 @@ class Acceptance:
     """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
 
     def __init__(self) -> None:
-        self._classes = {True: _Class(), False: _Class()}
+        self._greedy = _Class()
+        self._sampled = _Class()
 
-    def of(self, sequence: Sequence) -> float:
-        """Probability in [0, 1] that one more draft token of the sequence is accepted."""
-        known = self._classes[sequence.request.sampling.temperature == 0.0]
-        prior = known.agreed / known.tried
-        return (sequence.agreed + PRIOR_TRIES * prior) / (sequence.tried + PRIOR_TRIES)
+    def of(self, sequences: Iterable[Sequence]) -> list[float]:
+        """Probabilities in [0, 1] that one more draft token of each sequence is accepted."""
+        greedy = PRIOR_TRIES * self._greedy.acceptance
+        sampled = PRIOR_TRIES * self._sampled.acceptance
+        return [
+            (one.agreed + (greedy if one.greedy else sampled)) / (one.tried + PRIOR_TRIES)
+            for one in sequences
+        ]
 
     def overall(self, greedy: bool) -> float:
         """The acceptance of a class lately."""
-        return self._classes[greedy].acceptance
+        return (self._greedy if greedy else self._sampled).acceptance
 
     def observe(self, sequence: Sequence, row: RowResult) -> None:
         """A row came back from an order. Where it drafted nothing its past fades all the same, so
         that a row which was given up comes back to what its class shows."""
         tried, agreed = sum(row.tried_at), sum(row.accepted_at)
-        keep = DECAY**row.steps
-        sequence.tried = keep * sequence.tried + tried
-        sequence.agreed = keep * sequence.agreed + agreed
+        keep = DECAY if row.steps == 1 else DECAY**row.steps
+        sequence.tried = tried_lately = keep * sequence.tried + tried
+        sequence.agreed = agreed_lately = keep * sequence.agreed + agreed
         # By its own tries: towards the others' acceptance both kinds would come to look alike.
-        known = self._classes[sequence.request.sampling.temperature == 0.0]
-        acceptance = (sequence.agreed + known.agreed / known.tried) / (sequence.tried + 1.0)
-        if acceptance < SELDOM_RIGHT or sequence.request.draft_len == 0:
+        known = self._greedy if sequence.greedy else self._sampled
+        acceptance = (agreed_lately + known.agreed / known.tried) / (tried_lately + 1.0)
+        if acceptance < SELDOM_RIGHT or sequence.draft_len == 0:
             sequence.kind = 1
         elif acceptance > OFTEN_RIGHT:
             sequence.kind = 0

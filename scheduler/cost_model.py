@@ -102,7 +102,8 @@ class Fit:
 
     def cost(self) -> LinearCost:
         """The fit as it stands; recomputed seldom once much was seen, for it takes its time."""
-        if self._stale > min(4 * len(self._cells), self._seen // 4):
+        stale = self._stale
+        if stale > self._seen // 4 or stale > 4 * len(self._cells):
             self._stale = 0
             self._cost = self._solve()
         return self._cost
@@ -195,6 +196,8 @@ class CostModel:
         self._packed = Fit()
         self._rest = Fit()
         self._prefill = Fit()
+        self._packed_like = (LinearCost(), LinearCost())
+        """A verification, and what one of some tokens is taken to cost from it."""
         for timing in timings:
             self._note(timing)
 
@@ -218,7 +221,7 @@ class CostModel:
         if not steps:
             return
         # Near their limits rows draft less than the order says, and so does the group.
-        drafted = max((row.draft_tokens / row.steps for row in result.rows if row.steps), default=0)
+        drafted = max([row.draft_tokens / row.steps for row in result.rows if row.steps], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
         checked = order.verify_tokens
         self._note(
@@ -239,10 +242,11 @@ class CostModel:
         if self._packed.kinds:
             packed = self._packed.cost()
         else:
-            # As many tokens in full rows, and a little for packing them.
-            packed = LinearCost(
-                PACKING * verify.fixed_s, PACKING * verify.token_s, PACKING * verify.kv_s
-            )
+            if verify is not self._packed_like[0]:
+                # As many tokens in full rows, and a little for packing them.
+                parts = (verify.fixed_s, verify.token_s, verify.kv_s)
+                self._packed_like = (verify, LinearCost(*(PACKING * part for part in parts)))
+            packed = self._packed_like[1]
         return StepPrices(rows, longest, self._draft.cost(), verify, packed, self._rest.cost())
 
     def step_s(

@@ -99,44 +99,56 @@ class Dispatcher:
             return self._step_suspects(replica)
         if replica.fails and replica.ready and not replica.orders:
             # Is it the replica or the row? Others show it before the row comes back.
-            return self._step_ready(replica, someone_waits=True)
+            rows_max = replica.rows_max(self._config.rows_max)
+            rows = len(replica.ready) + replica.stepping
+            size, _ = self._group_size(replica, rows, rows_max)
+            return self._step_ready(replica, size, rows_max, someone_waits=True)
         pool = self._pool
-        ready = len(replica.ready)
-        budget = self._policy.prefill_tokens(
-            replica.id, ready + replica.stepping, self._config.prefill_tokens_max
-        )
-        choice = Choice()
-        if pool.waiting:
-            room = room_for_waiting(replica, budget, self._config)
-            choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self._config, room)
-            for sequence in choice.left:
-                sequence.left += 1
-            if choice.claim is not None:
-                pool.claim(choice.claim, replica)
-                if replica.orders and self._clears(replica):
-                    self.interrupt(replica, self._out)
-                    return None
-        if not choice.rows:
+        ready, stepping = len(replica.ready), replica.stepping
+        to_fill = False
+        # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
+        if replica.partial or (pool.waiting and replica.load < self._config.residents_max):
+            budget = self._policy.prefill_tokens(
+                replica.id, ready + stepping, self._config.prefill_tokens_max
+            )
+            choice = self._next_rows(replica, budget)
+            if choice.claim is not None and replica.orders and self._clears(replica):
+                self.interrupt(replica, self._out)
+                return None
+            to_fill = bool(choice.rows or replica.partial)
+            if not choice.rows:
+                replica.gathers_until = None
+            if to_fill:
+                if goes_first(replica, choice.rows, budget, self._config.gather_orders):
+                    return self._prefill(replica, choice, budget)
+                # It waits for what is in flight, and no longer than for one step of it.
+                self.interrupt(replica, self._out)
+        else:
             replica.gathers_until = None
-        to_fill = bool(choice.rows or replica.partial)
-        if to_fill:
-            if goes_first(replica, choice.rows, budget, self._config.gather_orders):
-                return self._prefill(replica, choice, budget)
-            # It waits for what is in flight, and no longer than for one step of it.
-            self.interrupt(replica, self._out)
         rows_max = replica.rows_max(self._config.rows_max)
-        _, beside = self._group_size(replica, rows_max)
-        if replica.narrow and ready and replica.stepping:
-            beside = 0 if self._is_whole(replica, rows_max, beside) else ready + 1
-        if may_step(
-            ready, replica.stepping, replica.joining, len(replica.orders), beside, rows_max
-        ):
-            return self._step_ready(replica, someone_waits=to_fill)
+        size, beside = self._group_size(replica, ready + stepping, rows_max)
+        if replica.narrow and ready and stepping:
+            whole = self._is_whole(replica, size, rows_max, beside)
+            beside = 0 if whole else ready + 1
+        if may_step(ready, stepping, replica.joining, len(replica.orders), beside, rows_max):
+            return self._step_ready(replica, size, rows_max, someone_waits=to_fill)
         return None
 
-    def _group_size(self, replica: Replica, rows_max: int) -> tuple[int, int]:
-        """See `grouping.group_size`; of the free rows."""
-        rows = len(replica.ready) + replica.stepping
+    def _next_rows(self, replica: Replica, budget: int) -> Choice:
+        """Who of those that wait goes into a prefill order of so many tokens."""
+        pool = self._pool
+        if not pool.waiting:
+            return Choice()
+        room = room_for_waiting(replica, budget, self._config)
+        choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self._config, room)
+        for sequence in choice.left:
+            sequence.left += 1
+        if choice.claim is not None:
+            pool.claim(choice.claim, replica)
+        return choice
+
+    def _group_size(self, replica: Replica, rows: int, rows_max: int) -> tuple[int, int]:
+        """See `grouping.group_size`; of the free ones of these rows."""
         if replica.narrow:
             rows -= len(replica.narrow_limits())
         halves = rows_max < rows < 2 * rows_max and self._policy.halves(replica.id, rows, rows_max)
@@ -177,34 +189,32 @@ class Dispatcher:
             replica.alone = order_id
         return prefill_order(order_id, replica.id, given)
 
-    def _step_ready(self, replica: Replica, someone_waits: bool) -> Order | None:
-        config = self._config
-        rows_max = replica.rows_max(config.rows_max)
-        alone = not (someone_waits or replica.stepping or replica.prefilling)
-        chosen = self._choose(replica, rows_max)
+    def _step_ready(
+        self, replica: Replica, size: int, rows_max: int, someone_waits: bool
+    ) -> Order | None:
+        residents = replica.residents
+        rows = [residents[one] for one in self._choose(replica, size, rows_max)]
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
         # first token waits for no second one.
-        begun = all(replica.residents[one].committed for one in chosen)
-        long = alone and begun and len(chosen) == len(replica.ready)
-        rows = [replica.residents[one] for one in chosen]
-        steps_most = config.steps_per_order_max if long else 1
-        if long:
+        alone = not (someone_waits or replica.stepping or replica.prefilling)
+        steps_most = 1
+        if alone and len(rows) == len(replica.ready) and all(one.committed for one in rows):
             pinned = [one.request.pins.steps_per_order_max for one in rows]
+            steps_most = self._config.steps_per_order_max
             steps_most = min([steps_most, *(steps for steps in pinned if steps is not None)])
         return self._step(replica, rows, steps_most)
 
-    def _choose(self, replica: Replica, rows_max: int) -> list[str]:
+    def _choose(self, replica: Replica, size: int, rows_max: int) -> list[str]:
         """The rows of the next group."""
-        size, _ = self._group_size(replica, rows_max)
         groups = replica.groups(rows_max)
         return replica.ready.choose(size, rows_max, groups, self._config.wait_rounds)
 
-    def _is_whole(self, replica: Replica, rows_max: int, beside: int) -> bool:
+    def _is_whole(self, replica: Replica, size: int, rows_max: int, beside: int) -> bool:
         """Whether the next group, where there are narrow rows, need not wait for any that steps:
         it has free rows for a group of theirs, or none that steps fits."""
         group = Group(rows_max)
         free = 0
-        for row in self._choose(replica, rows_max):
+        for row in self._choose(replica, size, rows_max):
             sequence = replica.residents[row]
             free += sequence.limits is None
             group.add(row, sequence.length, sequence.limits)
@@ -236,17 +246,17 @@ class Dispatcher:
         """Some steps of these ready rows, by rising length; None if blocks ran out."""
         plan = self._policy.plan(replica.id, rows, steps_most)
         draft_len, steps = plan.draft_len, plan.steps
-        blocks = _blocks_after(replica, rows, steps, draft_len)
-        if steps > 1 and _growth(rows, blocks) > replica.blocks_free:
+        lacking, growth = _lacking(replica, rows, steps, draft_len)
+        if steps > 1 and growth > replica.blocks_free:
             steps = 1
-            blocks = _blocks_after(replica, rows, steps, draft_len)
-        if _growth(rows, blocks) > replica.blocks_free:
+            lacking, growth = _lacking(replica, rows, steps, draft_len)
+        if growth > replica.blocks_free:
             # What is in flight may end and free blocks; and its rows may be the ones to go.
             if not replica.orders:
                 self._preempt(replica)
             return None
         order_id = self._new_order_id()
-        self._pool.step(replica, rows, blocks, order_id)
+        self._pool.step(replica, rows, lacking, order_id)
         return speculate_order(order_id, replica.id, rows, draft_len, steps, plan.verify_tokens)
 
     def _preempt(self, replica: Replica) -> None:
@@ -270,17 +280,18 @@ class Dispatcher:
         return self._order_id
 
 
-def _blocks_after(replica: Replica, rows: list[Sequence], steps: int, draft_len: int) -> list[int]:
-    """Blocks for all that each row can hold after so many steps."""
+def _lacking(
+    replica: Replica, rows: list[Sequence], steps: int, draft_len: int
+) -> tuple[list[tuple[Sequence, int]], int]:
+    """Rows whose blocks do not last for all that they can hold after so many steps, each with those
+    that it needs; and how many that is more."""
     ahead = steps * (draft_len + 1)
     block_size = replica.spec.block_size
-    return [blocks_needed(min(one.length + ahead, one.length_max), block_size) for one in rows]
-
-
-def _growth(rows: list[Sequence], blocks: list[int]) -> int:
-    """Blocks that the rows lack, where each is to have those at its place."""
-    lacking = 0
-    for sequence, most in zip(rows, blocks, strict=True):
-        if most > sequence.blocks:
-            lacking += most - sequence.blocks
-    return lacking
+    lacking, growth = [], 0
+    for one in rows:
+        if one.length + ahead > one.blocks * block_size:
+            needed = blocks_needed(min(one.length + ahead, one.length_max), block_size)
+            if needed > one.blocks:
+                lacking.append((one, needed))
+                growth += needed - one.blocks
+    return lacking, growth

@@ -14,9 +14,9 @@ Pure arithmetic over numbers; knows no sequence and no replica.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from operator import mul
 
 from scheduler.cost_model import StepPrices
 from scheduler.records import record
@@ -62,18 +62,26 @@ class DraftBelief:
             self.gains[choice.share] = min(max(gain, _BELIEF_BOUNDS[0]), _BELIEF_BOUNDS[1])
 
 
-def expected_accepted(rows: Sequence[tuple[float, int]], most: int) -> list[float]:
+def expected_accepted(
+    acceptances: Sequence[float], limits: Sequence[int], most: int
+) -> Iterator[float]:
     """Accepted tokens of the whole group per step for 0, 1, ..., `most` positions verified.
 
-    `rows` are (acceptance, most draft tokens) of each.
+    `acceptances` and `limits` (most draft tokens) are those of each row. A position costs a few
+    operations over all rows and is worked out when it is asked for.
     """
-    at = [0.0] * most
-    for acceptance, limit in rows:
-        likely = 1.0
-        for position in range(min(limit, most)):
-            likely *= acceptance
-            at[position] += likely
-    return list(accumulate(at, initial=0.0))
+    expected = 0.0
+    yield expected
+    likely = acceptances
+    least = min(limits, default=most)
+    for position in range(most):
+        if position >= least:
+            likely = [
+                one if position < limit else 0.0 for one, limit in zip(likely, limits, strict=True)
+            ]
+        expected += sum(likely)
+        yield expected
+        likely = list(map(mul, likely, acceptances))
 
 
 def evenly(expected: Sequence[float], choice: Choice) -> float:
@@ -91,7 +99,7 @@ def verify_tokens(rows: int, choice: Choice) -> int | None:
 
 
 def best_choice(
-    expected: Sequence[float],
+    expected: Iterable[float],
     prices: StepPrices,
     per_step_s: float,
     belief: DraftBelief | None,
@@ -99,29 +107,31 @@ def best_choice(
 ) -> Choice:
     """The choice of the greatest goodput for a group with these prices.
 
-    `expected` is what `expected_accepted` says, `per_step_s` what a step costs beside its run;
-    without `belief` all drafted tokens are verified.
+    `expected` is what `expected_accepted` says, and asked no further than needed; `per_step_s` what
+    a step costs beside its run; without `belief` all drafted tokens are verified.
     """
-    rows = prices.rows
-    best, best_goodput, stay_goodput = Choice(), 0.0, 0.0
+    rows, last_len = prices.rows, last.draft_len
+    best_len, best_share, best_goodput, stay_goodput = 0, 1.0, 0.0, 0.0
     falling = 0
+    so_far: list[float] = []
     for draft_len, accepted in enumerate(expected):
+        so_far.append(accepted)
         falling += 1
         goodput = (rows + accepted) / (prices(draft_len) + per_step_s)
-        if draft_len == last.draft_len and last.share == 1.0:
+        if draft_len == last_len and last.share == 1.0:
             stay_goodput = goodput
         if goodput > best_goodput:
-            best, best_goodput, falling = Choice(draft_len), goodput, 0
+            best_len, best_share, best_goodput, falling = draft_len, 1.0, goodput, 0
         if belief is not None and draft_len > 1:
             for share in SHARES:
                 choice = Choice(draft_len, share)
                 seconds = prices(draft_len, verify_tokens(rows, choice)) + per_step_s
-                goodput = (rows + belief.kept(expected, choice)) / seconds
+                goodput = (rows + belief.kept(so_far, choice)) / seconds
                 if choice == last:
                     stay_goodput = goodput
                 if goodput > best_goodput:
-                    best, best_goodput, falling = choice, goodput, 0
+                    best_len, best_share, best_goodput, falling = draft_len, share, goodput, 0
         # Past the top of a curve that rises and then falls.
-        if falling >= 2 and draft_len >= last.draft_len:
+        if falling >= 2 and draft_len >= last_len:
             break
-    return last if stay_goodput >= STAY * best_goodput else best
+    return last if stay_goodput >= STAY * best_goodput else Choice(best_len, best_share)

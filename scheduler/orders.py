@@ -43,8 +43,10 @@ def speculate_order(
     is the largest of them. `verify_tokens` is dropped where it is all that they draft.
     """
     rows = tuple(
-        StepRow(sequence.id, sequence.length, row_draft_len(sequence, draft_len), sequence.blocks)
-        for sequence in sequences
+        [
+            StepRow(one.id, one.length, row_draft_len(one, draft_len), one.blocks)
+            for one in sequences
+        ]
     )
     if verify_tokens is not None and verify_tokens >= sum(row.draft_len for row in rows):
         verify_tokens = None
@@ -53,7 +55,7 @@ def speculate_order(
         replica_id,
         OrderKind.SPECULATE,
         rows=rows,
-        draft_len=max(row.draft_len for row in rows),
+        draft_len=max([row.draft_len for row in rows]),
         steps=steps,
         verify_tokens=verify_tokens,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, Order, ReplicaSpec, Request, RowResult
@@ -91,7 +91,7 @@ class Pool:
             replica.narrow[sequence.id] = sequence
         replica.blocks_used += sequence.blocks
         replica.blocks_most += replica.blocks_limit(sequence)
-        replica.lengths_add(sequence.length)
+        replica.lengths.add(sequence)
         self._reindex(replica)
 
     def fill(self, sequence: Sequence, until: int) -> None:
@@ -109,43 +109,51 @@ class Pool:
         self.move(sequence, Move.FILLED if whole else Move.CHUNK)
 
     def step(
-        self, replica: Replica, rows: list[Sequence], blocks: list[int], order_id: int
+        self,
+        replica: Replica,
+        rows: list[Sequence],
+        lacking: list[tuple[Sequence, int]],
+        order_id: int,
     ) -> None:
         """A speculate order takes these ready rows, all suspects or none.
 
-        Each gets the blocks that stand at its place in `blocks`; fewer than it has change nothing.
+        `lacking` are those of them that get more blocks, and how many they have then.
         """
         if rows[0].rows_limit is None:
             replica.ready.take([sequence.id for sequence in rows])
         else:
             for sequence in rows:
                 del replica.suspects[sequence.id]
-        for sequence, most in zip(rows, blocks, strict=True):
-            if most > sequence.blocks:
-                replica.blocks_used += most - sequence.blocks
-                sequence.blocks = most
-            sequence.move(Move.STEP)
+        for sequence, blocks in lacking:
+            replica.blocks_used += blocks - sequence.blocks
+            sequence.blocks = blocks
+        move = Move.STEP
+        for sequence in rows:
+            sequence.move(move)
             sequence.order_id = order_id
         replica.rows_in[State.READY] -= len(rows)
         replica.rows_in[State.STEPPING] += len(rows)
 
     def commit(
-        self, replica: Replica, sequence: Sequence, row: RowResult
-    ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Books what a step on its replica committed: the row is ready again.
+        self, replica: Replica, sequences: list[Sequence], rows: Mapping[str, RowResult]
+    ) -> list[tuple[tuple[int, ...], FinishReason | None]]:
+        """Books what a step on their replica committed of these sequences: they are ready again.
 
-        Returns what `Sequence.commit` does.
+        Returns what `Sequence.commit` does, for each.
         """
-        before = sequence.length
-        tokens, reason = sequence.commit(row)
-        if tokens:
-            replica.lengths_replace(before, sequence.length)
-        self.outstanding_tokens -= len(tokens)
-        sequence.move(Move.STEPPED)
-        replica.rows_in[State.STEPPING] -= 1
-        replica.rows_in[State.READY] += 1
-        replica.ready_again(sequence)
-        return tokens, reason
+        replica.rows_in[State.STEPPING] -= len(sequences)
+        replica.rows_in[State.READY] += len(sequences)
+        grown, ready_again, move = replica.lengths.grown, replica.ready_again, Move.STEPPED
+        committed = []
+        for sequence in sequences:
+            before = sequence.length
+            kept = sequence.commit(rows.get(sequence.id) or RowResult(sequence.id))
+            grown(sequence, before)
+            self.outstanding_tokens -= sequence.length - before
+            sequence.move(move)
+            ready_again(sequence)
+            committed.append(kept)
+        return committed
 
     def move(self, sequence: Sequence, move: Move) -> None:
         """Changes the state and keeps the replica's counts and ready rows in step with it."""
@@ -216,7 +224,7 @@ class Pool:
             del replica.narrow[sequence.id]
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)
-        replica.lengths_remove(sequence.length)
+        replica.lengths.remove(sequence)
         sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
         sequence.order_id = None

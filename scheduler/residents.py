@@ -6,7 +6,6 @@ A record, not a policy: grouping and placement read it, the pool writes it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from scheduler.admission import blocks_needed
@@ -14,6 +13,7 @@ from scheduler.cost_model import filled_tokens
 from scheduler.grouping import ReadyRows, groups_needed
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
 from scheduler.narrowing import Limits, narrow_groups
+from scheduler.near_lengths import NearLengths
 from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
@@ -58,10 +58,10 @@ class ReplicaFigures:
         self.committed_tokens += committed_tokens
         self.kv_positions_own += result.kv_positions_own
         self.kv_positions_read += result.kv_positions_read
-        for row in result.rows:
-            self.row_steps += row.steps
-            self.draft_tokens += row.draft_tokens
-            self.accepted_tokens += sum(row.accepted_at)
+        rows = result.rows
+        self.row_steps += sum([row.steps for row in rows])
+        self.draft_tokens += sum([row.draft_tokens for row in rows])
+        self.accepted_tokens += sum([sum(row.accepted_at) for row in rows])
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +80,8 @@ class Replica:
     """All sequences with reserved blocks, leaving ones included."""
     narrow: dict[str, Sequence] = field(default_factory=dict)
     """Those whose groups are limited more than others'; see `narrowing`."""
-    lengths: list[int] = field(default_factory=list)
-    """Content lengths of the residents, rising; what 'near length' is measured against."""
+    lengths: NearLengths = field(default_factory=NearLengths)
+    """Content lengths of the residents; what 'near length' is measured against."""
     ready: ReadyRows = field(default_factory=ReadyRows)
     """Ready rows, but for suspects."""
     suspects: dict[str, Sequence] = field(default_factory=dict)
@@ -182,8 +182,10 @@ class Replica:
 
     def rows_max(self, rows_max: int) -> int:
         """Rows of a group here, where `rows_max` is the config's."""
-        limits = (rows_max, self.spec.rows_max, self.rows_cap)
-        return min(limit for limit in limits if limit is not None)
+        for limit in (self.spec.rows_max, self.rows_cap):
+            if limit is not None and limit < rows_max:
+                rows_max = limit
+        return rows_max
 
     def narrow_limits(self) -> list[Limits]:
         """Of the narrow rows that are ready or stepping. O(narrow)."""
@@ -226,15 +228,7 @@ class Replica:
 
     def distance(self, length: int) -> int:
         """How far the nearest resident's length is; 0 without residents, a group of its own."""
-        lengths = self.lengths
-        if not lengths:
-            return 0
-        at = bisect_left(lengths, length)
-        below = length - lengths[at - 1] if at else None
-        above = lengths[at] - length if at < len(lengths) else None
-        if below is None or above is None:
-            return below if above is None else above  # type: ignore[return-value]
-        return min(below, above)
+        return self.lengths.distance(length)
 
     def ready_again(self, sequence: Sequence) -> None:
         """No order holds it any more; the youngest of the ready rows, or of the suspects."""
@@ -247,15 +241,3 @@ class Replica:
     def rows_in_flight(self) -> list[Sequence]:
         """Rows that orders hold, leaving ones included."""
         return [one for one in self.residents.values() if one.order_id is not None]
-
-    def lengths_add(self, length: int) -> None:
-        insort(self.lengths, length)
-
-    def lengths_remove(self, length: int) -> None:
-        del self.lengths[bisect_left(self.lengths, length)]
-
-    def lengths_replace(self, before: int, after: int) -> None:
-        """A resident has grown."""
-        lengths = self.lengths
-        del lengths[bisect_left(lengths, before)]
-        insort(lengths, after)

@@ -10,7 +10,7 @@ A replica that obeys the actions of its own in their order never needs more bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from scheduler import balance, blame
@@ -206,13 +206,12 @@ class Scheduler:
         sent_id, sent_s = replica.sent_alone
         trip_s = now_s - sent_s - result.times.total_s if sent_id == order.id else None
         self._policy.observe(order, result, {one.id: one for one in live}, trip_s)
-        for sequence in live:
-            if order.kind is OrderKind.PREFILL:
+        if order.kind is OrderKind.SPECULATE:
+            committed = self._commit(replica, live, rows)
+        else:
+            for sequence in live:
                 reused = rows[sequence.id].reused if sequence.id in rows else 0
                 self._pool.filled(replica, sequence, reused)
-            else:
-                row = rows.get(sequence.id) or RowResult(sequence.id)
-                committed += self._commit(replica, sequence, row)
         if committed:
             self._pool.rate.add(committed, now_s)
         replica.figures.note(order, result, committed)
@@ -321,25 +320,29 @@ class Scheduler:
     def _rows_back(self, replica: Replica, order: Order) -> list[Sequence]:
         """The live rows of an order that has ended; leaving ones are let go."""
         live = []
+        residents, leaving = replica.residents, State.LEAVING
         for sequence_id in order_rows(order):
-            sequence = replica.residents[sequence_id]
+            sequence = residents[sequence_id]
             sequence.order_id = None
-            if sequence.state is State.LEAVING:
+            if sequence.state is leaving:
                 self._release(replica.id, sequence_id)
                 self._pool.let_go(sequence)
             else:
                 live.append(sequence)
         return live
 
-    def _commit(self, replica: Replica, sequence: Sequence, row: RowResult) -> int:
-        """Books one row's tokens; returns how many count."""
-        start = len(sequence.committed)
-        tokens, reason = self._pool.commit(replica, sequence, row)
-        if tokens:
-            self._out.append(Emit(sequence.id, start, tokens))
-        if reason is not None:
-            self._finish(sequence, reason)
-        return len(tokens)
+    def _commit(self, replica: Replica, live: list[Sequence], rows: Mapping[str, RowResult]) -> int:
+        """Books the tokens of an order's live rows; returns how many count."""
+        out = self._out
+        committed = 0
+        booked = self._pool.commit(replica, live, rows)
+        for sequence, (tokens, reason) in zip(live, booked, strict=True):
+            if tokens:
+                committed += len(tokens)
+                out.append(Emit(sequence.id, len(sequence.committed) - len(tokens), tokens))
+            if reason is not None:
+                self._finish(sequence, reason)
+        return committed
 
     def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
         self._out.append(Finish(sequence.id, reason, sequence.usage(), message))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import zip_longest
 from operator import add
 from types import MappingProxyType
 
@@ -82,6 +81,8 @@ LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
     }
 )
 """The one table: (state, move) -> next state. What is not here cannot happen."""
+
+_AFTER = dict(LEGAL)  # it is asked twice per row and order, and the proxy takes its time
 
 IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
 """States in which exactly one order in flight holds the row."""
@@ -161,11 +162,16 @@ class Sequence:
     """Content length: prompt and committed tokens, padding never."""
     length_max: int = field(init=False)
     """Content length when the limit is reached."""
+    greedy: bool = field(init=False)
+    draft_len: int | None = field(init=False)
+    """The request's own."""
 
     def __post_init__(self) -> None:
         self.id = self.request.id
         self.length = len(self.request.prompt) + len(self.committed)
         self.length_max = len(self.request.prompt) + self.request.max_new_tokens
+        self.greedy = self.request.sampling.temperature == 0.0
+        self.draft_len = self.request.draft_len
 
     @property
     def tokens_left(self) -> int:
@@ -204,7 +210,7 @@ class Sequence:
 
     def move(self, move: Move) -> None:
         """Changes the state; a move that the table does not have is a broken invariant."""
-        after = LEGAL.get((self.state, move))
+        after = _AFTER.get((self.state, move))
         assert after is not None, f"{self.id}: no move '{move}' from state '{self.state}'"
         self.state = after
 
@@ -228,14 +234,10 @@ class Sequence:
         self.length += len(kept)
         self.steps += row.steps
         self.draft_tokens += row.draft_tokens
-        accepted_at = self.accepted_at
-        if len(row.accepted_at) == len(accepted_at):
-            accepted_at[:] = map(add, accepted_at, row.accepted_at)
-        else:
-            self.accepted_at = [
-                before + now
-                for before, now in zip_longest(accepted_at, row.accepted_at, fillvalue=0)
-            ]
+        accepted_at, more = self.accepted_at, row.accepted_at
+        if len(more) > len(accepted_at):
+            accepted_at.extend([0] * (len(more) - len(accepted_at)))
+        accepted_at[: len(more)] = map(add, accepted_at, more)
         if kept and self.length > self.broke_at:
             self.failures = self.attempts = 0
             if self.length > self.suspect_until:

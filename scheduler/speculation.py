@@ -160,16 +160,18 @@ class GoodputPolicy:
 
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
         known = self._replicas[replica_id]
-        pinned = max((one.request.draft_len or 0 for one in rows), default=0)
-        pinned = min(pinned, known.draft_len_max, self._config.draft_len_max)
-        prices = known.model.prices(len(rows), rows[-1].length) if known.model.known else None
+        model, longest = known.model, rows[-1].length
+        prices = model.prices(len(rows), longest) if model.known else None
         choice = self._choice(known, rows, prices)
-        if pinned > choice.draft_len:
-            choice = Choice(pinned)
+        pins = [one.draft_len for one in rows if one.draft_len]
+        if pins:
+            pinned = min(max(pins), known.draft_len_max, self._config.draft_len_max)
+            if pinned > choice.draft_len:
+                choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
-        known.longest = rows[-1].length
-        if known.model.timed:
-            of_group = prices or known.model.prices(len(rows), rows[-1].length)
+        known.longest = longest
+        if model.timed:
+            of_group = prices or model.prices(len(rows), longest)
             known.step_s = of_group(choice.draft_len, verified)
         if choice.draft_len > known.choice.draft_len:
             # A probe, a trial of a share, or a row that has pinned its own.
@@ -218,13 +220,15 @@ class GoodputPolicy:
             plain_s = known.model.step_s(len(order.rows), 0, order.rows[-1].length)
             known.probe_s = max(result.times.total_s - result.steps * plain_s, 0.0)
             known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
+        observe = self._acceptance.observe
         for row in result.rows:
             sequence = rows.get(row.sequence_id)
             if sequence is not None:
-                self._acceptance.observe(sequence, row)
-                if self._config.draft_len is not None:
-                    # All draft alike, so who steps with whom is a matter of length alone.
-                    sequence.kind = 0
+                observe(sequence, row)
+        if self._config.draft_len is not None:
+            # All draft alike, so who steps with whom is a matter of length alone.
+            for sequence in rows.values():
+                sequence.kind = 0
 
     def beliefs(self, replica_id: str) -> Beliefs:
         known = self._replicas[replica_id]
@@ -261,8 +265,7 @@ class GoodputPolicy:
         per_step_s = (known.trip_s or 0.0) / known.steps
         trims = known.trims and all(one.request.pins.trim_drafts for one in rows)
         belief = known.belief if trims else None
-        of = self._acceptance.of
-        expected = expected_accepted(list(zip(map(of, rows), limits, strict=True)), most)
+        expected = expected_accepted(self._acceptance.of(rows), limits, most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)
         if known.choice.draft_len:
             known.probes, known.credit_s = 0, 0.0
@@ -289,10 +292,12 @@ class GoodputPolicy:
         checked = (order.verify_tokens or 0) / (len(order.rows) * order.draft_len)
         share = min(SHARES, key=lambda one: abs(one - checked))
         accepted = sum(sum(row.accepted_at) for row in result.rows if row.sequence_id in rows)
-        of, most = self._acceptance.of, order.draft_len
-        limited = [(of(one), row_draft_len(one, most)) for one in rows.values()]
-        expected = expected_accepted(limited, most)
-        known.belief.observe(expected, Choice(order.draft_len, share), accepted / result.steps)
+        most = order.draft_len
+        limits = [row_draft_len(one, most) for one in rows.values()]
+        expected = expected_accepted(self._acceptance.of(rows.values()), limits, most)
+        known.belief.observe(
+            list(expected), Choice(order.draft_len, share), accepted / result.steps
+        )
 
     def _probe_is_due(self, known: _Known, prices: StepPrices) -> bool:
         if known.credit_s < max(known.probe_s, prices(1) - prices(0)):
@@ -316,7 +321,8 @@ def row_draft_len(sequence: Sequence, draft_len: int) -> int:
 
     The target adds one token of its own, so a row with n tokens left drafts at most n - 1.
     """
-    pinned = sequence.request.draft_len
-    if pinned is not None:
-        draft_len = min(draft_len, pinned)
-    return min(draft_len, sequence.tokens_left - 1)
+    pinned = sequence.draft_len
+    if pinned is not None and pinned < draft_len:
+        draft_len = pinned
+    most = sequence.length_max - sequence.length - 1
+    return draft_len if draft_len < most else most

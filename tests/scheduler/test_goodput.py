@@ -31,13 +31,18 @@ def prices_of(rows: int, draft_s: float, token_s: float) -> StepPrices:
     return StepPrices(rows, 100, LinearCost(draft_s), verify, packed, LinearCost(1e-4))
 
 
+def expected_of(rows: list[tuple[float, int]], most: int) -> list[float]:
+    """`rows` are (acceptance, most draft tokens)."""
+    return list(expected_accepted([one for one, _ in rows], [limit for _, limit in rows], most))
+
+
 @settings(max_examples=150, deadline=None)
 @given(acceptances, st.floats(1e-4, 1e-2), st.floats(1e-5, 2e-3), st.booleans())
 def test_no_other_choice_has_a_greater_goodput(
     rows: list[tuple[float, int]], draft_s: float, token_s: float, trims: bool
 ) -> None:
     prices = prices_of(len(rows), draft_s, token_s)
-    expected = expected_accepted(rows, 8)
+    expected = expected_of(rows, 8)
     belief = DraftBelief()
 
     def goodput(choice: Choice) -> float:
@@ -53,13 +58,13 @@ def test_no_other_choice_has_a_greater_goodput(
 
 
 def test_expected_tokens_are_the_sum_over_rows_up_to_their_limits() -> None:
-    expected = expected_accepted([(0.5, 3), (1.0, 1), (0.9, 0)], 4)
+    expected = expected_of([(0.5, 3), (1.0, 1), (0.9, 0)], 4)
     assert expected == pytest.approx([0.0, 1.5, 1.75, 1.875, 1.875])
 
 
 def test_the_last_choice_stays_while_it_is_nearly_the_best() -> None:
     rows = [(0.8, 8)] * 8
-    prices, expected = prices_of(8, 1e-3, 3e-4), expected_accepted(rows, 8)
+    prices, expected = prices_of(8, 1e-3, 3e-4), expected_of(rows, 8)
     best = best_choice(expected, prices, 0.0, None, Choice(0))
     near = Choice(best.draft_len + 1)
     ratio = ((8 + expected[near.draft_len]) / prices(near.draft_len)) / (
@@ -71,7 +76,7 @@ def test_the_last_choice_stays_while_it_is_nearly_the_best() -> None:
 
 
 def test_a_share_by_belief_keeps_what_was_seen_and_never_more_than_everything() -> None:
-    expected = expected_accepted([(0.8, 8)] * 4, 8)
+    expected = expected_of([(0.8, 8)] * 4, 8)
     belief = DraftBelief()
     half = Choice(6, 0.5)
     assert evenly(expected, half) == expected[3]

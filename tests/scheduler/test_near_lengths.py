@@ -1,0 +1,34 @@
+"""Proves that lengths that are brought up to date seldom are right whenever somebody asks."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from scheduler.messages import Request
+from scheduler.near_lengths import NearLengths
+from scheduler.sequence import Sequence
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_says_what_a_search_of_all_says(seed: int) -> None:
+    rng = Random(seed)
+    index, inside = NearLengths(), []
+    for number in range(300):
+        chance = rng.random()
+        if chance < 0.3 or not inside:
+            inside.append(Sequence(Request(str(number), (1,) * rng.randint(1, 40), 500), number))
+            index.add(inside[-1])
+        elif chance < 0.5:
+            index.remove(inside.pop(rng.randrange(len(inside))))
+        elif chance < 0.9:
+            one = rng.choice(inside)
+            before = one.length
+            one.length += rng.randint(0, 4)
+            index.grown(one, before)
+        else:
+            length = rng.randint(1, 60)
+            away = [abs(one.length - length) for one in inside]
+            assert index.distance(length) == min(away, default=0)
+            assert index.rising() == sorted(one.length for one in inside)
