@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
-from scheduler.messages import Blame, Finish, Reject, Request
+from scheduler.messages import Blame, Finish, Reject, Request, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,9 @@ class LiveRequest:
     blame: Blame = field(default_factory=Blame)
     """What pools have found out about it; the next one is told."""
     recovered: int = 0
+    earlier: dict[str, Usage] = field(default_factory=dict)
+    """What it used in pools that it has left, by the id that it had there; empty figures while a
+    pool has not told them."""
     first_s: float = 0.0
     """When the first new token came; 0 before."""
     unreachable: bool = False
@@ -39,6 +44,30 @@ class LiveRequest:
         """How many tokens it may still get."""
         return self.request.max_new_tokens - len(self.tokens)
 
+    def usage(self, last: Usage) -> Usage:
+        """In all pools together, `last` being that of the one where it ended."""
+        usage = _together((*self.earlier.values(), last)) if self.earlier else last
+        return replace(usage, recovered=usage.recovered + self.recovered)
+
     def end(self) -> None:
         self.changed.set()
         self.ended.set()
+
+
+def _together(usages: Iterable[Usage]) -> Usage:
+    """What one request used in several pools, in their order. The tokens that it has are those of
+    the last one, which was given what the others had delivered; what of its prompt was there
+    already is what its first replica said."""
+    *_, last = usages = tuple(usages)
+    first = next((one for one in usages if one.replicas), last)
+    accepted_at = tuple(map(sum, zip_longest(*(one.accepted_at for one in usages), fillvalue=0)))
+    return replace(
+        last,
+        cached_tokens=first.cached_tokens,
+        steps=sum(one.steps for one in usages),
+        draft_tokens=sum(one.draft_tokens for one in usages),
+        accepted_tokens=sum(one.accepted_tokens for one in usages),
+        accepted_at=accepted_at,
+        replicas=tuple(dict.fromkeys(name for one in usages for name in one.replicas)),
+        recovered=sum(one.recovered for one in usages),
+    )

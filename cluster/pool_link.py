@@ -52,6 +52,8 @@ class PoolLink:
         self._clock = clock
         self._heard = heard
         self._live: dict[str, LiveRequest] = {}
+        self._left: dict[str, LiveRequest] = {}
+        """Requests that went on elsewhere and of which the pool has not said what they used."""
         self._queue: list[LiveRequest] = []
         self._cancels: list[str] = []
         self._work = asyncio.Event()
@@ -94,6 +96,8 @@ class PoolLink:
             del self._live[live.pool_id]
             if live.sent:
                 self._cancels.append(live.pool_id)
+                self._left[live.pool_id] = live
+                live.earlier[live.pool_id] = Usage()
         self._unanswered -= sum(live.tokens_left for live in self._queue if live.pool_id in ids)
         self._queue = [live for live in self._queue if live.pool_id not in ids]
         self._work.set()
@@ -189,6 +193,7 @@ class PoolLink:
             self._unanswered = max(self._unanswered - tokens, 0)
             self._note(reply.load, reply.stopping)
             for reject in reply.rejects:
+                self._left.pop(reject.request_id, None)
                 if (live := self._live.pop(reject.request_id, None)) is not None:
                     live.reject = reject
                     live.end()
@@ -270,9 +275,10 @@ class PoolLink:
     def _finish(self, finish: Finish) -> None:
         live = self._live.pop(finish.request_id, None)
         if live is not None:
-            recovered = finish.usage.recovered + live.recovered
-            live.finish = replace(finish, usage=replace(finish.usage, recovered=recovered))
+            live.finish = replace(finish, usage=live.usage(finish.usage))
             live.end()
+        elif (live := self._left.pop(finish.request_id, None)) is not None:
+            live.earlier[finish.request_id] = finish.usage
 
     def _expire(self) -> None:
         """The pool enforces deadlines; this is for when it cannot be asked."""
@@ -282,12 +288,8 @@ class PoolLink:
 
     def _end_here(self, live: LiveRequest, reason: FinishReason) -> None:
         self._live.pop(live.pool_id, None)
-        usage = Usage(
-            prompt_tokens=len(live.request.prompt),
-            completion_tokens=len(live.tokens),
-            recovered=live.recovered,
-        )
-        live.finish = Finish(live.pool_id, reason, usage)
+        here = Usage(prompt_tokens=len(live.request.prompt), completion_tokens=len(live.tokens))
+        live.finish = Finish(live.pool_id, reason, live.usage(here))
         live.end()
 
     # ------------------------------------------------------------------ starting over
@@ -318,6 +320,7 @@ class PoolLink:
             log.warning("pool: %s; %d requests start over", why, len(self._live))
         unfinished = list(self._live.values())
         self._live.clear()
+        self._left.clear()
         self._queue.clear()
         self._cancels.clear()
         self._unanswered = 0

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -21,7 +22,7 @@ from cluster.protocol import PoolUnreachable, PoolView
 from cluster.replica_runner import ReplicaRunner, _Stop
 from cluster.shard_links import ShardLinks
 from cluster.wire import to_status
-from scheduler.messages import FinishReason, Order, OrderKind, Request, StepResult
+from scheduler.messages import FinishReason, Order, OrderKind, Request, StepResult, Usage
 from scheduler.residents import Replica
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
@@ -152,6 +153,14 @@ def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
             await check(lives, 200)
             assert {live.shard for live in lives} == {1}
             assert any(live.tokens and live.recovered for live in left)
+            moved = [live for live in left if live.earlier]
+            used = [live.finish.usage for live in moved if live.finish is not None]
+            assert any(len(usage.replicas) == 2 for usage in used)
+            for usage in used:
+                # Each step commits what it accepts and one token, wherever it was made.
+                assert usage.completion_tokens == 200
+                assert usage.steps + usage.accepted_tokens >= 200
+                assert sum(usage.accepted_at) == usage.accepted_tokens
             # What was let go there is forgotten there, too.
             await asyncio.sleep(0.05)
             assert s.live() == [0, 0]
@@ -431,3 +440,12 @@ def test_a_fault_in_a_pool_is_no_silence() -> None:
                 await s.links.status()
 
     asyncio.run(test())
+
+
+def test_figures_of_a_request_are_those_of_all_pools_that_had_it() -> None:
+    live = LiveRequest(Request("x", (1, 2, 3), 9), 0.0, [], recovered=2)
+    last = Usage(3, 9, 2, 4, 10, 5, (3, 2), ("b", "c"), 1)
+    assert live.usage(last) == replace(last, recovered=3)
+    # Of the first pool nothing is known, in the second one it was on a replica.
+    live.earlier = {"p-1": Usage(), "q-1": Usage(3, 6, 1, 2, 8, 3, (1, 1, 1), ("a", "b"), 1)}
+    assert live.usage(last) == Usage(3, 9, 1, 6, 18, 8, (4, 3, 1), ("a", "b", "c"), 4)
