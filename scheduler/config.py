@@ -18,6 +18,11 @@ class SchedulerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a group (the batch size).")
+    half_groups: bool | None = Field(
+        default=None,
+        description="With more rows than one group and fewer than two: true: halves take turns;"
+        " false: full groups. null: chosen by measured times.",
+    )
     spread_max: int | None = Field(
         default=None,
         ge=0,
@@ -79,6 +84,11 @@ class SchedulerConfig(BaseModel):
         ge=1,
         description="Tokens of one prefill order; a longer prompt is filled over several, with "
         "decode orders between them.",
+    )
+    prefill_by_time: bool = Field(
+        default=True,
+        description="While rows step, fill as much at once as takes the time of a step or so, by"
+        " measured times; false: prefill_tokens_max.",
     )
     gather_orders: int = Field(
         default=1,

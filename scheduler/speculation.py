@@ -181,6 +181,8 @@ class GoodputPolicy:
 
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
         """By the rows per second of both, with the last order's draft length."""
+        if self._config.half_groups is not None:
+            return self._config.half_groups
         known = self._replicas[replica_id]
         if not known.model.timed or known.trip_s is None:
             return 2 * rows > 3 * rows_max
@@ -195,7 +197,9 @@ class GoodputPolicy:
         that its fixed cost is a small part of it."""
         known = self._replicas[replica_id]
         cost = known.model.prefill
-        if not stepping_rows or known.step_s <= 0.0 or cost.token_s <= 0.0:
+        if not (stepping_rows and self._config.prefill_by_time):
+            return most
+        if known.step_s <= 0.0 or cost.token_s <= 0.0:
             return most
         step_s = known.step_s * max(self._config.rows_max / stepping_rows, 1.0)
         in_a_step = (step_s - cost.fixed_s) / cost.token_s

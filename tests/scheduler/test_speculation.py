@@ -294,6 +294,10 @@ def test_two_halves_take_turns_only_where_a_pause_costs_more_than_their_size() -
     found = [policy.halves("r", count, 8) for count in range(9, 16)]
     assert found == sorted(found)
     assert len(set(found)) == 2
+    for pinned in (True, False):
+        policy = policy_for(pair, half_groups=pinned)
+        pair.turn(policy, rows, 20)
+        assert {policy.halves("r", count, 8) for count in range(9, 16)} == {pinned}
 
 
 def test_beliefs_tell_what_was_measured() -> None:
@@ -306,9 +310,10 @@ def test_beliefs_tell_what_was_measured() -> None:
     assert beliefs.verify.fixed_s == pytest.approx(TARGET.fixed_s, rel=0.1)
 
 
-def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
+@pytest.mark.parametrize("by_time", [True, False])
+def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bool) -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair, draft_len=0)
+    policy = policy_for(pair, draft_len=0, prefill_by_time=by_time)
     assert policy.prefill_tokens("r", 4, 2048) == 2048, "as long as nothing is known"
     pair.turn(policy, rows_of(8), 20)
     for count in (64, 512, 2000):
@@ -317,6 +322,9 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
         times = StepTimes(prefill_s=2e-3 + 1e-4 * count)
         policy.observe(order, StepResult(2, "r", (), times=times), {}, None)
     chunk = policy.prefill_tokens("r", 8, 2048)
+    if not by_time:
+        assert chunk == 2048
+        return
     assert 2e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
     wider = policy.prefill_tokens("r", 2, 2048)
     assert 2e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
