@@ -24,6 +24,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from replicas.in_place import Attend
 from replicas.paged_cache import PagedCache, Window
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -117,8 +118,10 @@ class FusedDecoder:
         tokens: torch.Tensor,  # [rows, width], or [1, tokens] where the window is packed; int64
         window: Window,
         logits_to_keep: int = 0,
+        attend: Attend | None = None,
     ) -> torch.Tensor:  # [rows, width or logits_to_keep, vocab]
         """Logits of the window's positions; their KV entries are written on the way."""
+        further = {} if attend is None else {"in_place": attend}
         rows, width = tokens.shape
         x = embedding(tokens.reshape(-1), self._embedding)
         positions = window.positions.reshape(-1)
@@ -128,7 +131,9 @@ class FusedDecoder:
         else:
             cos, sin = self._cos[positions], self._sin[positions]
         for index, layer in enumerate(self._layers):
-            out = self._attention(index, layer, layer.before_attention(x), cos, sin, window)
+            out = self._attention(
+                index, layer, layer.before_attention(x), cos, sin, window, further
+            )
             x = _added(x, out, layer.out, layer.after_attention)
             gate, up = linear(layer.before_mlp(x), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             x = _added(x, layer.activation(gate).mul_(up), layer.down, layer.after_mlp)
@@ -145,6 +150,7 @@ class FusedDecoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
         window: Window,
+        further: dict[str, Attend],
     ) -> torch.Tensor:  # [tokens, heads * head_dim]
         heads, turned = self._heads, self._heads + self._kv_heads
         qkv = linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, self._dim)
@@ -176,6 +182,7 @@ class FusedDecoder:
             values,
             window.mask,
             scaling=self._scaling,
+            **further,
         )
         return window.pack(out).flatten(1)
 

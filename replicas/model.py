@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.fused import TOLERANCE, FusedDecoder, NotFused
+from replicas.in_place import Attend, InPlace
 from replicas.paged_cache import CacheShape, Layout, PagedCache, Window
 
 ATTENTION = "lockstep_paged"
@@ -47,13 +48,17 @@ def paged_attention(
     value: torch.Tensor,  # [rows, kv_heads, length, head_dim]
     attention_mask: torch.Tensor | None,  # [rows or 1, 1, width, length], 0 or -inf
     scaling: float | None = None,
+    in_place: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim]
     """Attention for transformers' interface; query heads that share a KV head become its rows.
 
-    Folding the query group into the width spares a repeated copy of keys and values.
+    Folding the query group into the width spares a repeated copy of keys and values. In place they
+    are the whole cache, which is read by `in_place`.
     """
     refuse_other_maths(kwargs)
+    if in_place is not None:
+        return in_place(query, key, value, scaling), None
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
@@ -98,7 +103,7 @@ def register_attention(name: str, attention: Attention) -> None:
 register_attention(ATTENTION, paged_attention)
 
 
-def _alike(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+def alike(logits: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal but for what another order of the same sums may make; never with NaN."""
     difference = (logits - expected).abs().max()
     return bool(difference <= TOLERANCE[expected.dtype] * expected.abs().max())
@@ -111,6 +116,7 @@ class PagedModel:
         self._model = model
         self._cache = cache
         self._fused: FusedDecoder | None = None
+        self._in_place: InPlace | None = None
         self.packs = False
         """Whether it takes packed windows; a model may keep from its attention what they need."""
         self.vocab = int(model.config.vocab_size)
@@ -120,6 +126,15 @@ class PagedModel:
     def fused(self) -> bool:
         """Whether the forward pass is the fused one rather than the model's own."""
         return self._fused is not None
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    def attend(self, in_place: InPlace | None) -> None:
+        """Read keys and values in place from now on; None gathers them. Nothing is checked."""
+        self._in_place = in_place
 
     @torch.inference_mode()
     def try_out(self, shape: CacheShape, fuse: bool) -> None:
@@ -140,14 +155,14 @@ class PagedModel:
             except NotFused:
                 pass
             else:
-                if not _alike(self.forward(tokens, window), expected):
+                if not alike(self.forward(tokens, window), expected):
                     self._fused = None
         backwards = torch.arange(width - 1, -1, -1, device=device)
         try:
             packed = self.forward(tokens[:, backwards], window.packed(backwards))
         except (TypeError, ValueError, RuntimeError):
             return
-        self.packs = _alike(packed[:, backwards], expected)
+        self.packs = alike(packed[:, backwards], expected)
 
     def forward(
         self,
@@ -156,10 +171,36 @@ class PagedModel:
         logits_to_keep: int = 0,
     ) -> torch.Tensor:  # [rows, width or logits_to_keep, vocab]
         """Logits of the window's positions; their KV entries are written on the way."""
-        self._cache.enter(window)
+        return self._forward(tokens, window, logits_to_keep, self._in_place)
+
+    def fill(
+        self,
+        tokens: torch.Tensor,  # [rows, width], int64
+        window: Window,
+    ) -> None:
+        """Write the KV entries of a prefill window, which may be of any shape."""
+        in_place = self._in_place
+        if in_place is not None and not in_place.fills:
+            in_place = None
+        # Only the KV entries are wanted; one position's logits are the least a model computes.
+        self._forward(tokens, window, 1, in_place)
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        window: Window,
+        logits_to_keep: int,
+        in_place: InPlace | None,
+    ) -> torch.Tensor:
+        self._cache.enter(window, in_place is not None)
+        attend = None if in_place is None else in_place.enter(window)
         if self._fused is not None:
-            return self._fused.forward(tokens, window, logits_to_keep)
-        packing = {} if window.cells is None else {"packed_window": window}
+            return self._fused.forward(tokens, window, logits_to_keep, attend)
+        further: dict[str, Any] = {}
+        if window.cells is not None:
+            further["packed_window"] = window
+        if attend is not None:
+            further["in_place"] = attend
         out = self._model(
             input_ids=tokens,
             attention_mask=window.mask,
@@ -167,7 +208,7 @@ class PagedModel:
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            **packing,
+            **further,
         )
         logits: torch.Tensor = out.logits
         return logits

@@ -89,6 +89,7 @@ class Window:
     """Where one forward pass of a group reads and writes: made by `Layout`."""
 
     positions: torch.Tensor  # [rows, width], int64, within the context
+    starts: torch.Tensor  # [rows], int64: position of the first column, which may lie outside
     slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
     blocks: torch.Tensor  # [rows * blocks of the longest], int64: blocks to read
     length: int
@@ -207,6 +208,7 @@ class Layout:
         unmasked = self.uniform and end - begin == 1
         return Window(
             positions=self._inside[:, begin:end],
+            starts=self.positions[:, begin],
             slots=self._slots[:, begin:end].reshape(-1),
             blocks=self._read[1],
             length=length,
@@ -236,7 +238,8 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._block_size = block_size
+        self.blocks = blocks
+        self.block_size = block_size
         self._overflows = dtype is torch.float16
         shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
@@ -245,11 +248,13 @@ class PagedCache:
         self._standing = device.type == "cpu"
         self._gathered = self._layers[0][:0]
         self._window: Window | None = None
+        self._in_place = False
 
-    def enter(self, window: Window) -> None:
-        """Set where the next forward pass reads and writes."""
+    def enter(self, window: Window, in_place: bool = False) -> None:
+        """Set where the next forward pass reads and writes, and whether its reads gather."""
         self._window = window
-        wanted = window.blocks.shape[0] if self._standing else 0
+        self._in_place = in_place
+        wanted = window.blocks.shape[0] if self._standing and not in_place else 0
         if self._gathered.shape[0] < wanted:
             self._gathered = self._layers[0].new_empty((wanted, *self._layers[0].shape[1:]))
 
@@ -260,8 +265,8 @@ class PagedCache:
         layer_idx: int,
         *args: Any,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, kv_heads, length, head_dim]
-        """Write the new positions, return all that the rows read (transformers' interface)."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new positions, return what `read` returns (transformers' interface)."""
         kv_heads, dim = self._layers[layer_idx].shape[3:]
         both = torch.stack((key_states, value_states), dim=1)  # [rows, 2, heads, width, dim]
         self.write(layer_idx, both.permute(0, 3, 1, 2, 4).reshape(-1, 2, kv_heads, dim))
@@ -275,13 +280,17 @@ class PagedCache:
         self._layers[layer_idx].flatten(0, 1).index_copy_(0, self._window.slots, fresh)
 
     def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all positions that the rows read, each as `update` returns them.
+        """Keys and values of all positions that the rows read, [rows, kv_heads, length, head_dim].
 
-        They stay valid until the next layer is read.
+        They stay valid until the next layer is read. In place it is the layer's whole cache, each
+        [blocks + 1, block_size, kv_heads, head_dim], and nothing is copied.
         """
         window = self._window
         assert window is not None, "enter() comes before a forward pass"
         store = self._layers[layer_idx]
+        if self._in_place:
+            keys, values = store.unbind(2)
+            return keys, values
         if self._standing:
             read = self._gathered[: window.blocks.shape[0]]
             torch.index_select(store, 0, window.blocks, out=read)

@@ -42,8 +42,7 @@ def prefill(
         layout = Layout(rows, starts, width, shape)
         # A draft may lack ids that only pad the target's embedding.
         known = tokens.clamp(max=model.vocab - 1).to(table.device)
-        # Only the KV entries are wanted; one position's logits are the least a model computes.
-        model.forward(known, layout.window(0, width), logits_to_keep=1)
+        model.fill(known, layout.window(0, width))
         for i in live:
             begins[i] += width
 

@@ -231,7 +231,7 @@ def test_a_failed_prefill_leaves_no_resident(monkeypatch: pytest.MonkeyPatch) ->
     def failing(*args, **kwargs):  # type: ignore[no-untyped-def]
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(replica._draft, "forward", failing)
+    monkeypatch.setattr(replica._draft, "fill", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         client.prefill(a=prompt(5), b=prompt(3))
     assert replica.residents == ()
