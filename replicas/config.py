@@ -106,6 +106,12 @@ class ReplicaConfig(BaseModel):
         description="Join the layers of Llama-like models into fewer operations, where the logits"
         " stay the same but for rounding; false keeps transformers' own forward pass.",
     )
+    attention: Literal["auto", "gather", "flex", "varlen"] = Field(
+        "auto",
+        description="How keys and values are read: 'gather' copies a layer's blocks together,"
+        " 'flex' (FlexAttention) and 'varlen' (FlashAttention with block tables, on GPUs) read"
+        " them in place. Auto gathers on a CPU; on a GPU it times them when it loads.",
+    )
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Pad steps to a few fixed shapes and record each as CUDA graphs when it first"
@@ -122,6 +128,15 @@ class ReplicaConfig(BaseModel):
         if name is not None and is_planted(name):
             parse_planted(name)
         return name
+
+    @model_validator(mode="after")
+    def _deterministic_has_its_own_attention(self) -> ReplicaConfig:
+        if self.deterministic and self.attention in ("flex", "varlen"):
+            raise ValueError(
+                f"attention: deterministic output needs an attention of its own, not"
+                f" {self.attention!r}; say 'auto' or 'gather'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _several_devices_have_no_number(self) -> ReplicaConfig:

@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 
+from replicas.attention import Place, choose_attention
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, step
@@ -78,12 +79,17 @@ class Replica:
         self._residents: dict[str, Resident] = {}
         for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
             self._try_out(model, name, config.fuse_layers)
-        if self._device.type == "cuda":
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
             # Weights that were joined leave holes too small for what comes.
             torch.cuda.empty_cache()
         draft_len_max = plan.draft_len_max(DRAFT_LEN_MAX)
+        fixed_shapes = config.graphs == "on" or (config.graphs == "auto" and on_gpu)
+        place = Place(blocks, self._shape, plan.work.rows, plan.work.draft_len, fixed_shapes)
+        self.attention = choose_attention(paged, config, place)
+        """Of target and draft: `gather`, `flex` or `varlen`."""
         self._runner: StepRunner | None = None
-        if config.graphs == "on" or (config.graphs == "auto" and pair.device.type == "cuda"):
+        if fixed_shapes:
             limits = Limits(plan.work.rows, plan.work.draft_len, plan.work.context_len)
             self._runner = StepRunner(
                 self._target,
