@@ -6,9 +6,9 @@ to the others over a pipe and all of them run it, meeting in the sums and joins 
 layers. Every rank sees the same logits, so every rank commits the same tokens; what each of them
 committed is compared after every order.
 
-A rank that ends or disagrees takes the replica with it: rank 0 raises ReplicaBroken then and ever
-after, so that its process is replaced. A rank whose caller has gone ends by itself. All ranks are
-on one machine.
+A rank that ends, fails alone or disagrees takes the replica with it: rank 0 raises ReplicaBroken
+then and ever after, so that its process is replaced. A rank whose caller has gone ends by itself.
+All ranks are on one machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,29 +30,23 @@ from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, pair_shape, plan_memory
 from replicas.pair import PairRefused, load_pair, read_pair, resolve_device
+from replicas.ranks import ANSWER_S, Failure, Ranks, ReplicaBroken
 from replicas.replica import Replica
 from replicas.sharding import NotDivisible, check_divisible
 from scheduler.messages import Order, ReplicaSpec, StepResult
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
-_LEAVE_S = 10.0
-
-
-class ReplicaBroken(RuntimeError):
-    """The ranks no longer agree, or one of them is gone: the process should be replaced."""
+"""Ranks read weights at their own pace before they first meet. For those that fail see `ranks`."""
+_HERE = "here"
 
 
 class ParallelReplica:
     """Rank 0 and the others; to be used like a `Replica`, from one thread."""
 
-    def __init__(
-        self, replica: Replica, others: list[Connection], processes: list[SpawnProcess], folder: Any
-    ) -> None:
+    def __init__(self, replica: Replica, ranks: Ranks, folder: Any) -> None:
         self._replica = replica
-        self._others = others
-        self._processes = processes
+        self._ranks = ranks
         self._folder = folder
-        self._broken: ReplicaBroken | None = None
         self.spec: ReplicaSpec = replica.spec
 
     def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
@@ -62,21 +56,24 @@ class ParallelReplica:
         def asked() -> bool:
             # The others must end the order after the same step.
             answer = interrupted()
-            self._tell(answer)
+            self._ranks.tell(answer)
             return answer
 
-        self._tell(order)
+        self._ranks.begin()
+        self._ranks.tell(order)
         try:
             result = self._replica.step(order, asked)
+        except ReplicaBroken:
+            raise
         except Exception as error:
-            self._compare(f"{type(error).__name__}")
+            self._compare(Failure.of(error))
             raise
         self._compare(_committed(result))
         return result
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         ids = tuple(sequence_ids)
-        self._tell(ids)
+        self._ranks.tell(ids)
         self._replica.release(ids)
 
     @property
@@ -85,38 +82,15 @@ class ParallelReplica:
 
     def close(self) -> None:
         """End the other ranks."""
-        for connection in self._others:
-            connection.close()
-        for process in self._processes:
-            process.join(_LEAVE_S)
-            if process.is_alive():
-                process.kill()
+        self._ranks.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._folder.cleanup()
 
-    def _tell(self, message: object) -> None:
-        if self._broken is not None:
-            raise self._broken
-        try:
-            for connection in self._others:
-                connection.send(message)
-        except OSError as error:
-            self._break(f"a rank is gone: {error}")
-
     def _compare(self, own: object) -> None:
-        try:
-            answers = [connection.recv() for connection in self._others]
-        except (EOFError, OSError) as error:
-            self._break(f"a rank is gone: {error}")
-        for rank, answer in enumerate(answers, start=1):
+        for rank, answer in enumerate(self._ranks.collect(ANSWER_S), start=1):
             if answer != own:
-                self._break(f"rank {rank} answered {answer!r}, rank 0 {own!r}")
-
-    def _break(self, message: str) -> NoReturn:
-        """Residents may differ from rank to rank from now on: nothing may run any more."""
-        self._broken = ReplicaBroken(message)
-        raise self._broken
+                self._ranks.fail(f"rank {rank} answered {answer!r}, rank 0 {own!r}")
 
 
 def load_replica(config: ReplicaConfig) -> Replica | ParallelReplica:
@@ -129,51 +103,60 @@ def load_parallel(config: ReplicaConfig) -> ParallelReplica:
 
     Raises what `Replica.load` raises, whichever rank met it.
     """
-    ranks = config.tensor_parallel
+    count = config.tensor_parallel
     files = read_pair(config)
     try:
-        check_divisible(files.target_config, ranks)
+        check_divisible(files.target_config, count)
     except NotDivisible as error:
         raise PairRefused(f"tensor_parallel: {error}") from None
-    if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < ranks:
+    if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < count:
         raise PairRefused(
-            f"tensor_parallel: {ranks} devices are asked for, {torch.cuda.device_count()} are here"
+            f"tensor_parallel: {count} devices are asked for, {torch.cuda.device_count()} are here"
         )
     folder = tempfile.TemporaryDirectory(prefix="lockstep-ranks-")
     meeting = Path(folder.name, "meeting").as_uri()
     context = multiprocessing.get_context("spawn")
     others: list[Connection] = []
     processes: list[SpawnProcess] = []
-    for rank in range(1, ranks):
+    for rank in range(1, count):
         ours, theirs = context.Pipe()
         process = context.Process(target=_follow, args=(config, rank, meeting, theirs), daemon=True)
         process.start()
         theirs.close()  # or its end would not be noticed
         others.append(ours)
         processes.append(process)
+    ranks = Ranks(others, processes)
     try:
-        replica = _load(config, 0, meeting, lambda plan: _least(plan, others))
-    except BaseException:
+        replica = _load(config, 0, meeting, lambda: _all_here(ranks), lambda p: _least(p, ranks))
+    except BaseException as error:
         for process in processes:
             process.kill()
+        ranks.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         folder.cleanup()
+        if ranks.broken is not None and isinstance(error, RuntimeError):
+            raise PairRefused(f"tensor_parallel: {ranks.broken}") from error
         raise
-    parallel = ParallelReplica(replica, others, processes, folder)
+    parallel = ParallelReplica(replica, ranks, folder)
     if config.calibrate:
         parallel.spec = dataclasses.replace(parallel.spec, timings=calibrate(parallel))
     return parallel
 
 
 def _load(
-    config: ReplicaConfig, rank: int, meeting: str, agree: Callable[[MemoryPlan], MemoryPlan]
+    config: ReplicaConfig,
+    rank: int,
+    meeting: str,
+    arrive: Callable[[], None],
+    agree: Callable[[MemoryPlan], MemoryPlan],
 ) -> Replica:
     """This rank's replica, with the memory plan that all ranks agree on."""
     device = resolve_device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+    arrive()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=meeting,
@@ -186,22 +169,31 @@ def _load(
     return Replica(pair, own, agree(plan_memory(own, pair_shape(pair), pair.device, loaded=True)))
 
 
-def _least(own: MemoryPlan, others: list[Connection]) -> MemoryPlan:
+def _all_here(ranks: Ranks) -> None:
+    """Nothing ends the wait for a rank that never comes to the meeting, so none begins it then."""
+    _loaded(ranks)
+    ranks.begin()
+
+
+def _loaded(ranks: Ranks) -> list[object]:
+    """The ranks' answers while they load; raises ReplicaBroken where one could not."""
+    answers = ranks.collect()
+    for rank, answer in enumerate(answers, start=1):
+        if isinstance(answer, Failure):
+            ranks.fail(f"rank {rank} failed with {answer.kind}: {answer.message}")
+    return answers
+
+
+def _least(own: MemoryPlan, ranks: Ranks) -> MemoryPlan:
     """The plan of the rank with the least room, sent to all: sizes decide how orders are cut up."""
     plans = [own]
-    for rank, connection in enumerate(others, start=1):
-        try:
-            answer = connection.recv()
-        except EOFError:
-            raise PairRefused(f"tensor_parallel: rank {rank} ended while loading") from None
-        if isinstance(answer, str):
-            raise PairRefused(f"tensor_parallel: rank {rank}: {answer}")
+    for answer in _loaded(ranks):
+        assert isinstance(answer, MemoryPlan)
         plans.append(answer)
     least = min(plans, key=lambda plan: (plan.work.rows, plan.work.pass_tokens, plan.kv_blocks))
     blocks = min(plan.kv_blocks for plan in plans)
     least = dataclasses.replace(least, kv_blocks=blocks)
-    for connection in others:
-        connection.send(least)
+    ranks.tell(least)
     return least
 
 
@@ -215,9 +207,9 @@ def _follow(config: ReplicaConfig, rank: int, meeting: str, caller: Connection) 
 
     try:
         try:
-            replica = _load(config, rank, meeting, agree)
+            replica = _load(config, rank, meeting, lambda: caller.send(_HERE), agree)
         except (ValueError, OSError, RuntimeError) as error:
-            caller.send(f"{type(error).__name__}: {error}")
+            caller.send(Failure.of(error))
             raise
         while True:
             message = caller.recv()
@@ -227,7 +219,7 @@ def _follow(config: ReplicaConfig, rank: int, meeting: str, caller: Connection) 
             try:
                 answer: object = _committed(replica.step(message, caller.recv))
             except Exception as error:
-                answer = type(error).__name__
+                answer = Failure.of(error)
             caller.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # rank 0 has gone

@@ -6,6 +6,9 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,11 @@ import torch
 from pydantic import ValidationError
 
 from cluster.local_engine import LocalEngine
+from replicas import parallel, ranks
 from replicas.config import ReplicaConfig
 from replicas.pair import PairRefused
-from replicas.parallel import ParallelReplica, ReplicaBroken, load_parallel
+from replicas.parallel import ParallelReplica, load_parallel
+from replicas.ranks import Ranks, ReplicaBroken
 from replicas.replica import Replica
 from replicas.shapes import SHAPES
 from scheduler.config import SchedulerConfig
@@ -92,26 +97,101 @@ def test_a_rank_that_ends_breaks_the_replica_at_once(loaded: list[ParallelReplic
     loaded.append(double)
     expected = run(double, 2, 2)
     assert len(expected) == 5
-    process = double._processes[0]
+    process = double._ranks._processes[0]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(10)
-    with pytest.raises(ReplicaBroken, match="a rank is gone"):
+    with pytest.raises(ReplicaBroken, match=r"rank 1 (has ended|is gone)"):
         run(double, 2, 2)
 
 
-class Disagreeing:
-    """The pipe to a rank that commits something else."""
+FATAL = 3
+"""The draft length at which a rank breaks."""
 
-    def send(self, message: object) -> None:
-        pass
 
-    def recv(self) -> object:
-        return [("a", (1, 2, 3))]
+def _breaking(how: str, config: ReplicaConfig, rank: int, meeting: str, caller: Connection) -> None:
+    """A rank as any other, but for its verification of FATAL draft tokens."""
+    load = parallel._load
+
+    def loaded(*args: object) -> Replica:
+        if how == "refuses":
+            raise PairRefused("nothing here")
+        replica = load(*args)  # type: ignore[arg-type]
+        forward = replica._target.forward
+
+        def fails(tokens, window, logits_to_keep=0):  # type: ignore[no-untyped-def]
+            if window.width == FATAL + 1:
+                if how == "ends":
+                    os._exit(1)
+                raise MemoryError("no room here")
+            return forward(tokens, window, logits_to_keep)
+
+        replica._target.forward = fails  # type: ignore[method-assign]
+        return replica
+
+    parallel._load = loaded
+    follow(config, rank, meeting, caller)
+
+
+follow = parallel._follow
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "rank 1 failed with MemoryError: no room here, and rank 0 did not"),
+        ("ends", "rank 1 has ended"),
+    ],
+)
+def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
+    how: str, message: str, loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is inside a sum then; the process group would end that after minutes, unnamed."""
+    monkeypatch.setattr(parallel, "_follow", partial(_breaking, how))
+    monkeypatch.setattr(ranks, "ALONE_S", 0.5)
+    double = load_parallel(config("tiny", tensor_parallel=2))
+    loaded.append(double)
+    assert len(run(double, 2, FATAL - 1)) == 5
+    for _ in range(2):
+        with pytest.raises(ReplicaBroken, match=message):
+            run(double, 2, FATAL)
+
+
+def test_ranks_that_wait_for_rank_0_are_not_waited_for(
+    loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = load_parallel(config("tiny", tensor_parallel=2))
+    loaded.append(double)
+    assert len(run(double, 2, 2)) == 5
+    monkeypatch.setattr(parallel, "ANSWER_S", 0.5)
+    monkeypatch.setattr(double._replica._target, "forward", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ReplicaBroken, match=r"rank 1 has not answered 0\.5 s after rank 0"):
+        run(double, 2, 2)
+
+
+def test_an_error_of_all_ranks_breaks_nothing(loaded: list[ParallelReplica]) -> None:
+    double = load_parallel(config("tiny", tensor_parallel=2))
+    loaded.append(double)
+    client = Client(double)  # type: ignore[arg-type]
+    client.prefill(a=[4, 5, 6])
+    client.contents["a"].append(7)
+    with pytest.raises(AssertionError, match="the pool says 4 tokens"):
+        client.steps(2)
+    assert double.residents == ("a",)
+    assert len(run(double, 2, 2)) == 5
+
+
+def test_what_a_rank_refuses_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits to meet it."""
+    monkeypatch.setattr(parallel, "_follow", partial(_breaking, "refuses"))
+    with pytest.raises(PairRefused, match="rank 1 failed with PairRefused: nothing here"):
+        load_parallel(config("tiny", tensor_parallel=2))
 
 
 def test_a_rank_that_disagrees_breaks_the_replica_for_good() -> None:
-    replica = ParallelReplica(tiny_replica("llama"), [Disagreeing()], [], None)  # type: ignore
+    ours, theirs = Pipe()
+    theirs.send([("a", (1, 2, 3))])
+    replica = ParallelReplica(tiny_replica("llama"), Ranks([ours], []), None)
     client = Client(replica)  # type: ignore[arg-type]
     with pytest.raises(
         ReplicaBroken, match=r"rank 1 answered .*1, 2, 3.* rank 0 \[\('a', \(\)\)\]"
@@ -124,7 +204,7 @@ def test_a_rank_that_disagrees_breaks_the_replica_for_good() -> None:
 def test_deterministic_holds_on_two_ranks_which_end_with_their_caller() -> None:
     double = load_parallel(config("tiny", tensor_parallel=2, dtype="bfloat16", deterministic=True))
     assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
-    process = double._processes[0]
+    process = double._ranks._processes[0]
     double.close()
     assert process.exitcode == 0
 
