@@ -29,7 +29,9 @@ from cluster.protocol import (
     PoolView,
     PullReply,
     ReleaseNote,
+    StopReply,
     SubmitReply,
+    silence_s,
 )
 from scheduler.messages import (
     Action,
@@ -161,13 +163,18 @@ class PoolActor:
     # ------------------------------------------------------------------ ingresses
 
     async def submit(
-        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
+        self,
+        ingress_id: str,
+        submits: Sequence[Submit],
+        cancels: Sequence[str],
+        unfinished: int = 0,
     ) -> SubmitReply:
         """New requests, and some to cancel; only the refused are in the reply."""
         self._wake_up()
         if ingress_id in self._ended:
             return SubmitReply(self._incarnation, known=False)
         ingress = self._ingress(ingress_id)
+        ingress.unfinished = unfinished
         rejects: list[Reject] = []
         for submit in submits:
             if self._stopping and not submit.accepted_before:
@@ -185,13 +192,16 @@ class PoolActor:
             self._incarnation, tuple(rejects), stopping=self._stopping, load=self._load()
         )
 
-    async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
+    async def news(
+        self, ingress_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
+    ) -> NewsReply:
         """One poll for all requests of an ingress; not polling is how an ingress is lost."""
         self._wake_up()
         if ingress_id in self._ended:
             return NewsReply(self._incarnation, known=False)
         known = ingress_id in self._ingresses
         ingress = self._ingress(ingress_id)
+        ingress.unfinished = unfinished
         if not known:
             return NewsReply(
                 self._incarnation, known=False, stopping=self._stopping, load=self._load()
@@ -227,10 +237,10 @@ class PoolActor:
 
     # ------------------------------------------------------------------ stopping
 
-    async def stop_accepting(self, for_s: float, cut: bool = False) -> int:
-        """Refuse new requests for `for_s` from now on; returns how many are unfinished.
+    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply:
+        """Refuse new requests for `for_s` from now on; says what is unfinished.
 
-        With `cut` the ingresses end those, too. The limit heals a stop that never came to its end.
+        With `cut` the ingresses end that, too. The limit heals a stop that never came to its end.
         """
         self._wake_up()
         news = cut and not self._cut if self._stopping else True
@@ -238,7 +248,12 @@ class PoolActor:
         if news:
             log.info("no new request is accepted%s", ", the unfinished ones end" if cut else "")
             self._wake_ingresses()
-        return self._scheduler.snapshot().live
+        # One that moves from shard to shard may be in none of them at the moment.
+        told = sum(ingress.unfinished for ingress in self._ingresses.values())
+        age_s = self._clock() - self._started_s
+        return StopReply(
+            max(self._scheduler.snapshot().live, told), age_s > silence_s(self._config.poll_s)
+        )
 
     @property
     def _stopping(self) -> bool:

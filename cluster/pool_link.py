@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.live_request import LiveRequest
-from cluster.protocol import News, NewsReply, PoolLoad, PoolPort, PoolUnreachable
+from cluster.protocol import News, NewsReply, PoolLoad, PoolPort, PoolUnreachable, silence_s
 from scheduler.messages import Blamed, Finish, FinishReason, Request, Submit, Usage
 from scheduler.sharding import ShardLoad
 
@@ -40,10 +40,12 @@ class PoolLink:
         unreachable_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         heard: Callable[[], None] = lambda: None,
+        unfinished: Callable[[], int] | None = None,
     ) -> None:
         """Requests end as unreachable when the pool does not answer for `unreachable_s`.
 
-        `heard` is called when the pool has said something new of itself.
+        `heard` is called when the pool has said something new of itself; `unfinished` counts all
+        requests of this process, where there are more than those of this link.
         """
         self._pool = pool
         self._name = name
@@ -51,6 +53,7 @@ class PoolLink:
         self._unreachable_s = unreachable_s
         self._clock = clock
         self._heard = heard
+        self._unfinished = unfinished or (lambda: len(self._live))
         self._live: dict[str, LiveRequest] = {}
         self._left: dict[str, LiveRequest] = {}
         """Requests that went on elsewhere and of which the pool has not said what they used."""
@@ -72,6 +75,8 @@ class PoolLink:
         """Tokens of requests that the pool has not confirmed, so that its load lacks them."""
         self.stopping = asyncio.Event()
         """Set while the pool accepts no new request, as far as is known here."""
+        self.cut = False
+        """Whether it has said that the grace time of a stop is over."""
         self._tasks: list[asyncio.Task[None]] = []
         self._new_session()
 
@@ -110,6 +115,16 @@ class PoolLink:
             self._cancels.append(live.pool_id)
             self._work.set()
 
+    def tell(self) -> None:
+        """Call the pool now, so that it knows how many requests are unfinished."""
+        self._work.set()
+
+    def cut_off(self) -> None:
+        """Whatever is unfinished ends here, as unreachable, and in the pool."""
+        for live in list(self._live.values()):
+            self.cancel(live)
+        self._give_up()
+
     @property
     def unfinished(self) -> int:
         return len(self._live)
@@ -117,7 +132,7 @@ class PoolLink:
     @property
     def answered(self) -> bool:
         """Whether the pool has answered lately."""
-        return self._clock() - self._answered_s < 2 * self._poll_s + 1.0
+        return self._clock() - self._answered_s < silence_s(self._poll_s)
 
     @property
     def load(self) -> ShardLoad:
@@ -176,7 +191,7 @@ class PoolLink:
             tokens = sum(live.tokens_left for live in queue)
             submits = [self._as_sent(live) for live in queue if live.finish is None]
             try:
-                reply = await self._pool.submit(session, submits, cancels)
+                reply = await self._pool.submit(session, submits, cancels, self._unfinished())
             except PoolUnreachable as error:
                 await self._start_over(session, f"no answer: {error}")
                 continue
@@ -220,7 +235,9 @@ class PoolLink:
             # The first poll may overtake the submit that makes this session known.
             registered = self._registered
             try:
-                reply = await self._pool.news(session, acknowledged, self._poll_s)
+                reply = await self._pool.news(
+                    session, acknowledged, self._poll_s, self._unfinished()
+                )
             except PoolUnreachable as error:
                 await self._start_over(session, f"no answer: {error}")
                 continue
@@ -232,11 +249,10 @@ class PoolLink:
                 continue
             self._registered = True
             acknowledged = self._take(reply, acknowledged)
-            self._note(reply.load, reply.stopping)
+            self.cut = reply.cut
             if reply.cut:
-                for live in list(self._live.values()):
-                    self.cancel(live)
-                self._give_up()
+                self.cut_off()
+            self._note(reply.load, reply.stopping)
 
     def _note(self, load: PoolLoad, stopping: bool) -> None:
         self._load = load
@@ -298,6 +314,7 @@ class PoolLink:
         self._session = f"{self._name}.{uuid.uuid4().hex[:8]}"
         self._incarnation = None
         self._registered = False
+        self.cut = False
 
     async def _accepts(self, session: str, incarnation: str) -> bool:
         """Whether a reply is of this session and of the pool that it began with."""

@@ -66,3 +66,5 @@ class IngressPeer:
     mailbox: Mailbox[News | Blamed | Finish]
     requests: set[str] = field(default_factory=set)
     """Live ones."""
+    unfinished: int = 0
+    """Requests of its process that have not ended, in all shards, as it said last."""

@@ -31,6 +31,11 @@ STOPPING = "the server is stopping"
 """What a client is told while no new request is accepted."""
 
 
+def silence_s(poll_s: float) -> float:
+    """How long a pool or an ingress that polls every `poll_s` may be silent and be thought well."""
+    return 2 * poll_s + 1.0
+
+
 class PoolUnreachable(LockstepError):
     """The pool did not answer. It may have died, and with it all that it knew."""
 
@@ -110,6 +115,16 @@ class NewsReply:
 
 
 @dataclass(frozen=True, slots=True)
+class StopReply:
+    """What a pool that accepts nothing new has still to wait for."""
+
+    unfinished: int
+    """Requests that have not ended, here or, by what the ingresses said last, anywhere."""
+    settled: bool
+    """It is so old that ingresses have told it all that an earlier incarnation had accepted."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolView:
     """The scheduler's snapshot and what the actor knows beside it."""
 
@@ -161,13 +176,21 @@ class PoolPort(Protocol):
         ...
 
     async def submit(
-        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
-    ) -> SubmitReply: ...
+        self,
+        ingress_id: str,
+        submits: Sequence[Submit],
+        cancels: Sequence[str],
+        unfinished: int = 0,
+    ) -> SubmitReply:
+        """`unfinished`: requests of the whole ingress that have not ended, in all shards."""
+        ...
 
-    async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply: ...
+    async def news(
+        self, ingress_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
+    ) -> NewsReply: ...
 
     async def part(self, ingress_id: str) -> None: ...
 
     async def status(self) -> PoolView: ...
 
-    async def stop_accepting(self, for_s: float, cut: bool = False) -> int: ...
+    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply: ...

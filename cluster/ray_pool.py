@@ -29,6 +29,7 @@ from cluster.protocol import (
     PoolUnreachable,
     PoolView,
     PullReply,
+    StopReply,
     SubmitReply,
 )
 from scheduler.messages import ReplicaSpec, StepFailed, StepResult, Submit
@@ -98,14 +99,20 @@ class RayPool:
         await self._call("leave", replica_id, blamed)
 
     async def submit(
-        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str]
+        self,
+        ingress_id: str,
+        submits: Sequence[Submit],
+        cancels: Sequence[str],
+        unfinished: int = 0,
     ) -> SubmitReply:
-        reply: SubmitReply = await self._quick("submit", ingress_id, submits, cancels)
+        reply: SubmitReply = await self._quick("submit", ingress_id, submits, cancels, unfinished)
         return reply
 
-    async def news(self, ingress_id: str, acknowledged: int, wait_s: float) -> NewsReply:
+    async def news(
+        self, ingress_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
+    ) -> NewsReply:
         reply: NewsReply = await self._quick(
-            "news", ingress_id, acknowledged, wait_s, wait_s=wait_s
+            "news", ingress_id, acknowledged, wait_s, unfinished, wait_s=wait_s
         )
         return reply
 
@@ -116,9 +123,9 @@ class RayPool:
         view: PoolView = await self._call("status")
         return view
 
-    async def stop_accepting(self, for_s: float, cut: bool = False) -> int:
-        unfinished: int = await self._call("stop_accepting", for_s, cut)
-        return unfinished
+    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply:
+        reply: StopReply = await self._call("stop_accepting", for_s, cut)
+        return reply
 
     async def _quick(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
         """Over the line if there is one."""
@@ -183,23 +190,27 @@ def stop_pools(actors: Sequence[ActorHandle], grace_s: float) -> None:
     """Let the pools refuse what is new, and wait until they have finished the rest.
 
     What is unfinished after `grace_s` ends as UNAVAILABLE, so that clients go elsewhere with it.
+    All pools are asked until none has anything: requests may move to one that had nothing before.
     """
     deadline_s = time.monotonic() + grace_s
-    busy = list(actors)
-    while busy:
-        cut = time.monotonic() >= deadline_s
-        asked = [(actor, actor.stop_accepting.remote(_STOPPING_S, cut)) for actor in busy]
-        busy = [actor for actor, reply in asked if _is_unfinished(reply)]
-        if cut:
+    while actors:
+        left_s = deadline_s - time.monotonic()
+        cut = left_s <= 0
+        replies = [actor.stop_accepting.remote(_STOPPING_S, cut) for actor in actors]
+        # One that hangs must not keep the end of the grace time from the others.
+        patience_s = _ANSWER_S if cut else min(_ANSWER_S, left_s)
+        ray.wait(replies, num_returns=len(replies), timeout=patience_s)
+        unfinished = [_is_unfinished(reply) for reply in replies]
+        if cut or not any(unfinished):
             return
-        if busy:
-            time.sleep(_STOP_LOOK_S)
+        time.sleep(_STOP_LOOK_S)
 
 
-def _is_unfinished(reply: ray.ObjectRef[int]) -> bool:
-    """Whether a pool that is told to stop must be asked again."""
+def _is_unfinished(reply: ray.ObjectRef[StopReply]) -> bool:
+    """Whether a pool that was told to stop must be asked again; it has had its time to answer."""
     try:
-        return bool(ray.get(reply, timeout=_ANSWER_S))
+        answer = ray.get(reply, timeout=0)
+        return bool(answer.unfinished) or not answer.settled
     except ActorDiedError:
         return False
     except (RayActorError, RaySystemError, GetTimeoutError) as error:

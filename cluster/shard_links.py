@@ -55,6 +55,7 @@ class ShardLinks:
                 unreachable_s,
                 clock,
                 self._heard,
+                lambda: self.unfinished,
             )
             for shard, pool in enumerate(pools)
         ]
@@ -65,6 +66,8 @@ class ShardLinks:
         """What a shard was asked for its status, and has not answered in time."""
         self.stopping = asyncio.Event()
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
+        self._told_idle = False
+        """Whether all shards of a server that stops were told that nothing is left here."""
         self._mover: asyncio.Task[None] | None = None
 
     def submit(self, request: Request, timeout_s: float) -> LiveRequest:
@@ -157,6 +160,16 @@ class ShardLinks:
             self.stopping.set()
         else:
             self.stopping.clear()
+        if any(link.cut for link in self.links):
+            # Also of a shard that cannot be heard.
+            for link in self.links:
+                link.cut_off()
+        idle = self.stopping.is_set() and not self.unfinished
+        if idle and not self._told_idle:
+            # Who stops the server asks them all, and they would hear it with the next poll only.
+            for link in self.links:
+                link.tell()
+        self._told_idle = idle
 
     async def _move_forever(self) -> None:
         while True:

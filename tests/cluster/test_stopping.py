@@ -7,19 +7,26 @@ Pool, replica and ingress run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
+from ray.exceptions import GetTimeoutError
 
 from cluster.config import from_args
 from cluster.ingress import Ingress
 from cluster.pool_actor import PoolActor
+from cluster.ray_pool import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode, Request, Submit
-from tests.cluster.fakes import perfect
+from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
+from tests.cluster.test_pool import Wire, world
+from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
 
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
@@ -29,9 +36,9 @@ STOPPING = "the server is stopping"
 async def stop(made: Ingress, cut: bool = False, for_s: float = 60.0) -> int:
     [pool] = made._link._pools
     assert isinstance(pool, PoolActor)
-    unfinished = await pool.stop_accepting(for_s, cut)
+    reply = await pool.stop_accepting(for_s, cut)
     await asyncio.wait_for(made._link.stopping.wait(), 0.5)
-    return unfinished
+    return reply.unfinished
 
 
 def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
@@ -129,7 +136,7 @@ def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
         reply = await pool.submit("ingress", [Submit(new), Submit(old, accepted_before=True)], [])
         assert [(r.request_id, r.code) for r in reply.rejects] == [("new", RejectCode.STOPPING)]
         assert reply.stopping
-        assert await pool.stop_accepting(60.0) == 1
+        assert (await pool.stop_accepting(60.0)).unfinished == 1
         if pool._ticker is not None:
             pool._ticker.cancel()
 
@@ -146,5 +153,144 @@ def test_a_stop_that_was_never_finished_heals() -> None:
             assert await made.ready()
             answer = await made.Generate(LONG, Context())
             assert list(answer.token_ids) == perfect(PROMPT_IDS, 300)
+
+    asyncio.run(test())
+
+
+class Handle:
+    """A pool's actor as `stop_pools` asks it, from another thread; counts what it was asked."""
+
+    def __init__(self, wire: Wire) -> None:
+        loop = asyncio.get_running_loop()
+        self.asked = 0
+        self.hangs = False
+        self._hanging: list[Future[Any]] = []
+
+        def remote(*args: Any) -> Future[Any]:
+            self.asked += 1
+            if self.hangs:
+                self._hanging.append(Future())
+                return self._hanging[-1]
+            return asyncio.run_coroutine_threadsafe(wire.actor.stop_accepting(*args), loop)
+
+        self.stop_accepting = SimpleNamespace(remote=remote)
+
+    def end_calls(self) -> None:
+        for call in self._hanging:
+            if not call.done():
+                call.set_exception(GetTimeoutError())
+
+
+@pytest.fixture
+def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's blocking calls on the futures of a `Handle`."""
+
+    def get(reply: Future[Any], timeout: float) -> Any:
+        try:
+            return reply.result(timeout)
+        except TimeoutError:
+            raise GetTimeoutError from None
+
+    def wait_all(replies: list[Future[Any]], *, num_returns: int, timeout: float) -> None:
+        assert num_returns == len(replies)
+        wait(replies, timeout)
+
+    monkeypatch.setattr("cluster.ray_pool.ray", SimpleNamespace(get=get, wait=wait_all))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.usefixtures("ray_calls")
+def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
+    """Though the shard that it moves to had nothing to do when it was told to stop."""
+
+    async def test() -> None:
+        async with shards(0, 0) as s:
+            for shard in (0, 1):
+                await s.add_replica(shard, FakeReplica(step_s=0.02))
+            await s.until_serving(1, 1)
+            live = s.submit(PROMPTS[0], 200)
+            here, there = live.shard, 1 - live.shard
+            handles = [Handle(wire) for wire in s.wires]
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 20.0))
+            await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
+            assert handles[there].asked
+            [replica_id] = s.wires[here].actor._replicas
+            [runner] = [one for one in s.runners if one.replica_id == replica_id]
+            runner._puller.cancel()
+            await s.wires[here].actor.leave(replica_id)
+            await stopping
+            assert live.ended.is_set()
+            assert live.shard == there
+            await check([live], 200)
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("ray_calls")
+def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.02)
+            live = w.submit(PROMPT_IDS, 100)
+            await until(lambda: len(live.tokens) > 1)
+            handle = Handle(w.wire)
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, [handle], 20.0))
+            await until(lambda: handle.asked > 1)
+            w.wire.loss = 1.0
+            w.wire.restart()
+            asked = handle.asked
+            await until(lambda: handle.asked > asked + 3 or stopping.done())
+            w.wire.loss = 0.0
+            await stopping
+            assert live.finish is not None
+            assert live.tokens == perfect(PROMPT_IDS, 100)
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("ray_calls")
+def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            s.links._move_s = s.links.links[0]._unreachable_s = 60.0
+            lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+            assert {live.shard for live in lives} == {0, 1}
+            s.wires[0].loss = 1.0
+            handles = [Handle(wire) for wire in s.wires]
+            await asyncio.to_thread(stop_pools, handles, 0.0)
+            for live in lives:
+                await live.ended.wait()
+                assert live.unreachable
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("ray_calls")
+def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.ray_pool._ANSWER_S", 3600.0)
+
+    async def test() -> None:
+        async with shards(0, 1) as s:
+            stuck = Stuck()
+            await s.add_replica(0, stuck)
+            await s.until_serving(1, 1)
+            lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+            handles = [Handle(wire) for wire in s.wires]
+            handles[0].hangs = True
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 0.1))
+            try:
+                for live in lives:
+                    await live.ended.wait()
+            finally:
+                stuck.let_go.set()
+                while not stopping.done():
+                    handles[0].end_calls()
+                    await asyncio.sleep(0.01)
+            assert all(live.unreachable for live in lives if live.shard == 0)
 
     asyncio.run(test())
