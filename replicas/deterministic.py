@@ -13,7 +13,7 @@ operation that sums or that a library may vectorise differently gets *tiles of o
   element for itself or is exact.
 
 That holds if, within one shape, a row's result does not depend on its place in the tile, which
-kernels do not promise: `check_invariance` measures it on the loaded model, bit for bit.
+kernels do not promise: `replicas.invariance` measures it on the loaded model, bit for bit.
 
 Only the target needs this: the draft decides no token. Fixed shapes cost time; `benchmarks.gpu`
 shows how much. The idea of invariant kernels is that of He et al., "Defeating Nondeterminism in LLM
@@ -29,23 +29,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from replicas.tiles import EFFICIENT, TILE_TOKENS, TILED, in_tiles
+from replicas.invariance import check_invariance
+from replicas.tiles import EFFICIENT, TILED, TILES, in_tiles
 
 
 class NotDeterministic(ValueError):
     """The model cannot be made batch-invariant here; the message says what stands against it."""
 
 
-def make_deterministic(model: PreTrainedModel) -> None:
+def make_deterministic(model: PreTrainedModel, context_len: int | None = None) -> None:
     """Give the model batch-invariant layers and attention, and check them on its device.
 
     Raises NotDeterministic for a model whose layers are not row-wise, or whose results change
     with the batch in spite of all.
     """
     device = model.device
-    tile = TILE_TOKENS[device.type]
+    tile = TILES[device.type].rows
     hidden = model.config.hidden_size
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) or next(module.children(), None) is not None:
@@ -63,7 +64,7 @@ def make_deterministic(model: PreTrainedModel) -> None:
     choices = [EFFICIENT, TILED] if device.type == "cuda" else [TILED]
     for attention in choices:
         model.set_attn_implementation(attention)
-        differing = check_invariance(model)
+        differing = check_invariance(model, context_len)
         if differing is None:
             return
     raise NotDeterministic(f"{type(model).__name__} on {device}: logits change with {differing}")
@@ -99,61 +100,3 @@ def _tiled_rotary(plain: Callable[..., Any], tile: int) -> Callable[..., Any]:
         return cos[0, : flat.shape[0]].view(shape), sin[0, : flat.shape[0]].view(shape)
 
     return forward
-
-
-_CHECK_TOKENS = 40
-_CHECK_ROWS = 3
-
-
-@torch.inference_mode()
-def check_invariance(model: PreTrainedModel) -> str | None:
-    """What the model's logits change with, bit for bit: None when with nothing that was tried.
-
-    Compares a sequence alone, one token after the other, with the same sequence in one pass, as
-    each row of a batch, in windows of several widths, and in front of a longer batch mate.
-    """
-    vocab, device = model.config.vocab_size, model.device
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(vocab, (_CHECK_ROWS, 2 * _CHECK_TOKENS), generator=generator).to(device)
-    alone = [_logits(model, row[None, :_CHECK_TOKENS], [1] * _CHECK_TOKENS)[0] for row in rows]
-    n = _CHECK_TOKENS
-    trials = {
-        "the number of tokens per pass": (rows[:1, :n], [n]),
-        "the draft length": (rows[:1, :n], [7, 1, 2, 9, 3, 5, 4, n - 31]),
-        "the batch": (rows[:, :n], [n]),
-        "the batch and the draft length": (rows[:, :n], [5, 8, 2, 1, n - 16]),
-        "batch mates' length": (rows, [n, n]),
-    }
-    for name, (tokens, widths) in trials.items():
-        got = _logits(model, tokens, widths)
-        for row, expected in zip(got, alone, strict=False):
-            if not torch.equal(row[:n], expected):
-                return name
-    return None
-
-
-def _logits(
-    model: PreTrainedModel,
-    tokens: torch.Tensor,  # [rows, length]
-    widths: list[int],
-) -> torch.Tensor:  # [rows, length, vocab]
-    """Logits of all positions, computed in passes of the given widths. No position is hidden
-    from a later one; the rest of the cache's width is there and masked."""
-    rows, length = tokens.shape
-    positions = torch.arange(length, device=tokens.device)
-    cache, out, begin = DynamicCache(), [], 0
-    for width in widths:
-        end = begin + width
-        hidden = positions[None, :end] > positions[begin:end, None]
-        mask = torch.zeros(hidden.shape, dtype=model.dtype, device=tokens.device)
-        mask = mask.masked_fill_(hidden, -torch.inf)[None, None].expand(rows, 1, -1, -1)
-        result = model(
-            input_ids=tokens[:, begin:end],
-            attention_mask=mask,
-            position_ids=positions[None, begin:end].expand(rows, -1),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        out.append(result.logits)
-        begin = end
-    return torch.cat(out, dim=1)

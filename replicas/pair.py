@@ -111,7 +111,7 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
             raise PairRefused(f"tensor_parallel: {error}") from None
     if config.deterministic:  # the target alone decides tokens
         try:
-            make_deterministic(target)
+            make_deterministic(target, files.context_len)
         except NotDeterministic as error:
             raise PairRefused(f"deterministic: {error}") from None
     return Pair(

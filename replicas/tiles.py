@@ -6,6 +6,7 @@ What `replicas.deterministic` gives a model. Knows nothing of models or caches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,22 @@ TILED = "lockstep_tiled"
 EFFICIENT = "lockstep_efficient"
 """Attention by the memory-efficient CUDA kernel: blocks of fixed size, in order, never split."""
 
-TILE_TOKENS = {"cpu": 16, "cuda": 128}
-"""Token rows per tile. A GPU reads all weights per tile, so it holds the rows of a large step."""
-CHUNK_POSITIONS = {"cpu": 32, "cuda": 256}
-"""KV positions per chunk."""
-_QUERY_TOKENS = {"cpu": 4, "cuda": 16}
-_ITEMS = {"cpu": 8, "cuda": 64}
-"""Query tokens per tile, and (row, KV head, chunk) items per batched product."""
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The fixed sizes of a device."""
+
+    rows: int
+    """Token rows per tile. A GPU reads all weights per tile, so it holds those of a large step."""
+    chunk: int
+    """KV positions per chunk."""
+    queries: int
+    """Query tokens per tile of attention."""
+    items: int
+    """(row, KV head, chunk) items per batched product of attention."""
+
+
+TILES = {"cpu": Tiles(16, 32, 4, 8), "cuda": Tiles(128, 256, 16, 64)}
 
 _ALIGNED_BYTES = 64
 
@@ -68,22 +78,21 @@ def tiled_attention(
     rows, heads, width, dim = query.shape
     kv_heads, length = key.shape[1:3]
     group = heads // kv_heads
-    kind = query.device.type
-    chunk, tokens = CHUNK_POSITIONS[kind], _QUERY_TOKENS[kind]
+    sizes = TILES[query.device.type]
+    chunk, tokens = sizes.chunk, sizes.queries
     chunks, tiles = -(-length // chunk), -(-width // tokens)
     beyond, idle = chunks * chunk - length, tiles * tokens - width
     scale = dim**-0.5 if scaling is None else scaling
 
-    mask = query.new_zeros((1, 1, width, length)) if attention_mask is None else attention_mask
-    mask = pad(pad(mask.float(), (0, beyond), value=-torch.inf), (0, 0, 0, idle))
+    # One copy each: with many rows of long content these are the largest tensors of a pass.
+    masks = 1 if attention_mask is None else attention_mask.shape[0]
+    mask = query.new_zeros((masks, 1, width + idle, length + beyond), dtype=torch.float32)
+    mask[:, :, :width, length:] = -torch.inf
+    if attention_mask is not None:
+        mask[:, :, :width, :length] = attention_mask
     queries = pad(query.float() * scale, (0, 0, 0, idle))
     queries = queries.reshape(rows, kv_heads, group, tiles, tokens, dim)
-    keys, values = (
-        pad(tensor.float(), (0, 0, 0, beyond))
-        .reshape(rows * kv_heads * chunks, chunk, -1)
-        .contiguous()
-        for tensor in (key, value)
-    )
+    keys, values = (_in_chunks(tensor, chunk, chunks) for tensor in (key, value))
     out = []
     for tile in range(tiles):
         part = queries[:, :, :, tile].reshape(rows, kv_heads, 1, group * tokens, dim)
@@ -95,7 +104,7 @@ def tiled_attention(
             keys,
             values,
             seen.reshape(-1, group * tokens, chunk),
-            _ITEMS[kind],
+            sizes.items,
         )
         shape = (rows, kv_heads, chunks, group * tokens)
         out.append(_combined(best.view(shape), total.view(shape), weighted.view(*shape, -1)))
@@ -103,6 +112,17 @@ def tiled_attention(
     joined = torch.stack(out, dim=2).view(rows, kv_heads, tiles, group, tokens, -1)
     joined = joined.permute(0, 2, 4, 1, 3, 5).reshape(rows, tiles * tokens, heads, -1)
     return joined[:, :width].to(query.dtype), None
+
+
+def _in_chunks(
+    tensor: torch.Tensor,  # [rows, kv_heads, length, dim]
+    chunk: int,
+    chunks: int,
+) -> torch.Tensor:  # [rows * kv_heads * chunks, chunk, dim], float32, zeros beyond the length
+    rows, kv_heads, length, dim = tensor.shape
+    padded = tensor.new_zeros((rows, kv_heads, chunks * chunk, dim), dtype=torch.float32)
+    padded[:, :, :length] = tensor
+    return padded.view(-1, chunk, dim)
 
 
 def _chunk_sums(
@@ -114,11 +134,12 @@ def _chunk_sums(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [n, m], [n, m], [n, m, dim]
     """Per item: the greatest score, the sum of exponentials below it, the values they weigh."""
     n = queries.shape[0]
-    idle = (0, 0, 0, 0, 0, -n % items)
     parts = []
-    for q, k, v, hidden in zip(
-        *(torch.split(pad(x, idle), items) for x in (queries, keys, values, mask)), strict=True
-    ):
+    for begin in range(0, n, items):
+        q, k, v, hidden = (x[begin : begin + items] for x in (queries, keys, values, mask))
+        if n - begin < items:
+            idle = (0, 0, 0, 0, 0, begin + items - n)
+            q, k, v, hidden = (pad(x, idle) for x in (q, k, v, hidden))
         scores = torch.bmm(q, k.transpose(1, 2)) + hidden
         best = scores.amax(dim=-1, keepdim=True)
         # A chunk without a visible position has no greatest score: its exponentials are all 0.
@@ -134,9 +155,8 @@ def _combined(
     weighted: torch.Tensor,  # [rows, kv_heads, chunks, m, dim]
 ) -> torch.Tensor:  # [rows, kv_heads, m, dim]
     """Add the chunks up in order, each scaled to the greatest score of all."""
-    kind = best.device.type
     below = best - best.amax(dim=2, keepdim=True)
-    share = in_tiles(torch.exp, TILE_TOKENS[kind], below)
+    share = in_tiles(torch.exp, TILES[best.device.type].rows, below)
     total_sum = total[:, :, 0] * share[:, :, 0]
     weighted_sum = weighted[:, :, 0] * share[:, :, 0, :, None]
     for j in range(1, best.shape[2]):
@@ -163,7 +183,7 @@ def efficient_attention(
     rows, heads, width, dim = query.shape
     kv_heads, length = key.shape[1:3]
     group = heads // kv_heads
-    beyond = -length % CHUNK_POSITIONS[query.device.type]
+    beyond = -length % TILES[query.device.type].chunk
     mask = query.new_zeros((1, 1, width, length)) if attention_mask is None else attention_mask
     mask = pad(mask, (0, beyond), value=-torch.inf)
     mask = mask.expand(rows, group, -1, -1).reshape(rows, 1, group * width, length + beyond)

@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.deterministic import NotDeterministic, check_invariance, make_deterministic
-from replicas.model import ATTENTION
+from replicas.deterministic import NotDeterministic, make_deterministic
+from replicas.invariance import check_invariance
+from replicas.model import ATTENTION, PagedModel, register_attention
 from replicas.pair import Pair, PairRefused, load_pair
 from replicas.replica import Replica
-from replicas.tiles import TILED, in_tiles, tiled_attention
+from replicas.tiles import TILED, TILES, in_tiles, tiled_attention
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 from tests.replicas.test_replica import Client
@@ -221,6 +223,124 @@ def test_in_float32_the_tokens_are_those_of_the_plain_path(architecture: str) ->
         assert tokens[:n] == outputs[1][name][:n]
 
 
+# ---------------------------------------------------------------------- the trial
+
+
+@pytest.fixture
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes as a GPU has them."""
+    monkeypatch.setitem(TILES, "cpu", TILES["cuda"])
+
+
+def planted_target(**config: object) -> PreTrainedModel:
+    target = f"{TARGET}&acceptance=0.5"
+    return load_pair(ReplicaConfig(target=target, draft=None, device="cpu", **config)).target
+
+
+@pytest.mark.usefixtures("large_tiles")
+def test_with_the_tiles_of_a_gpu_it_is_deterministic_too() -> None:
+    config = ReplicaConfig(
+        target=TARGET,
+        draft="planted:tiny-draft",
+        device="cpu",
+        dtype="bfloat16",
+        deterministic=True,
+        kv_blocks=2048,
+        prefix_sharing=False,
+    )
+    replica = Replica.load(config)
+    client = Client(replica)
+    long = list(range(2, 260))
+    client.prefill(a=long, b=[5], c=list(range(9, 200)))
+    client.steps(4, 3)
+    alone = Client(Replica.load(config))
+    alone.prefill(a=long)
+    alone.steps(0, 9)
+    n = min(len(client.contents["a"]), len(alone.contents["a"]))
+    assert n > len(long) + 2
+    assert client.contents["a"][:n] == alone.contents["a"][:n]
+
+
+@pytest.mark.usefixtures("large_tiles")
+def test_the_trial_crosses_a_tile_and_a_chunk_whatever_their_sizes() -> None:
+    model = planted_target()
+    model.set_attn_implementation(ATTENTION)
+    rows, lengths, kept = set(), set(), []
+    forward = PagedModel.forward
+
+    def noted(self, tokens, window, logits_to_keep=0):  # type: ignore[no-untyped-def]
+        rows.add(tokens.numel())
+        lengths.add(window.length)
+        kept.append(self._cache.bytes)
+        return forward(self, tokens, window, logits_to_keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedModel, "forward", noted)
+        check_invariance(model)
+        make_deterministic(model)
+    assert {n > 128 for n in rows} == {n > 256 for n in lengths} == {False, True}
+    assert max(rows) <= 2 * 136, "no wider passes than it needs"
+    # Two rows: three do not fit in the context, and so in the least cache that is planned.
+    blocks = 2 * -(-280 // 16) + 1
+    assert set(kept) == {blocks * 16 * 2 * 2 * 16 * 4 * model.config.num_hidden_layers}
+
+
+Spoiling = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+"""Of an attention's result, its keys and its mask: whether to spoil it."""
+
+
+def beyond_a_chunk(out: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Wide windows only, so that decoding one by one does not show it."""
+    return key.shape[2] > 256 and out.shape[1] > 40
+
+
+def of_seven(out: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> bool:
+    return out.shape[1] == 7
+
+
+def of_several_rows(out: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> bool:
+    return out.shape[0] > 1
+
+
+def of_short_rows_beside_long(out: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> bool:
+    return key.shape[2] > 256 and bool((mask[0, 0, 0] == 0).sum() < 30)
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize(
+    ("spoiling", "name"),
+    [
+        (beyond_a_chunk, "the number of tokens per pass"),
+        (of_seven, "the draft length"),
+        (of_several_rows, "the batch"),
+        (of_short_rows_beside_long, "batch mates' length"),
+    ],
+)
+def test_what_a_trial_is_for_it_finds(spoiling: Spoiling, name: str) -> None:
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
+        out, _ = tiled_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+        spoilt = attention_mask is not None and spoiling(out, key, attention_mask)
+        return 2 * out if spoilt else out, None
+
+    model = planted_target(deterministic=True)
+    register_attention("spoilt", attention)
+    model.set_attn_implementation("spoilt")
+    assert check_invariance(model) == name
+
+
+@pytest.mark.usefixtures("large_tiles")
+def test_what_shows_only_in_a_second_tile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planted_target(deterministic=True)
+
+    def uneven(function, tile, x):  # type: ignore[no-untyped-def]
+        out = in_tiles(function, tile, x).clone()
+        out.view(-1, out.shape[-1])[128:] *= 2
+        return out
+
+    monkeypatch.setattr("replicas.deterministic.in_tiles", uneven)
+    assert check_invariance(model) == "the number of tokens per pass"
+
+
 # ---------------------------------------------------------------------- the parts
 
 
@@ -285,7 +405,7 @@ def test_a_model_that_changes_with_its_batch_is_refused(monkeypatch: pytest.Monk
         make_deterministic(model)
     monkeypatch.setattr(
         "replicas.pair.make_deterministic",
-        lambda model: (_ for _ in ()).throw(NotDeterministic("because")),
+        lambda model, context_len: (_ for _ in ()).throw(NotDeterministic("because")),
     )
     with pytest.raises(PairRefused, match="deterministic: because"):
         load_pair(ReplicaConfig(target=TARGET, draft=None, device="cpu", deterministic=True))
