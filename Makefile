@@ -7,7 +7,7 @@ SETUP := $(VENV)/.setup-done
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast lint format protos demo-pair bench simulate worlds chaos soak clean
+.PHONY: help setup demo serve test test-fast test-steps test-schedules lint format protos demo-pair bench simulate worlds chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -25,11 +25,26 @@ demo: $(SETUP)  ## start a cluster with the demo pair, stream answers, print fig
 serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 	$(BIN)/lockstep serve --replicas 2
 
+# In these no clock decides anything, so two processes share the machine, each with about half of the
+# work. The others serve, wait and kill, and have the machine for themselves.
+STEPS := tests/replicas
+SCHEDULES := tests/oracle tests/scheduler tests/sim
+TOGETHER := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)
+ALONE := $(BIN)/python -m pytest $(addprefix --ignore=,$(STEPS) $(SCHEDULES))
+
 test: $(SETUP)  ## everything that CI runs
-	$(BIN)/python -m pytest
+	$(TOGETHER) test-steps test-schedules
+	$(ALONE)
 
 test-fast: $(SETUP)  ## without the tests that start a real Ray
-	$(BIN)/python -m pytest -m 'not ray'
+	$(TOGETHER) test-steps test-schedules
+	$(ALONE) -m 'not ray'
+
+test-steps: $(SETUP)
+	$(BIN)/python -m pytest $(STEPS)
+
+test-schedules: $(SETUP)
+	$(BIN)/python -m pytest $(SCHEDULES)
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .
