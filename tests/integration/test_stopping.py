@@ -110,6 +110,15 @@ class Streams:
             assert time.monotonic() < deadline_s, "the streams do not flow"
             time.sleep(0.005)
 
+    def bring_more(self) -> None:
+        """Returns when each of them has brought more text, or its end, and none an error."""
+        before = {number: len(text) for number, text in self.texts.items()}
+        deadline_s = time.monotonic() + 30
+        while not all(n in self.ends or len(self.texts[n]) > before[n] for n in before):
+            assert not self.errors
+            assert time.monotonic() < deadline_s, "the streams do not flow"
+            time.sleep(0.005)
+
     def join(self, bound_s: float) -> None:
         for thread in self._threads:
             thread.join(bound_s)
@@ -176,9 +185,13 @@ def refused_while(streams: Streams, bound_s: float = 3.0) -> grpc.RpcError:
         assert time.monotonic() < deadline_s, "new requests are still accepted"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def ctrl_c(served: Served) -> None:
+    """Every process of the group gets it, those of Ray and the replicas included."""
+    os.killpg(served.process.pid, signal.SIGINT)
+
+
 def test_what_runs_is_finished_and_what_is_new_refused(
-    pair: tuple[Path, Path], tmp_path: Path, how: str
+    pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with lockstep_serve(pair, tmp_path, GRACE_S) as served:
         undisturbed = Streams(served.address, 8)
@@ -189,10 +202,7 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         watch.begin()
         streams.begin()
         told_s = time.monotonic()
-        if how == "SIGTERM":
-            served.process.send_signal(signal.SIGTERM)
-        else:
-            os.killpg(served.process.pid, signal.SIGINT)
+        served.process.send_signal(signal.SIGTERM)
         refused = refused_while(streams)
         assert refused.code() is StatusCode.UNAVAILABLE
         assert refused.details() == "the server is stopping"
@@ -205,7 +215,7 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         assert all(end.finish_reason == pb.FINISH_REASON_LENGTH for end in streams.ends.values())
         assert served.process.wait(GRACE_S) == 0, served.log.read_text(errors="replace")
         took_s = time.monotonic() - told_s
-        print(f"{how}: stopped after {took_s:.1f} s")
+        print(f"stopped after {took_s:.1f} s")
         assert took_s < GRACE_S
 
 
@@ -215,7 +225,7 @@ def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
     with lockstep_serve(pair, tmp_path, grace_s=0.3) as served:
         streams = Streams(served.address, 8)
         streams.begin()
-        served.process.send_signal(signal.SIGTERM)
+        ctrl_c(served)
         streams.join(20)
         assert streams.errors
         for number, error in streams.errors.items():
@@ -227,12 +237,16 @@ def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
         assert served.process.wait(20) == 0, served.log.read_text(errors="replace")
 
 
-def test_a_second_signal_stops_at_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     with lockstep_serve(pair, tmp_path, grace_s=300.0) as served:
-        streams = Streams(served.address, 8)
+        # Two groups, so that they last until the second signal.
+        streams = Streams(served.address, 16)
         streams.begin()
-        served.process.send_signal(signal.SIGTERM)
-        refused_while(streams)
+        ctrl_c(served)
+        assert refused_while(streams).details() == "the server is stopping"
+        streams.bring_more()
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(20) == 1, served.log.read_text(errors="replace")
         streams.join(20)
