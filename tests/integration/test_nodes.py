@@ -7,6 +7,7 @@ stays. All processes of a node that is lost are killed at once, without a word t
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,8 +22,9 @@ STREAMS = 24
 TOKENS = 220
 
 
-def plan(pool_on_worker: bool) -> Plan:
-    """A head node with proxy and ingress, two more with a replica each.
+@pytest.fixture(scope="module")
+def hosted() -> Iterator[HostedCluster]:
+    """A head node with proxy and ingress, two more with a replica each, on one of them the pool.
 
     The ingress asks for more CPUs than a worker has, the replicas for a GPU, which in Ray's books
     the workers have and the head has not.
@@ -32,13 +34,15 @@ def plan(pool_on_worker: bool) -> Plan:
         actors={"replica_gpus": 1.0, "ingress_cpus": 3.0},
         scheduler={"steps_per_order_max": 2},
     )
-    return Plan(
+    plan = Plan(
         config,
         fake_loader(step_s=0.05, prefill_s=0.05),
         load_fake_text,
         worker_nodes=2,
-        pool_on_worker=pool_on_worker,
+        pool_on_worker=True,
     )
+    with HostedCluster(plan) as running:
+        yield running
 
 
 def lose_while_streams_run(hosted: HostedCluster, node_id: str) -> list[Outcome]:
@@ -46,8 +50,10 @@ def lose_while_streams_run(hosted: HostedCluster, node_id: str) -> list[Outcome]
     there = [one.pid for kind in KINDS for one in hosted.processes(kind) if one.node_id == node_id]
     assert there
 
+    before = hosted.wait_for(lambda _status: True).tokens_committed
+
     def lose() -> None:
-        hosted.wait_for(lambda status: status.tokens_committed > 600)
+        hosted.wait_for(lambda status: status.tokens_committed > before + 600)
         hosted.lose_node(node_id)
 
     outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), lose)
@@ -59,35 +65,35 @@ def longest_silence_s(outcomes: list[Outcome]) -> float:
     return max(outcome.silence_s for outcome in outcomes)
 
 
-def test_a_node_with_a_replica_is_lost() -> None:
-    with HostedCluster(plan(pool_on_worker=False)) as hosted:
-        head = hosted.process("ingress").node_id
-        pool = hosted.process("pool").node_id
-        nodes = {process.node_id for process in hosted.processes("replica")}
-        assert len(nodes) == 2
-        assert head not in nodes
-        gone = next(node for node in nodes if node != pool)
-        outcomes = lose_while_streams_run(hosted, gone)
-        all_right(outcomes)
-        assert any(outcome.end and outcome.end.recovered for outcome in outcomes)
-        print(f"node with a replica lost: silence {longest_silence_s(outcomes):.2f} s")
-        assert longest_silence_s(outcomes) < hosted.config.pool.lease_s + 4
-        hosted.add_node()
-        hosted.wait_for_replicas(2, 90.0)
-        all_right(serve(hosted.address, fake_asks(8)))
-        hosted.wait_until_idle()
+def test_a_node_with_a_replica_is_lost(hosted: HostedCluster) -> None:
+    head = hosted.process("ingress").node_id
+    pool = hosted.process("pool").node_id
+    nodes = {process.node_id for process in hosted.processes("replica")}
+    assert len(nodes) == 2
+    assert head not in nodes
+    gone = next(node for node in nodes if node != pool)
+    outcomes = lose_while_streams_run(hosted, gone)
+    all_right(outcomes)
+    assert any(outcome.end and outcome.end.recovered for outcome in outcomes)
+    assert hosted.process("pool").node_id == pool
+    print(f"node with a replica lost: silence {longest_silence_s(outcomes):.2f} s")
+    assert longest_silence_s(outcomes) < hosted.config.pool.lease_s + 4
+    hosted.add_node()
+    hosted.wait_for_replicas(2, 90.0)
+    all_right(serve(hosted.address, fake_asks(8)))
+    hosted.wait_until_idle()
 
 
-def test_the_node_with_the_pool_is_lost() -> None:
-    with HostedCluster(plan(pool_on_worker=True)) as hosted:
-        gone = hosted.process("pool").node_id
-        assert gone != hosted.process("ingress").node_id
-        assert gone in {process.node_id for process in hosted.processes("replica")}
-        outcomes = lose_while_streams_run(hosted, gone)
-        all_right(outcomes)
-        assert all(outcome.end and outcome.end.recovered for outcome in outcomes)
-        assert hosted.process("pool").node_id != gone
-        print(f"node with the pool lost: silence {longest_silence_s(outcomes):.2f} s")
-        # Ray gives a silent node 15 s before it starts the pool elsewhere.
-        assert longest_silence_s(outcomes) < 25
-        hosted.wait_until_idle()
+def test_the_node_with_the_pool_is_lost(hosted: HostedCluster) -> None:
+    hosted.wait_for_replicas(2)
+    gone = hosted.process("pool").node_id
+    assert gone != hosted.process("ingress").node_id
+    assert gone in {process.node_id for process in hosted.processes("replica")}
+    outcomes = lose_while_streams_run(hosted, gone)
+    all_right(outcomes)
+    assert all(outcome.end and outcome.end.recovered for outcome in outcomes)
+    assert hosted.process("pool").node_id != gone
+    print(f"node with the pool lost: silence {longest_silence_s(outcomes):.2f} s")
+    # Ray gives a silent node 15 s before it starts the pool elsewhere.
+    assert longest_silence_s(outcomes) < 25
+    hosted.wait_until_idle()
