@@ -5,10 +5,11 @@
 
 A planted pair (random weights in real shapes, see `replicas.planted`) is decoded without and with
 speculation at several batch sizes, by transformers' `generate`, prefilled, and decoded again in the
-deterministic mode and, on a GPU, without CUDA graphs, with the middle one of the draft lengths. Two
-ceilings stand beside each figure: the bytes that it had to read over the measured copy bandwidth,
-and its operations over the measured matrix rate. Outputs of a mode are compared with its own at the
-smallest batch without speculation. Needs neither Ray nor gRPC.
+deterministic mode and, on a GPU, without CUDA graphs and with each kind of attention that can be
+had there, with the middle one of the draft lengths. Two ceilings stand beside each figure: the
+bytes that it had to read over the measured copy bandwidth, and its operations over the measured
+matrix rate. Outputs of a mode are compared with its own at the smallest batch without speculation.
+Needs neither Ray nor gRPC.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ from benchmarks.ceilings import measure_rates
 from benchmarks.device_runs import GENERATE_BATCH, Bench, Run
 from benchmarks.report import machine, table, write_json
 from replicas.config import ReplicaConfig
-from replicas.pair import load_pair, resolve_device
+from replicas.pair import Pair, PairRefused, load_pair, resolve_device
 from replicas.replica import Replica
 from replicas.shapes import DRAFTS
 from scheduler.messages import Request
 
 _BLOCK_SIZE = 16
+ATTENTIONS = {
+    "gather": ("gather", _BLOCK_SIZE),
+    "flex": ("flex", _BLOCK_SIZE),
+    "flex-128": ("flex", 128),
+    "varlen-256": ("varlen", 256),
+}
+"""Modes that differ in the attention alone: its kind and KV positions per block."""
 
 
 def random_requests(n: int, vocab: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
@@ -58,6 +66,13 @@ def figures(runs: Sequence[Run], usual: str) -> dict[str, float]:
             out[f"speculation (k = {best.draft_len}) over k = 0, batch {batch}"] = (
                 best.over_plain or 0.0
             )
+        for mode in ATTENTIONS:
+            for run in (r for r in runs if r.mode == mode and r.batch == batch):
+                same = by_key.get((usual, batch, run.draft_len))
+                if same:
+                    out[f"{mode} over {usual}, batch {batch}, k = {run.draft_len}"] = (
+                        run.tokens_per_s / same.tokens_per_s
+                    )
         slow = by_key.get(("deterministic", batch, 0))
         if slow and plain:
             out[f"deterministic over {usual}, batch {batch}, k = 0"] = (
@@ -70,6 +85,27 @@ def figures(runs: Sequence[Run], usual: str) -> dict[str, float]:
             max(ours) / theirs.all_tokens_per_s
         )
     return out
+
+
+def kv_blocks(rows: int, context_len: int, block_size: int) -> int:
+    """Blocks that so many rows need, with one each to spare."""
+    return rows * (-(-context_len // block_size) + 1)
+
+
+def attention_modes(
+    pair: Pair, config: ReplicaConfig, names: Sequence[str], rows: int
+) -> dict[str, Replica]:
+    """A replica per mode of ATTENTIONS; those that cannot be had here are named and left out."""
+    modes = {}
+    for name in names:
+        kind, block_size = ATTENTIONS[name]
+        blocks = kv_blocks(rows, pair.context_len, block_size)
+        own = {"attention": kind, "block_size": block_size, "kv_blocks": blocks}
+        try:
+            modes[name] = Replica(pair, config.model_copy(update=own))
+        except PairRefused as refused:
+            print(f"{name}: {refused}", flush=True)
+    return modes
 
 
 def main() -> None:
@@ -86,6 +122,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=None)
     parser.add_argument("--rounds", type=int, help="after one that warms up; default: 2")
     parser.add_argument("--no-deterministic", action="store_true")
+    parser.add_argument(
+        "--attention",
+        nargs="*",
+        choices=sorted(ATTENTIONS),
+        help="kinds to run beside the one that is chosen; default: all on a GPU, none on a CPU",
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
 
@@ -110,7 +152,7 @@ def main() -> None:
         # Or prompts would be filled in the first round only.
         prefix_sharing=False,
         calibrate=False,
-        kv_blocks=rows * (-(-context_len // _BLOCK_SIZE) + 1),
+        kv_blocks=kv_blocks(rows, context_len, _BLOCK_SIZE),
         plan_rows=rows,
         plan_draft_len=max(draft_lens),
     )
@@ -128,11 +170,16 @@ def main() -> None:
     modes = {"plain": Replica(pair, config)}
     if device.type == "cuda":
         modes["eager"] = Replica(pair, config.model_copy(update={"graphs": "off"}))
+    beside = args.attention
+    if beside is None:
+        beside = list(ATTENTIONS) if device.type == "cuda" else []
+    modes |= attention_modes(pair, config, beside, rows)
     if not args.no_deterministic:
         # The same weights, without calibrating again.
         name = f"planted:{args.shape}?scale={planted.planted_scale!r}"
         fixed = config.model_copy(update={"target": name, "deterministic": True})
         modes["deterministic"] = Replica.load(fixed)
+    attention = {mode: replica.attention for mode, replica in modes.items()}
     bench = Bench(pair, rates, random_requests(rows, pair.vocab_size, prompt_tokens, new_tokens))
     for round_ in range(rounds + 1):
         for batch in batches:
@@ -148,6 +195,12 @@ def main() -> None:
     runs, prefills = bench.runs(), bench.prefills()
     summary = figures(runs, "plain")
     print(run_table(runs))
+    print(
+        table(
+            ("mode", "target's attention", "draft's"),
+            [(mode, kinds["target"], kinds["draft"]) for mode, kinds in attention.items()],
+        )
+    )
     print(table(list(asdict(prefills[0])), [list(asdict(p).values()) for p in prefills]))
     print(table(("figure", "value"), list(summary.items())))
     write_json(
@@ -160,6 +213,7 @@ def main() -> None:
             "prompt_tokens": prompt_tokens,
             "new_tokens": new_tokens,
             "rounds": rounds,
+            "attention": attention,
             "figures": summary,
             "prefill": [asdict(prefill) for prefill in prefills],
             "runs": [asdict(run) for run in runs],

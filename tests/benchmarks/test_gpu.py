@@ -37,6 +37,7 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
     figures_file = tmp_path / "figures.json"
     options = ["--shape", "tiny", "--device", "cpu", "--dtype", "bfloat16"]
     options += ["--batches", "1", "3", "--json", str(figures_file)]
+    options += ["--attention", "gather", "varlen-256"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_CLUSTER, *options],
         cwd=ROOT,
@@ -46,14 +47,17 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "| deterministic | 3 | 3 |" in done.stdout
+    assert "varlen-256: target: attention 'varlen' is not to be had" in done.stdout
     written = json.loads(figures_file.read_text())
+    assert written["attention"]["gather"] == {"target": "gather", "draft": "gather"}
+    assert written["figures"]["gather over plain, batch 3, k = 3"] > 0
     assert written["follows"] == pytest.approx(0.7, abs=0.05)
     assert written["device"]["copy_gb_per_s"] > 0
     runs = {(run["mode"], run["batch"], run["draft_len"]): run for run in written["runs"]}
     assert set(runs) == {
         *(
             (mode, batch, k)
-            for mode in ("plain", "deterministic")
+            for mode in ("plain", "gather", "deterministic")
             for batch in (1, 3)
             for k in (0, 3)
         ),
@@ -69,7 +73,11 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
             assert run["committed"] >= 1 + (k > 0) * 0.3
             assert 0 < run["tokens_per_s"] < min(run["bandwidth_ceiling"], run["matrix_ceiling"])
             assert (run["over_plain"] == 1.0) == (k == 0)
-    assert {prefill["mode"] for prefill in written["prefill"]} == {"plain", "deterministic"}
+    assert {prefill["mode"] for prefill in written["prefill"]} == {
+        "plain",
+        "gather",
+        "deterministic",
+    }
 
 
 def work_of(shape: str) -> ModelWork:
