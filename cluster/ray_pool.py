@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from cluster.config import ClusterConfig
 from cluster.line import Door, Line, LineLost, LineServer, connect
@@ -182,7 +182,13 @@ class RayPool:
         except ActorDiedError as error:
             self._actor = None
             raise PoolUnreachable(str(error)) from error
-        except (RayActorError, RaySystemError, GetTimeoutError, TimeoutError, ValueError) as error:
+        except (TimeoutError, ValueError) as error:
+            raise PoolUnreachable(str(error)) from error
+        except RayTaskError:
+            # The pool did answer, that it has a fault.
+            raise
+        except RayError as error:
+            # There are many: the reply may have been lost with its node, the control plane restart.
             raise PoolUnreachable(str(error)) from error
 
 
@@ -213,7 +219,7 @@ def _is_unfinished(reply: ray.ObjectRef[StopReply]) -> bool:
         return bool(answer.unfinished) or not answer.settled
     except ActorDiedError:
         return False
-    except (RayActorError, RaySystemError, GetTimeoutError) as error:
+    except RayError as error:
         log.warning("the pool does not answer while it is stopped: %s", error)
         return True
 
@@ -224,7 +230,7 @@ async def process_lives(process: ActorHandle) -> bool:
         await asyncio.wait_for(process.__ray_ready__.remote(), _ANSWER_S)
     except ActorDiedError:
         return False
-    except (RayActorError, RaySystemError, TimeoutError):
+    except (RayError, TimeoutError):
         return True
     return True
 

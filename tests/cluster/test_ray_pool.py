@@ -13,6 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    OwnerDiedError,
+    RayTaskError,
+    RpcError,
+)
 
 from cluster.config import from_args
 from cluster.line import Door, LineServer
@@ -112,6 +120,42 @@ def test_a_lost_line_is_a_pool_that_does_not_answer_and_is_opened_again() -> Non
             handle.restart()
             assert (await pool.pull("r", 0, [], 0.0)).known
             assert handle.calls.count("door") == 2
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ActorUnavailableError("it restarts", None),
+        ObjectLostError("00", None, "the reply was on a node that is gone"),
+        OwnerDiedError("00", None, ""),
+        RpcError("the control plane restarts"),
+        GetTimeoutError("too late"),
+    ],
+)
+def test_whatever_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(error: Exception) -> None:
+    """An ingress or a replica would end with any other error."""
+
+    async def lost() -> None:
+        raise error
+
+    async def test() -> None:
+        actor = SimpleNamespace(status=SimpleNamespace(remote=lost))
+        with pytest.raises(PoolUnreachable):
+            await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
+
+    asyncio.run(test())
+
+
+def test_a_fault_of_the_pool_is_told_as_one() -> None:
+    async def fails() -> None:
+        raise RayTaskError("status", "its traceback", AssertionError("a broken invariant"))
+
+    async def test() -> None:
+        actor = SimpleNamespace(status=SimpleNamespace(remote=fails))
+        with pytest.raises(RayTaskError, match="its traceback"):
+            await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
 
     asyncio.run(test())
 
