@@ -25,6 +25,10 @@ log = logging.getLogger("lockstep.ingress")
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""
+_CALL_TOKENS_MAX = 1_000_000
+_CALL_REQUESTS_MAX = 1000
+"""What goes out with one call, so that a pool which is told everything again, by every ingress,
+answers each of them in time; else they would begin again for ever."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 
@@ -186,8 +190,7 @@ class PoolLink:
             await self._steady.wait()
             self._work.clear()
             session = self._session
-            queue, self._queue = self._queue, []
-            cancels, self._cancels = self._cancels, []
+            queue, cancels = self._next_call()
             tokens = sum(live.tokens_left for live in queue)
             submits = [self._as_sent(live) for live in queue if live.finish is None]
             try:
@@ -212,6 +215,22 @@ class PoolLink:
                 if (live := self._live.pop(reject.request_id, None)) is not None:
                     live.reject = reject
                     live.end()
+
+    def _next_call(self) -> tuple[list[LiveRequest], list[str]]:
+        """Requests to submit, and those to cancel; what is left goes out with the next call."""
+        tokens = count = 0
+        for live in self._queue:
+            tokens += len(live.request.prompt) + len(live.tokens)
+            if count == _CALL_REQUESTS_MAX or (count and tokens > _CALL_TOKENS_MAX):
+                self._work.set()
+                break
+            count += 1
+        queue, self._queue = self._queue[:count], self._queue[count:]
+        # A cancel that comes before its request would be forgotten.
+        later = {live.pool_id for live in self._queue}
+        cancels = [one for one in self._cancels if one not in later]
+        self._cancels = [one for one in self._cancels if one in later]
+        return queue, cancels
 
     def _as_sent(self, live: LiveRequest) -> Submit:
         live.sent = True

@@ -241,6 +241,61 @@ def test_polls_that_overtake_submits_start_nothing_over() -> None:
     asyncio.run(test())
 
 
+def note_submits(wire: Wire) -> list[list[Submit]]:
+    """The requests of each call from now on."""
+    calls: list[list[Submit]] = []
+
+    async def submit(session: str, submits: list[Submit], *rest: Any) -> Any:
+        calls.append(submits)
+        return await wire.actor.submit(session, submits, *rest)
+
+    wire.submit = submit  # type: ignore[attr-defined]
+    return calls
+
+
+def test_what_a_restarted_pool_is_told_comes_in_calls_that_it_can_answer_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.pool_link._CALL_TOKENS_MAX", 100)
+    monkeypatch.setattr("cluster.pool_link._CALL_REQUESTS_MAX", 4)
+
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            requests = [w.submit(prompt, 60) for prompt in [*prompts(40), list(range(2, 202))]]
+            await w.until(lambda: any(len(live.tokens) > 5 for live in requests))
+            calls = note_submits(w.wire)
+            w.wire.restart()
+            await finish(requests)
+            assert_perfect(requests)
+            assert sum(map(len, calls)) > 8
+            for call in calls:
+                tokens = sum(len(one.request.prompt + one.request.committed) for one in call)
+                assert len(call) <= 4
+                assert tokens <= 100 or len(call) == 1
+
+    asyncio.run(test())
+
+
+def test_a_request_cancelled_before_its_call_went_out_never_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.pool_link._CALL_REQUESTS_MAX", 1)
+
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            requests = [w.submit(prompt, 60) for prompt in prompts(3)]
+            w.link.cancel(requests[2])
+            await finish(requests)
+            assert_perfect(requests[:2])
+            assert requests[2].finish is not None
+            assert requests[2].finish.reason is FinishReason.CANCELLED
+            assert requests[2].tokens == []
+
+    asyncio.run(test())
+
+
 def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
     async def test() -> None:
         async with world() as w:
