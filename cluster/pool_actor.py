@@ -82,7 +82,7 @@ class PoolActor:
         self._leave = leave
         self._clock = clock
         self._incarnation = uuid.uuid4().hex[:12]
-        self._started_s = self._heard_s = clock()
+        self._started_s = self._heard_s = self._ticked_s = clock()
         self._replicas: dict[str, ReplicaPeer] = {}
         self._ingresses: dict[str, IngressPeer] = {}
         self._owners: dict[str, IngressPeer] = {}
@@ -339,6 +339,13 @@ class PoolActor:
     def tick(self) -> None:
         """Enforces deadlines and leases; the actor calls it every `tick_s`."""
         now_s = self._clock()
+        away_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if away_s > self._config.lease_s / 2:
+            # This process stood still. What the others said meanwhile may be still unread.
+            for replica in self._replicas.values():
+                replica.heard_s = now_s
+            for ingress in self._ingresses.values():
+                ingress.heard_s = now_s
         self._step(Tick())
         for replica_id, replica in list(self._replicas.items()):
             silent_s = 0.0 if replica.mailbox.polled else now_s - replica.heard_s

@@ -296,6 +296,26 @@ def test_a_request_cancelled_before_its_call_went_out_never_runs(
     asyncio.run(test())
 
 
+def test_a_pool_that_itself_stood_still_takes_nobody_for_lost() -> None:
+    async def test() -> None:
+        now_s = 0.0
+        actor = PoolActor(CONFIG, clock=lambda: now_s)
+        await actor.join("r", FakeReplica().spec, None)
+        await actor.submit("i", [], [])
+        now_s += 10 * CONFIG.pool.lease_s
+        actor.tick()
+        assert (set(actor._replicas), set(actor._ingresses)) == ({"r"}, {"i"})
+        # Nor does that make anybody's silence good for ever.
+        for _ in range(12):
+            now_s += CONFIG.pool.lease_s / 10
+            actor.tick()
+        assert (set(actor._replicas), set(actor._ingresses)) == (set(), set())
+        assert actor._ticker is not None
+        actor._ticker.cancel()
+
+    asyncio.run(test())
+
+
 def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
     async def test() -> None:
         async with world() as w:
