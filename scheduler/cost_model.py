@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scheduler.messages import Order, OrderKind, StepResult, StepTiming
 from scheduler.records import record
@@ -27,8 +28,15 @@ RECENT = 0.15
 """Weight of a new time in the mean of its cell, once the cell has seen enough."""
 PACKING = 1.05
 """What a verification of some of the draft tokens is taken to cost more, before it was seen."""
+_COUNT_RECENT = math.ceil(1.0 / RECENT)
 OUTLIER = 3.0
 """A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
+
+
+@lru_cache(4096)
+def _tokens_key(tokens: int) -> int:
+    """Cells are a quarter of an octave of tokens wide."""
+    return round(4 * math.log2(tokens + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +78,24 @@ class Fit:
         self._kinds: int | None = 0
         """None: to be counted anew."""
 
-    def observe(self, tokens: float, kv: float, seconds: float) -> None:
+    def observe(self, tokens: int, kv: float, seconds: float) -> None:
         """One piece of work that took `seconds`; what is not positive tells nothing."""
         if seconds <= 0.0:
             return
         self._seen += 1
         self._stale += 1
-        key = (round(4 * math.log2(tokens + 1)), round(2 * math.log2(kv + 1)))
-        cell = self._cells.pop(key, None)
+        key = (_tokens_key(tokens), round(2 * math.log2(kv + 1)) if kv else 0)
+        cell = self._cells.get(key)
         if cell is None:
             self._kinds = None
-            cell = _Cell(tokens, kv, seconds, 0, 0)
             if len(self._cells) >= CELLS_MAX:
-                del self._cells[next(iter(self._cells))]
-        elif cell.count >= 4:
-            seconds = min(seconds, OUTLIER * cell.seconds)
-        self._cells[key] = cell
-        cell.count += 1
+                del self._cells[min(self._cells, key=lambda one: self._cells[one].seen)]
+            cell = self._cells[key] = _Cell(tokens, kv, seconds, 0, 0)
+        elif cell.count >= 4 and seconds > OUTLIER * cell.seconds:
+            seconds = OUTLIER * cell.seconds
+        cell.count = count = cell.count + 1
         cell.seen = self._seen
-        rate = max(1.0 / cell.count, RECENT)
+        rate = RECENT if count >= _COUNT_RECENT else 1.0 / count
         cell.tokens += rate * (tokens - cell.tokens)
         cell.kv += rate * (kv - cell.kv)
         cell.seconds += rate * (seconds - cell.seconds)
@@ -185,6 +192,16 @@ class StepPrices:
         each_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
         return rest + target_s + draft_len * each_s
 
+    def parabola(self) -> tuple[float, float, float]:
+        """(a, b, c) such that a + b * k + c * k**2 are the seconds with k draft tokens, of which
+        all are verified."""
+        rows, draft, verify = self.rows, self.draft, self.verify
+        kv, token_s = rows * self.longest, rows * (self.rest.token_s + verify.token_s)
+        verify_kv_s, draft_kv_s = rows * verify.kv_s, rows * draft.kv_s
+        none_s = self.rest.fixed_s + verify.fixed_s + token_s + verify.kv_s * kv
+        pass_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
+        return none_s, token_s + verify_kv_s + pass_s, draft_kv_s
+
 
 class CostModel:
     """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use."""
@@ -199,7 +216,14 @@ class CostModel:
         self._packed_like = (LinearCost(), LinearCost())
         """A verification, and what one of some tokens is taken to cost from it."""
         for timing in timings:
-            self._note(timing)
+            self._note(
+                timing.rows,
+                timing.draft_len,
+                timing.kv_read,
+                timing.draft_s,
+                timing.verify_s,
+                timing.rest_s,
+            )
 
     @property
     def known(self) -> bool:
@@ -225,14 +249,12 @@ class CostModel:
         spent_s = times.draft_s + times.verify_s + times.prefill_s
         checked = order.verify_tokens
         self._note(
-            StepTiming(
-                rows=len(order.rows),
-                draft_len=round(drafted),
-                kv_read=result.kv_positions_read / steps,
-                draft_s=times.draft_s / steps,
-                verify_s=times.verify_s / steps,
-                rest_s=(times.total_s - spent_s) / steps,
-            ),
+            len(order.rows),
+            round(drafted),
+            result.kv_positions_read / steps,
+            times.draft_s / steps,
+            times.verify_s / steps,
+            (times.total_s - spent_s) / steps,
             None if checked is None else len(order.rows) + checked,
         )
 
@@ -270,17 +292,26 @@ class CostModel:
         """One prefill order, by positions filled."""
         return self._prefill.cost()
 
-    def _note(self, timing: StepTiming, packed: int | None = None) -> None:
-        """`packed`: tokens of a verification that checked some of the draft tokens only."""
-        tokens = timing.rows * (timing.draft_len + 1)
+    def _note(
+        self,
+        rows: int,
+        draft_len: int,
+        kv_read: float,
+        draft_s: float,
+        verify_s: float,
+        rest_s: float,
+        packed: int | None = None,
+    ) -> None:
+        """A `StepTiming`. `packed`: tokens of a verification that checked some of the draft tokens
+        only."""
+        tokens = rows * (draft_len + 1)
         if packed is None:
-            self._verify.observe(tokens, timing.kv_read, timing.verify_s)
+            self._verify.observe(tokens, kv_read, verify_s)
         else:
-            self._packed.observe(packed, timing.kv_read, timing.verify_s)
-        self._rest.observe(tokens, 0.0, timing.rest_s)
-        if timing.draft_len:
-            draft_s = timing.draft_s / timing.draft_len
-            self._draft.observe(timing.rows, timing.kv_read, draft_s)
+            self._packed.observe(packed, kv_read, verify_s)
+        self._rest.observe(tokens, 0.0, rest_s)
+        if draft_len:
+            self._draft.observe(rows, kv_read, draft_s / draft_len)
 
 
 def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:

@@ -182,9 +182,7 @@ class Dispatcher:
             if sequence.claim is not None:
                 self.touch(sequence.claim)
             self._pool.place(sequence, replica)
-        for sequence, _, until in given:
-            self._pool.fill(sequence, until)
-            sequence.order_id = order_id
+        self._pool.fill(replica, given, order_id)
         if given[0][0].rows_limit is not None:
             replica.alone = order_id
         return prefill_order(order_id, replica.id, given)

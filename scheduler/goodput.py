@@ -111,13 +111,16 @@ def best_choice(
     a step costs beside its run; without `belief` all drafted tokens are verified.
     """
     rows, last_len = prices.rows, last.draft_len
+    # Asked for every draft length in turn: in full a step's time is that of a parabola.
+    none_s, slope_s, bend_s = prices.parabola()
+    none_s += per_step_s
     best_len, best_share, best_goodput, stay_goodput = 0, 1.0, 0.0, 0.0
     falling = 0
     so_far: list[float] = []
     for draft_len, accepted in enumerate(expected):
         so_far.append(accepted)
         falling += 1
-        goodput = (rows + accepted) / (prices(draft_len) + per_step_s)
+        goodput = (rows + accepted) / (none_s + draft_len * (slope_s + draft_len * bend_s))
         if draft_len == last_len and last.share == 1.0:
             stay_goodput = goodput
         if goodput > best_goodput:

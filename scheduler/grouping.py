@@ -54,7 +54,6 @@ EQSPEC without grouping does (arXiv 2510.22876).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import merge
 from itertools import islice
@@ -67,6 +66,9 @@ LEVEL = 0.4
 
 TIES_MAX = 16
 """Windows of equal spread that are compared by age; the leftmost ones, to bound the work."""
+
+SCAN = 32
+"""Windows whose spreads are worked out at once where the first tight one is sought."""
 
 NARROW_EARLY = 2
 """So many orders before a round is over the oldest narrow row is due: there is one in flight and
@@ -133,12 +135,6 @@ class _Shelf:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add(self, key: _Key) -> None:
-        """It is the youngest, so it stands behind all of its length."""
-        at = bisect_right(self.lengths, key[0])
-        self.lengths.insert(at, key[0])
-        self.keys.insert(at, key)
-
     def remove(self, key: _Key) -> None:
         at = bisect_left(self.keys, key)
         del self.keys[at], self.lengths[at]
@@ -162,19 +158,25 @@ class _Shelf:
         if anchor is not None:
             at = bisect_left(self.keys, anchor)
             first, last = max(first, at - size + 1), min(last, at)
-        shortest = lengths[first : last + 1]
-        longest = lengths[first + size - 1 : last + size]
-        spreads = list(map(sub, longest, shortest))
-        least = min(spreads)
-        if anchor is None:
+        else:
             tight = LEVEL * (lengths[-1] - lengths[0]) * size / len(lengths)
-            if least <= tight:
-                start = next(start for start, spread in enumerate(spreads) if spread <= tight)
-                return self.keys[start : start + size]
+            # One of the shortest, nearly always, so most windows are never looked at.
+            for begin in range(0, last + 1, SCAN):
+                spreads = self._spreads(begin, min(begin + SCAN, last + 1), size)
+                if min(spreads) <= tight:
+                    start = begin + next(at for at, one in enumerate(spreads) if one <= tight)
+                    return self.keys[start : start + size]
+        spreads = self._spreads(first, last + 1, size)
+        least = min(spreads)
         start = first + spreads.index(least)
         if anchor is None and spreads.count(least) > 1:
             start = self._oldest_of(spreads, least, size)
         return self.keys[start : start + size]
+
+    def _spreads(self, begin: int, end: int, size: int) -> list[int]:
+        """Of the windows that start from `begin` up to `end`."""
+        lengths = self.lengths
+        return list(map(sub, lengths[begin + size - 1 : end + size - 1], lengths[begin:end]))
 
     def _oldest_of(self, spreads: list[int], least: int, size: int) -> int:
         """Start of the window with the oldest row, of those of least spread."""
@@ -195,8 +197,8 @@ class ReadyRows:
     def __init__(self) -> None:
         self._shelves = (_Shelf(), _Shelf(), _Shelf())
         """Free rows of kind 0 and 1, and narrow ones."""
-        self._by_age: OrderedDict[str, tuple[_Key, int, int]] = OrderedDict()
-        """(key, orders so far, kind) per row."""
+        self._by_age: dict[str, tuple[_Key, int, int]] = {}
+        """(key, orders so far, kind) per row, the oldest first."""
         self._narrow: dict[str, Limits] = {}
         """Limits of the narrow rows, the oldest first."""
         self._new: dict[str, None] = {}
@@ -233,7 +235,11 @@ class ReadyRows:
             self._narrow[sequence_id] = limits
         self._ready_number += 1
         key = (length, self._ready_number, sequence_id)
-        self._shelves[kind].add(key)
+        shelf = self._shelves[kind]
+        # It is the youngest, so it stands behind all of its length.
+        at = bisect_right(shelf.lengths, length)
+        shelf.lengths.insert(at, length)
+        shelf.keys.insert(at, key)
         self._by_age[sequence_id] = (key, self.orders, kind)
         if new:
             self._new[sequence_id] = None
@@ -324,7 +330,8 @@ class ReadyRows:
         for sequence_id in sequence_ids:
             key, _, kind = self._by_age.pop(sequence_id)
             taken[kind].append(key)
-            self._new.pop(sequence_id, None)
+            if self._new:
+                self._new.pop(sequence_id, None)
         for shelf, keys in zip(self._shelves, taken, strict=True):
             if keys:
                 shelf.remove_all(sorted(keys))

@@ -136,6 +136,10 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
         _check_pins(replica, order, pool.config)
     replica.ready.check_integrity()
     assert len(replica.orders) <= pool.config.orders_in_flight_max, f"{name}: too many orders"
+    assert replica.rows_of.keys() == replica.orders.keys(), f"{name}: rows of orders"
+    for order in replica.orders.values():
+        rows_of = [replica.residents[row] for row in order_rows(order)]
+        assert replica.rows_of[order.id] == rows_of, f"{name}: rows of order {order.id}"
     held = [row for order in replica.orders.values() for row in order_rows(order)]
     assert len(held) == len(set(held)), f"{name}: a row is in two orders"
     in_flight = {one.id for one in residents if one.state in IN_FLIGHT}

@@ -1,43 +1,54 @@
 """Content lengths of a replica's residents, for how far the nearest of them is from another.
 
-Residents grow in every order and seldom anybody asks, so growth is only noted, once per resident,
-and applied when somebody does.
+Residents grow in every order and seldom anybody asks, so it is only noted who has grown, and the
+lengths are brought up to date when somebody does.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from scheduler.sequence import Sequence
 
 
 class NearLengths:
-    """Lengths of some sequences; told of each that comes, has grown or goes."""
+    """Lengths of some sequences; told of each that comes, may have grown or goes."""
 
     def __init__(self) -> None:
-        self._lengths: list[int] = []
-        """Rising; of those in `_grown` it has the length from before."""
-        self._grown: dict[Sequence, int] = {}
+        self._rising: list[int] = []
+        """The values of `_known`."""
+        self._known: dict[Sequence, int] = {}
+        self._grown: list[Iterable[Sequence]] = []
+        self._grown_count = 0
+        self._anew = False
+        """So many have grown that it is cheaper to begin anew."""
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._lengths, sequence.length)
+        self._known[sequence] = sequence.length
+        insort(self._rising, sequence.length)
 
-    def grown(self, sequence: Sequence, before: int) -> None:
-        """Its length was `before`. O(1)."""
-        self._grown.setdefault(sequence, before)
+    def grown(self, sequences: list[Sequence]) -> None:
+        """These are longer, or some of them, or they have gone meanwhile. O(1)."""
+        if not self._anew:
+            self._grown.append(sequences)
+            self._grown_count += len(sequences)
+            self._anew = self._grown_count > len(self._known)
 
     def remove(self, sequence: Sequence) -> None:
-        length = self._grown.pop(sequence, sequence.length)
-        del self._lengths[bisect_left(self._lengths, length)]
+        del self._rising[bisect_left(self._rising, self._known.pop(sequence))]
 
     def rising(self) -> list[int]:
         """All lengths as they are now."""
-        lengths = self._lengths
-        for sequence, before in self._grown.items():
-            del lengths[bisect_left(lengths, before)]
-            insort(lengths, sequence.length)
+        if self._anew:
+            self._known = {sequence: sequence.length for sequence in self._known}
+            self._rising = sorted(self._known.values())
+        else:
+            for sequences in self._grown:
+                self._update(sequences)
         self._grown.clear()
-        return lengths
+        self._grown_count, self._anew = 0, False
+        return self._rising
 
     def distance(self, length: int) -> int:
         """How far the nearest length is; 0 without any."""
@@ -49,3 +60,11 @@ class NearLengths:
             return length - lengths[-1]
         above = lengths[at] - length
         return min(length - lengths[at - 1], above) if at else above
+
+    def _update(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            before = self._known.get(sequence)
+            if before is not None and before != sequence.length:
+                del self._rising[bisect_left(self._rising, before)]
+                insort(self._rising, sequence.length)
+                self._known[sequence] = sequence.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler.messages import Order, OrderKind, PrefillRow, StepRow
 from scheduler.sequence import Sequence
-from scheduler.speculation import row_draft_len
+from scheduler.speculation import row_draft_lens
 
 
 def prefill_order(order_id: int, replica_id: str, chunks: list[tuple[Sequence, int, int]]) -> Order:
@@ -42,20 +42,21 @@ def speculate_order(
     `draft_len` is the policy's k; rows that may not draft so much have their own, and the order's
     is the largest of them. `verify_tokens` is dropped where it is all that they draft.
     """
+    limits = row_draft_lens(sequences, draft_len)
     rows = tuple(
         [
-            StepRow(one.id, one.length, row_draft_len(one, draft_len), one.blocks)
-            for one in sequences
+            StepRow(one.id, one.length, limit, one.blocks)
+            for one, limit in zip(sequences, limits, strict=True)
         ]
     )
-    if verify_tokens is not None and verify_tokens >= sum(row.draft_len for row in rows):
+    if verify_tokens is not None and verify_tokens >= sum(limits):
         verify_tokens = None
     return Order(
         order_id,
         replica_id,
         OrderKind.SPECULATE,
         rows=rows,
-        draft_len=max([row.draft_len for row in rows]),
+        draft_len=max(limits),
         steps=steps,
         verify_tokens=verify_tokens,
     )

@@ -6,21 +6,19 @@ It keeps the books (reservations, indexes, deadlines) consistent and decides not
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, Order, ReplicaSpec, Request, RowResult
 from scheduler.narrowing import limits_of
+from scheduler.open_replicas import OpenReplicas
 from scheduler.rates import RateMeter
 from scheduler.residents import Replica
 from scheduler.sequence import RESIDENT, Move, Sequence, State
 from scheduler.waiting import WaitingQueue
 
 _HEAP_SLACK = 64
-
-_LoadKey = tuple[int, str]
 
 
 class Pool:
@@ -32,10 +30,7 @@ class Pool:
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
         self.waiting = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, Replica] = {}
-        self.open: list[_LoadKey] = []
-        """(load, id) of the replicas that take sequences, the lightest first."""
-        self.free: list[_LoadKey] = []
-        """The same for those of them that have a place for an order."""
+        self._by_load = OpenReplicas(config)
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
         """A heap of (deadline, sequence number, id); finished ones go when they come up."""
@@ -73,6 +68,16 @@ class Pool:
         leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
         return len(self.sequences) - leaving
 
+    @property
+    def open(self) -> list[tuple[int, str]]:
+        """(load, id) of the replicas that take sequences, the lightest first."""
+        return self._by_load.open()
+
+    @property
+    def free(self) -> list[tuple[int, str]]:
+        """The same for those of them that have a place for an order."""
+        return self._by_load.free()
+
     def place(self, sequence: Sequence, replica: Replica) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
         self.waiting.remove(sequence)
@@ -92,12 +97,15 @@ class Pool:
         replica.blocks_used += sequence.blocks
         replica.blocks_most += replica.blocks_limit(sequence)
         replica.lengths.add(sequence)
-        self._reindex(replica)
+        self._by_load.changed(replica)
 
-    def fill(self, sequence: Sequence, until: int) -> None:
-        """A prefill order fills the placed sequence up to this KV position."""
-        self.move(sequence, Move.PREFILL)
-        sequence.filled = until
+    def fill(self, replica: Replica, given: list[tuple[Sequence, int, int]], order_id: int) -> None:
+        """A prefill order takes these placed sequences, (sequence, begin, until)."""
+        for sequence, _, until in given:
+            self.move(sequence, Move.PREFILL)
+            sequence.filled = until
+            sequence.order_id = order_id
+        replica.rows_of[order_id] = [sequence for sequence, _, _ in given]
 
     def filled(self, replica: Replica, sequence: Sequence, reused: int) -> None:
         """A prefill order with it is done; its replica had `reused` positions before."""
@@ -120,7 +128,7 @@ class Pool:
         `lacking` are those of them that get more blocks, and how many they have then.
         """
         if rows[0].rows_limit is None:
-            replica.ready.take([sequence.id for sequence in rows])
+            replica.ready.take([one.id for one in rows])
         else:
             for sequence in rows:
                 del replica.suspects[sequence.id]
@@ -131,6 +139,7 @@ class Pool:
         for sequence in rows:
             sequence.move(move)
             sequence.order_id = order_id
+        replica.rows_of[order_id] = rows
         replica.rows_in[State.READY] -= len(rows)
         replica.rows_in[State.STEPPING] += len(rows)
 
@@ -143,16 +152,17 @@ class Pool:
         """
         replica.rows_in[State.STEPPING] -= len(sequences)
         replica.rows_in[State.READY] += len(sequences)
-        grown, ready_again, move = replica.lengths.grown, replica.ready_again, Move.STEPPED
-        committed = []
+        ready_again, move = replica.ready_again, Move.STEPPED
+        committed, kept = [], 0
         for sequence in sequences:
-            before = sequence.length
-            kept = sequence.commit(rows.get(sequence.id) or RowResult(sequence.id))
-            grown(sequence, before)
-            self.outstanding_tokens -= sequence.length - before
+            row = rows.get(sequence.id) or RowResult(sequence.id)
+            tokens, reason = sequence.commit(row)
+            kept += len(tokens)
             sequence.move(move)
             ready_again(sequence)
-            committed.append(kept)
+            committed.append((tokens, reason))
+        replica.lengths.grown(sequences)
+        self.outstanding_tokens -= kept
         return committed
 
     def move(self, sequence: Sequence, move: Move) -> None:
@@ -228,7 +238,7 @@ class Pool:
         sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
         sequence.order_id = None
-        self._reindex(replica)
+        self._by_load.changed(replica)
 
     # ----------------------------------------------------------------- claims
 
@@ -251,26 +261,27 @@ class Pool:
     def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
         replica = Replica(replica_id, spec, self.config.kv_reserve)
         self.replicas[replica_id] = replica
-        self._reindex(replica)
+        self._by_load.changed(replica)
         return replica
 
     def drain(self, replica: Replica) -> None:
         """No new sequence from now on. O(1) but for the index."""
         replica.draining = True
         self._clear_claim(replica)
-        self._reindex(replica)
+        self._by_load.changed(replica)
 
     def lose(self, replica: Replica) -> None:
         """Forgets the replica and its orders; its live residents wait again. O(residents)."""
         replica.draining = True
         self._clear_claim(replica)
         replica.orders.clear()
+        replica.rows_of.clear()
         residents = list(replica.residents.values())
         for sequence in residents:
             if not sequence.live:
                 self.let_go(sequence)
         self.send_back([sequence for sequence in residents if sequence.live])
-        self._reindex(replica)
+        self._by_load.changed(replica)
         del self.replicas[replica.id]
 
     def add_order(self, replica: Replica, order: Order, now_s: float) -> None:
@@ -281,7 +292,7 @@ class Pool:
         if order.steps > 1:
             replica.long = order.id
         replica.last_kind = order.kind
-        self._reindex(replica)
+        self._by_load.changed(replica)
 
     def end_order(self, replica: Replica, order_id: int) -> Order | None:
         """Takes an order out of flight; None for one that is unknown."""
@@ -290,17 +301,8 @@ class Pool:
             replica.alone = None
         if replica.long == order_id:
             replica.long = None
-        self._reindex(replica)
+        self._by_load.changed(replica)
         return order
-
-    def _reindex(self, replica: Replica) -> None:
-        takes = not replica.draining and replica.load < self.config.residents_max
-        key = (replica.load, replica.id) if takes else None
-        has_place = len(replica.orders) < self.config.orders_in_flight_max
-        _exchange(self.open, replica.open_key, key)
-        _exchange(self.free, replica.free_key, key if has_place else None)
-        replica.open_key = key
-        replica.free_key = key if has_place else None
 
     # ----------------------------------------------------------------- deadlines
 
@@ -325,13 +327,3 @@ class Pool:
             if sequence.deadline_s is not None and sequence.live
         ]
         heapq.heapify(self.deadlines)
-
-
-def _exchange(index: list[_LoadKey], before: _LoadKey | None, after: _LoadKey | None) -> None:
-    """Replaces an entry of a sorted list; None stands for no entry."""
-    if before == after:
-        return
-    if before is not None:
-        del index[bisect_left(index, before)]
-    if after is not None:
-        insort(index, after)

@@ -11,8 +11,8 @@ class RateMeter:
     """Counts in slots of one second; what is older than WINDOW_S is forgotten."""
 
     def __init__(self) -> None:
-        self._slots: deque[tuple[int, int]] = deque()
-        """(second, tokens), rising."""
+        self._slots: deque[list[int]] = deque()
+        """[second, tokens], rising."""
         self._sum = 0
         self._began_s: float | None = None
 
@@ -20,12 +20,12 @@ class RateMeter:
         if self._began_s is None:
             self._began_s = now_s
         second = int(now_s)
-        if self._slots and self._slots[-1][0] == second:
-            self._slots[-1] = (second, self._slots[-1][1] + tokens)
-        else:
-            self._slots.append((second, tokens))
         self._sum += tokens
-        self._drop(second)
+        if self._slots and self._slots[-1][0] == second:
+            self._slots[-1][1] += tokens
+        else:
+            self._slots.append([second, tokens])
+            self._drop(second)
 
     def per_s(self, now_s: float) -> float:
         """0 before the first token and after WINDOW_S without one."""

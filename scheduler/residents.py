@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from scheduler.admission import blocks_needed
 from scheduler.cost_model import filled_tokens
@@ -17,6 +18,9 @@ from scheduler.near_lengths import NearLengths
 from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
+
+_STEPS, _DRAFT_TOKENS = attrgetter("steps"), attrgetter("draft_tokens")
+_ACCEPTED_AT = attrgetter("accepted_at")
 
 CAP_ORDERS = 64
 """Orders after which a lowered number of rows is doubled again."""
@@ -59,9 +63,9 @@ class ReplicaFigures:
         self.kv_positions_own += result.kv_positions_own
         self.kv_positions_read += result.kv_positions_read
         rows = result.rows
-        self.row_steps += sum([row.steps for row in rows])
-        self.draft_tokens += sum([row.draft_tokens for row in rows])
-        self.accepted_tokens += sum([sum(row.accepted_at) for row in rows])
+        self.row_steps += sum(map(_STEPS, rows))
+        self.draft_tokens += sum(map(_DRAFT_TOKENS, rows))
+        self.accepted_tokens += sum(map(sum, map(_ACCEPTED_AT, rows)))
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +94,8 @@ class Replica:
     """Rows between two prefill orders. A suspect is never among them: it is filled in one."""
     orders: dict[int, Order] = field(default_factory=dict)
     """Orders in flight by id."""
+    rows_of: dict[int, list[Sequence]] = field(default_factory=dict)
+    """Rows of those orders."""
     rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
     """How many residents are in each state."""
     fails: set[OrderKind] = field(default_factory=set)
@@ -156,7 +162,7 @@ class Replica:
         """Rows that are ready once the prefill orders in flight are done."""
         if not self.prefilling:
             return 0
-        rows = (self.residents[row.sequence_id] for o in self.orders.values() for row in o.prefill)
+        rows = (row for order_id in self.orders for row in self.rows_of[order_id])
         return sum(one.state is State.PREFILLING and one.filled == one.fill for one in rows)
 
     def blocks_for(self, sequence: Sequence) -> int:

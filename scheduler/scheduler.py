@@ -320,12 +320,11 @@ class Scheduler:
     def _rows_back(self, replica: Replica, order: Order) -> list[Sequence]:
         """The live rows of an order that has ended; leaving ones are let go."""
         live = []
-        residents, leaving = replica.residents, State.LEAVING
-        for sequence_id in order_rows(order):
-            sequence = residents[sequence_id]
+        leaving = State.LEAVING
+        for sequence in replica.rows_of.pop(order.id):
             sequence.order_id = None
             if sequence.state is leaving:
-                self._release(replica.id, sequence_id)
+                self._release(replica.id, sequence.id)
                 self._pool.let_go(sequence)
             else:
                 live.append(sequence)

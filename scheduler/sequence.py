@@ -165,6 +165,7 @@ class Sequence:
     greedy: bool = field(init=False)
     draft_len: int | None = field(init=False)
     """The request's own."""
+    stop_token_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = self.request.id
@@ -172,6 +173,7 @@ class Sequence:
         self.length_max = len(self.request.prompt) + self.request.max_new_tokens
         self.greedy = self.request.sampling.temperature == 0.0
         self.draft_len = self.request.draft_len
+        self.stop_token_ids = self.request.stop_token_ids
 
     @property
     def tokens_left(self) -> int:
@@ -227,7 +229,7 @@ class Sequence:
         """
         assert self.live, f"{self.id}: a finished sequence never changes"
         kept, reason = row.tokens, None
-        stops, left = self.request.stop_token_ids, self.length_max - self.length
+        stops, left = self.stop_token_ids, self.length_max - self.length
         if stops or len(kept) >= left:
             kept, reason = truncate(kept, left, stops)
         self.committed.extend(kept)
@@ -242,7 +244,8 @@ class Sequence:
             self.failures = self.attempts = 0
             if self.length > self.suspect_until:
                 self.rows_limit = None
-                self.shuns.clear()
+                if self.shuns:
+                    self.shuns.clear()
         return kept, reason
 
     def usage(self) -> Usage:

@@ -7,7 +7,7 @@ only how fast. It has no clock and draws nothing at random, or the scheduler wou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -257,7 +257,7 @@ class GoodputPolicy:
             known.choice = Choice(min(self._config.draft_len, known.draft_len_max))
             return known.choice
         most = min(known.draft_len_max, self._config.draft_len_max)
-        limits = [row_draft_len(one, most) for one in rows]
+        limits = row_draft_lens(rows, most)
         most = max(limits)
         if most <= 0:
             return Choice()
@@ -297,7 +297,7 @@ class GoodputPolicy:
         share = min(SHARES, key=lambda one: abs(one - checked))
         accepted = sum(sum(row.accepted_at) for row in result.rows if row.sequence_id in rows)
         most = order.draft_len
-        limits = [row_draft_len(one, most) for one in rows.values()]
+        limits = row_draft_lens(rows.values(), most)
         expected = expected_accepted(self._acceptance.of(rows.values()), limits, most)
         known.belief.observe(
             list(expected), Choice(order.draft_len, share), accepted / result.steps
@@ -317,6 +317,17 @@ class GoodputPolicy:
             return steps_most
         wanted = math.ceil(known.trip_s / (TRIP_SHARE * known.step_s))
         return max(1, min(wanted, steps_most, int(ORDER_S_MAX / known.step_s)))
+
+
+def row_draft_lens(sequences: Iterable[Sequence], draft_len: int) -> list[int]:
+    """`row_draft_len` of each."""
+    return [
+        draft_len
+        # True of nearly all, and so not worth a call for each.
+        if one.draft_len is None and one.length_max - one.length > draft_len
+        else row_draft_len(one, draft_len)
+        for one in sequences
+    ]
 
 
 def row_draft_len(sequence: Sequence, draft_len: int) -> int:

@@ -23,10 +23,10 @@ def test_it_says_what_a_search_of_all_says(seed: int) -> None:
         elif chance < 0.5:
             index.remove(inside.pop(rng.randrange(len(inside))))
         elif chance < 0.9:
-            one = rng.choice(inside)
-            before = one.length
-            one.length += rng.randint(0, 4)
-            index.grown(one, before)
+            some = rng.sample(inside, rng.randint(1, len(inside)))
+            for one in some:
+                one.length += rng.randint(0, 4)
+            index.grown(some)
         else:
             length = rng.randint(1, 60)
             away = [abs(one.length - length) for one in inside]
