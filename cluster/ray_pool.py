@@ -70,6 +70,7 @@ class RayPool:
         """`open_actor` finds the actor or creates it; without `line` all calls go through Ray."""
         self._open_actor = open_actor
         self._actor: ActorHandle | None = None
+        self._opening: asyncio.Task[ActorHandle] | None = None
         self._line: Line | None = None
         self._connecting: asyncio.Task[Line | None] | None = None
         self._no_line_until_s = 0.0 if line else math.inf
@@ -174,10 +175,8 @@ class RayPool:
 
     async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
         try:
-            if self._actor is None:
-                # Finding or creating an actor blocks on Ray's control plane.
-                self._actor = await asyncio.to_thread(self._open_actor)
-            reply = getattr(self._actor, method).remote(*args)
+            actor = self._actor or await self._found()
+            reply = getattr(actor, method).remote(*args)
             return await asyncio.wait_for(reply, wait_s + _ANSWER_S)
         except ActorDiedError as error:
             self._actor = None
@@ -190,6 +189,23 @@ class RayPool:
         except RayError as error:
             # There are many: the reply may have been lost with its node, the control plane restart.
             raise PoolUnreachable(str(error)) from error
+
+    async def _found(self) -> ActorHandle:
+        """Finding or creating an actor blocks on Ray's control plane: on one thread, for all calls.
+
+        Raises TimeoutError while it takes its time, and whatever Ray raises.
+        """
+        if self._opening is None:
+            opening = asyncio.to_thread(self._open_actor)
+            self._opening = asyncio.get_running_loop().create_task(opening)
+            self._opening.add_done_callback(self._found_or_not)
+        return await asyncio.wait_for(asyncio.shield(self._opening), _ANSWER_S)
+
+    def _found_or_not(self, task: asyncio.Task[ActorHandle]) -> None:
+        self._opening = None
+        # Whoever waited for it has the error; nobody may have.
+        if not task.cancelled() and task.exception() is None:
+            self._actor = task.result()
 
 
 def stop_pools(actors: Sequence[ActorHandle], grace_s: float) -> None:

@@ -7,6 +7,7 @@ The handle is a fake one in front of a real PoolActor; no Ray runs.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -156,6 +157,61 @@ def test_a_fault_of_the_pool_is_told_as_one() -> None:
         actor = SimpleNamespace(status=SimpleNamespace(remote=fails))
         with pytest.raises(RayTaskError, match="its traceback"):
             await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
+
+    asyncio.run(test())
+
+
+def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts are tokenized on the same few threads."""
+    monkeypatch.setattr("cluster.ray_pool._ANSWER_S", 0.05)
+    found = threading.Event()
+    searches: list[int] = []
+
+    async def test() -> None:
+        handle = Handle()
+
+        def open_actor() -> Handle:
+            searches.append(1)
+            assert found.wait(20)
+            return handle
+
+        async with pool_behind(handle, line=False) as pool:
+            pool._open_actor = open_actor  # type: ignore[assignment]
+            for _ in range(2):
+                calls = [pool.status() for _ in range(10)]
+                answers = await asyncio.gather(*calls, return_exceptions=True)
+                assert all(isinstance(answer, PoolUnreachable) for answer in answers)
+            assert len(searches) == 1
+            found.set()
+            while pool._actor is None:
+                await asyncio.sleep(0.001)
+            assert (await pool.status()).process_id
+            assert len(searches) == 1
+
+    try:
+        asyncio.run(test())
+    finally:
+        found.set()
+
+
+def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
+    async def test() -> None:
+        handle = Handle()
+        tries: list[int] = []
+
+        def open_actor() -> Handle:
+            tries.append(1)
+            if len(tries) == 1:
+                raise RpcError("the control plane restarts")
+            return handle
+
+        async with pool_behind(handle, line=False) as pool:
+            pool._open_actor = open_actor  # type: ignore[assignment]
+            with pytest.raises(PoolUnreachable):
+                await pool.status()
+            assert (await pool.status()).process_id
 
     asyncio.run(test())
 
