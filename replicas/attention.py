@@ -40,7 +40,7 @@ _TIMED_PASSES = 10
 _TIMED_ROUNDS = 3
 _WARM_UPS = 3
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lockstep.replica")
 
 Make = Callable[[], InPlace]
 
@@ -117,12 +117,13 @@ def quickest(model: PagedModel, makes: Mapping[str, Make], place: Place) -> str:
             usable[name] = checked(model, make, place)
             times[name] = measured(model, place)
         except Exception as error:
-            _log.info("attention %s is left out: %s", name, error)
+            _log.info("attention: %s is left out: %s", name, str(error).splitlines()[:1])
         finally:
             model.attend(None)
     chosen = fastest(times)
     model.attend(usable[chosen])
-    _log.info("attention: %s of %s", chosen, {name: sum(each) for name, each in times.items()})
+    passes = {name: [f"{1e3 * one:.2f}" for one in each] for name, each in times.items()}
+    _log.info("attention: %s; milliseconds per pass: %s", chosen, passes)
     return chosen
 
 

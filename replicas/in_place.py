@@ -128,7 +128,8 @@ class FlexInPlace:
         table = window.blocks.view(window.rows, -1)
         rows, columns = table.shape
         logical = logical_blocks(table, self._blocks)
-        starts = window.starts.contiguous()  # of a stride that is the same for every step
+        # A step of another draft length has another stride, and would be compiled for.
+        starts = window.starts.clone(memory_format=torch.contiguous_format)
         # A row reads from its first position to the end of its window.
         reach = (starts + (window.width + self._block_size - 1)) // self._block_size
         counts = reach.clamp(0, columns).to(torch.int32).view(rows, 1, 1)

@@ -83,7 +83,7 @@ class World:
 
     def __init__(self, seed: int, block_size: int, kv_heads: int, lengths: list[int]) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._shape = CacheShape(block_size, CONTEXT, torch.float32)
+        self.shape = CacheShape(block_size, CONTEXT, torch.float32)
         self.cache = PagedCache(1, kv_heads, DIM, BLOCKS, block_size, torch.float32, CPU)
         (layer,) = self.cache._layers
         layer.copy_(torch.randn(layer.shape, generator=self._generator))
@@ -96,10 +96,10 @@ class World:
         self.table = torch.tensor([t + [SCRAP_BLOCK] * (width - len(t)) for t in tables])
 
     def window(self, starts: list[int], width: int) -> Window:
-        return Layout(self.table, starts, width, self._shape).window(0, width)
+        return Layout(self.table, starts, width, self.shape).window(0, width)
 
     def both(
-        self, kind: str, window: Window, group: int, scaling: float | None = None
+        self, kind: str | InPlace, window: Window, group: int, scaling: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In place and gathered, each [rows, width, heads, head_dim]."""
         kv_heads = self.cache._layers[0].shape[3]
@@ -109,7 +109,7 @@ class World:
         self.cache.enter(window)
         keys, values = self.cache.read(0)
         expected, _ = paged_attention(module, query, keys, values, window.mask, scaling)
-        in_place = made(kind, self.cache.block_size)
+        in_place = made(kind, self.cache.block_size) if isinstance(kind, str) else kind
         self.cache.enter(window, in_place=True)
         keys, values = self.cache.read(0)
         assert keys.untyped_storage().data_ptr() == self.cache._layers[0].data_ptr(), "no copy"
@@ -170,6 +170,34 @@ def test_padding_stays_finite_and_disturbs_no_row(kind: str) -> None:
     assert got[0, 0].eq(0).all(), "nothing to see"
     for row, columns in ((0, slice(1, 4)), (1, slice(0, 5)), (2, slice(0, 2))):
         torch.testing.assert_close(got[row, columns], expected[row, columns], rtol=1e-5, atol=2e-6)
+
+
+def test_a_step_is_compiled_once_per_shape_whatever_its_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, but that what torch traced runs by plain operations: no break, no compilation
+    for other lengths, tables or steps of another draft length, and no end of shapes."""
+    compiled = []
+
+    def plainly(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_(f, backend=plainly, **how))
+    in_place = FlexInPlace(BLOCKS, 16, CONTEXT, GPU)
+    monkeypatch.undo()
+    rng = random.Random(5)
+    with torch.inference_mode():
+        for rows in range(1, 6):
+            for width in (1, 4):
+                for draft_len in (4, 6):
+                    starts = [rng.randrange(60) for _ in range(rows)]
+                    world = World(rows, 16, 2, [start + 8 for start in starts])
+                    layout = Layout(world.table, starts, draft_len + 2, world.shape)
+                    got, expected = world.both(in_place, layout.window(1, 1 + width), 2)
+                    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+                assert len(compiled) == 2 * (rows - 1) + (1 if width == 1 else 2)
 
 
 def test_the_inverse_of_a_table_names_each_owned_block_once() -> None:
