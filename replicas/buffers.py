@@ -14,10 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replicas.tiles import Tiles
+
 _FLOAT32 = 4
 _INT64 = 8
 _HEAP_MOST = 32 << 20
 """glibc's greatest threshold: larger allocations are mappings of their own."""
+
+
+def whole(n: int, part: int) -> int:
+    """n rounded up to whole parts."""
+    return -(-n // part) * part
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class Workload:
     def length(self) -> int:
         """KV positions that a step reads per row: all of the content and the draft tokens, in whole
         blocks, as steps of fixed shapes read them."""
-        return -(-(self.context_len + self.draft_len) // self.block_size) * self.block_size
+        return whole(self.context_len + self.draft_len, self.block_size)
 
     def shrunk(self, rows: int, draft_len: int, pass_tokens: int) -> Workload:
         """The same with smaller orders; fewer steps are kept recorded where passes are narrower."""
@@ -147,9 +154,15 @@ _OTHERS = ("prefill_pass", "catch_up_pass", "fusing")
 
 
 def buffers(
-    target: ModelShape, draft: ModelShape | None, work: Workload, item: int, on_gpu: bool
+    target: ModelShape,
+    draft: ModelShape | None,
+    work: Workload,
+    item: int,
+    on_gpu: bool,
+    tiles: Tiles | None = None,
 ) -> Buffers:
-    """What the largest step and the largest prefill of this workload take."""
+    """What the largest step and the largest prefill of this workload take; with `tiles` the target
+    is deterministic."""
     rows, k = work.rows, work.draft_len
     models = [target] if draft is None else [target, draft]
     vocab = max(model.vocab for model in models)
@@ -161,6 +174,19 @@ def buffers(
         one = logits_bytes(rows, draft.vocab, item) + scores_bytes(rows, draft.vocab)
         drafting = standing + max(pass_bytes(draft, rows * 2, work.length, item), one)
     filling = layout_bytes(work.pass_tokens, work.context_len, item)
+    choosing = hidden_bytes(target, tokens, item) + logits_bytes(tokens, vocab, item)
+    if tiles is None:
+        verify = pass_bytes(target, tokens, work.length, item)
+        prefill = pass_bytes(target, work.pass_tokens, work.context_len, item)
+    else:
+        fill_rows = work.prefill_rows
+        verify = tiled_pass_bytes(target, rows, tokens, work.length, item, tiles)
+        prefill = tiled_pass_bytes(
+            target, fill_rows, work.pass_tokens, work.context_len, item, tiles
+        )
+        choosing += tiled_logits_bytes(target, tokens, item, tiles)
+        # A prefill computes the logits of one position per row.
+        prefill = max(prefill, tiled_logits_bytes(target, fill_rows, item, tiles))
     counted = Buffers(
         gathered=sum(
             gathered_bytes(model, work.rows_most, work.length, work.block_size, item)
@@ -168,12 +194,9 @@ def buffers(
         ),
         rotary=sum(rotary_bytes(model, work.context_len, item) for model in models),
         draft_pass=drafting,
-        verify_pass=standing + pass_bytes(target, tokens, work.length, item),
-        sampling=standing
-        + hidden_bytes(target, tokens, item)
-        + logits_bytes(tokens, vocab, item)
-        + scores_bytes(tokens, vocab),
-        prefill_pass=filling + pass_bytes(target, work.pass_tokens, work.context_len, item),
+        verify_pass=standing + verify,
+        sampling=standing + choosing + scores_bytes(tokens, vocab),
+        prefill_pass=filling + prefill,
         catch_up_pass=0
         if draft is None
         else filling + pass_bytes(draft, work.pass_tokens, work.context_len, item),
@@ -200,8 +223,7 @@ def gathered_bytes(shape: ModelShape, rows: int, length: int, block_size: int, i
 
     It is kept between passes, and grows to the largest group seen.
     """
-    blocks = -(-length // block_size)
-    return rows * blocks * block_size * 2 * shape.kv_heads * shape.head_dim * item
+    return rows * whole(length, block_size) * 2 * shape.kv_heads * shape.head_dim * item
 
 
 def rotary_bytes(shape: ModelShape, context_len: int, item: int) -> int:
@@ -270,6 +292,68 @@ def scores_bytes(tokens: int, vocab: int) -> int:
     """[rows, width, vocab] in float32: scores before and after top-k, noisy scores, probabilities,
     the mass on likelier tokens and one temporary; and two comparisons in bools."""
     return tokens * vocab * (6 * _FLOAT32 + 2)
+
+
+# --------------------------------------------------------------------------- in tiles
+
+
+def tiled_pass_bytes(
+    shape: ModelShape, rows: int, tokens: int, length: int, item: int, tiles: Tiles
+) -> int:
+    """One forward pass of a deterministic model but for its logits.
+
+    Layers see whole tiles [tile, width]: their results are part of one, or joined from several,
+    beside a padded input. Which attention proves invariant is known after the load only, so the
+    larger counts.
+    """
+    padded = whole(tokens, tiles.rows)
+    widest = max(shape.intermediate, shape.heads * shape.head_dim, shape.hidden)
+    attention = attention_bytes(shape, padded, item) + max(
+        tiled_attention_bytes(shape, rows, tokens, length, tiles),
+        efficient_attention_bytes(shape, rows, tokens, length, item, tiles),
+    )
+    half = max(attention, mlp_bytes(shape, padded, item))
+    in_tiles = 2 * padded * widest * item
+    passing = hidden_bytes(shape, padded, item) + positions_bytes(shape, padded, item)
+    # Sines and cosines are computed in tiles, too, and joined.
+    return passing + positions_bytes(shape, padded, item) + half + in_tiles
+
+
+def tiled_attention_bytes(
+    shape: ModelShape, rows: int, tokens: int, length: int, tiles: Tiles
+) -> int:
+    """In float32: keys and values [rows, kv_heads, chunks * chunk, head_dim], the mask [rows,
+    width, chunks * chunk], queries and results [rows, heads, width, head_dim] six at once; and of
+    one tile of queries, for each (row, KV head, chunk), the queries and twice the weighted values
+    [queries_per_kv * tile, head_dim] and the mask [queries_per_kv * tile, chunk]."""
+    reach = whole(length, tiles.chunk)
+    padded = tokens + rows * (tiles.queries - 1)
+    keys_and_values = 2 * rows * shape.kv_heads * reach * shape.head_dim
+    queries = 6 * padded * shape.heads * shape.head_dim
+    products = whole(rows * shape.kv_heads * (reach // tiles.chunk), tiles.items)
+    products *= shape.queries_per_kv * tiles.queries
+    tile = products * (3 * shape.head_dim + tiles.chunk + 8)
+    # Scores, their exponentials and what stands between them, of one batched product.
+    scores = 4 * tiles.items * shape.queries_per_kv * tiles.queries * tiles.chunk
+    return _FLOAT32 * (keys_and_values + padded * reach + queries + tile + scores)
+
+
+def efficient_attention_bytes(
+    shape: ModelShape, rows: int, tokens: int, length: int, item: int, tiles: Tiles
+) -> int:
+    """Keys and values in whole chunks, the mask so and as the kernel wants it."""
+    reach = whole(length, tiles.chunk)
+    keys_and_values = 2 * rows * shape.kv_heads * reach * shape.head_dim * item
+    mask = tokens * reach * item
+    return keys_and_values + mask + folded_mask_bytes(shape, tokens, reach, item)
+
+
+def tiled_logits_bytes(shape: ModelShape, tokens: int, item: int, tiles: Tiles) -> int:
+    """What logits in tiles [tile, vocab] take beyond [tokens, vocab]: the rest of the last tile,
+    and of several tiles the parts that are joined; with the padded input."""
+    padded = whole(tokens, tiles.rows)
+    more = padded - tokens + (padded if padded > tiles.rows else 0)
+    return more * shape.vocab * item + padded * shape.hidden * item
 
 
 # --------------------------------------------------------------------------- beside the tensors

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from replicas.buffers import Buffers, ModelShape, Workload, buffers, kv_bytes_per_position
 from replicas.config import ReplicaConfig
 from replicas.pair import Pair, PairFiles
+from replicas.tiles import TILES
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10
@@ -147,9 +148,10 @@ def plan_memory(
             least_blocks * block_bytes,
         )
     wanted = wanted_work(config, pair.context_len, on_gpu)
+    tiles = TILES[device.type] if config.deterministic else None
 
     def count(work: Workload) -> Buffers:
-        return buffers(pair.target, pair.draft, work, dtype.itemsize, on_gpu)
+        return buffers(pair.target, pair.draft, work, dtype.itemsize, on_gpu, tiles)
 
     least_kv = (least_blocks if given_blocks is None else given_blocks) + 1
     fixed = pair.weights + least_kv * block_bytes

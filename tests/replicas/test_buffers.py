@@ -5,6 +5,7 @@ An upper bound by construction, at most twice the measured peak where it is the 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -14,11 +15,13 @@ from transformers import (
     Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from replicas.buffers import Buffers, ModelShape, Workload, buffers
+from replicas.deterministic import make_deterministic
 from replicas.eqspec import Group, step
 from replicas.graphs import Limits, StepRunner
 from replicas.model import ATTENTION, PagedModel
@@ -26,6 +29,7 @@ from replicas.paged_cache import CacheShape, PagedCache
 from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
+from replicas.tiles import TILES, Tiles
 from scheduler.messages import SamplingParams
 from tests.memory_meter import peak_bytes
 
@@ -49,7 +53,14 @@ ALL_FILTERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, s
 class Bench:
     """One model in both roles, and rows of nearly full length."""
 
-    def __init__(self, kind: str, shape: str, dtype: torch.dtype, fuse: bool = False) -> None:
+    def __init__(
+        self,
+        kind: str,
+        shape: str,
+        dtype: torch.dtype,
+        fuse: bool = False,
+        tiles: Tiles | None = None,
+    ) -> None:
         extra, length = SHAPES[shape]
         config_class, model_class = KINDS[kind]
         small = {
@@ -74,19 +85,23 @@ class Bench:
         self.cache_shape = CacheShape(BLOCK, length + K, dtype)
         self.contents = [[1] * (length - row) for row in range(ROWS)]
         work = Workload(ROWS, K, ROWS, ROWS * WIDTH, length, BLOCK)
-        self.planned = buffers(self.shape, self.shape, work, dtype.itemsize, on_gpu=False)
+        self.planned = buffers(self.shape, self.shape, work, dtype.itemsize, False, tiles)
+        self.draft = self.model
+        if tiles is not None:
+            self.draft = copy.deepcopy(self.model)
+            make_deterministic(self.model)
 
-    def paged(self) -> PagedModel:
+    def paged(self, model: PreTrainedModel | None = None) -> PagedModel:
         shape = self.shape
         sizes = (shape.layers, shape.kv_heads, shape.head_dim, self.table.numel(), BLOCK)
-        paged = PagedModel(self.model, PagedCache(*sizes, self.dtype, CPU))
+        paged = PagedModel(model or self.model, PagedCache(*sizes, self.dtype, CPU))
         paged.try_out(self.cache_shape, self.fuse)
         assert paged.fused == self.fuse
         return paged
 
     @torch.inference_mode()
     def step_peak(self, sampling: SamplingParams) -> int:
-        target, draft = self.paged(), self.paged()
+        target, draft = self.paged(), self.paged(self.draft)
         batch = SamplingBatch.of([sampling] * ROWS, CPU)
         group = Group(self.contents, [K] * ROWS, batch, self.table)
         return peak_bytes(lambda: step(target, draft, group, self.cache_shape, Stopwatch(CPU)))
@@ -94,7 +109,7 @@ class Bench:
     @torch.inference_mode()
     def fixed_step_peak(self, sampling: SamplingParams, verify: int | None) -> int:
         """Of a step in a bucket, its standing tensors included."""
-        target, draft = self.paged(), self.paged()
+        target, draft = self.paged(), self.paged(self.draft)
         limits = Limits(ROWS, K, self.length)
         runner = StepRunner(target, draft, self.cache_shape, limits, 8)
         batch = SamplingBatch.of([sampling] * ROWS, CPU, whole=True, static=True)
@@ -142,6 +157,19 @@ def test_steps_of_fixed_shapes_stay_within_the_plan_too(shape: str, verify: int 
     bench = Bench("qwen3", shape, torch.float32)
     peak = bench.fixed_step_peak(ALL_FILTERS, verify)
     assert peak <= step_alone(bench.planned) <= 3 * peak
+
+
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_deterministic_target_stays_within_the_plan_too(
+    shape: str, tiles: Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies and what fills up its tiles; without them some of these are beyond it."""
+    monkeypatch.setitem(TILES, "cpu", tiles)
+    bench = Bench("qwen3", shape, torch.float32, tiles=tiles)
+    step_peak, prefill_peak = bench.step_peak(ALL_FILTERS), bench.prefill_peak()
+    assert step_peak <= step_alone(bench.planned) <= 5 * step_peak
+    assert prefill_peak <= prefill_alone(bench.planned) <= 5 * prefill_peak
 
 
 @pytest.mark.parametrize("shape", SHAPES)
