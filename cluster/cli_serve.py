@@ -151,7 +151,12 @@ def _replicas(status: pb.StatusResponse) -> Table:
             str(replica.orders_in_flight),
             f"{replica.kv_blocks_free} of {replica.kv_blocks}",
             str(replica.context_len),
-            f"{model}, {replica.dtype} on {replica.device}",
+            f"{model}, {replica.dtype} on {replica.device}"
+            + (
+                f", attention: {replica.attention}"
+                if replica.attention not in ("", "gather")
+                else ""
+            ),
             str(replica.beliefs.draft_len),
             f"{1000 * replica.beliefs.step_s:.1f} ms" if replica.beliefs.step_s else "?",
             f"{replica.beliefs.acceptance_greedy:.0%} greedy,"

@@ -346,6 +346,7 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         device=spec.device,
         dtype=spec.dtype,
         vocab_size=spec.vocab_size,
+        attention=spec.attention,
         beliefs=_beliefs(replica.beliefs),
     )
 

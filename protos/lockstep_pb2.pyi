@@ -204,7 +204,7 @@ class ReplicaBeliefs(_message.Message):
     def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., draft: _Optional[_Union[LinearCost, _Mapping]] = ..., verify: _Optional[_Union[LinearCost, _Mapping]] = ..., prefill: _Optional[_Union[LinearCost, _Mapping]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "beliefs")
+    __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "beliefs", "attention")
     ID_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RESIDENTS_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class ReplicaStatus(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     BELIEFS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
     id: str
     draining: bool
     residents: int
@@ -233,7 +234,8 @@ class ReplicaStatus(_message.Message):
     dtype: str
     vocab_size: int
     beliefs: ReplicaBeliefs
-    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., beliefs: _Optional[_Union[ReplicaBeliefs, _Mapping]] = ...) -> None: ...
+    attention: str
+    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., beliefs: _Optional[_Union[ReplicaBeliefs, _Mapping]] = ..., attention: _Optional[str] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
     __slots__ = ("incarnation", "uptime_s", "serving", "waiting", "running", "outstanding_tokens", "tokens_per_s", "name", "silent")

@@ -112,6 +112,7 @@ class Replica:
             draft=pair.draft_name,
             device=str(pair.device),
             dtype=config.dtype,
+            attention=self.attention["target"],
         )
 
     @classmethod

@@ -239,6 +239,8 @@ class ReplicaSpec:
     draft: str = ""
     device: str = "cpu"
     dtype: str = "float32"
+    attention: str = ""
+    """How the target's attention reads its KV cache, for people."""
     trims_drafts: bool = False
     """Whether it obeys an order's `verify_tokens`."""
     timings: tuple[StepTiming, ...] = field(default=(), compare=False)

@@ -75,7 +75,9 @@ def test_whatever_can_be_pinned_is_a_setting_of_the_server_with_the_same_name() 
 def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:
     return ReplicaStatus(
         id=name,
-        spec=ReplicaSpec(kv_blocks=100, block_size=16, context_len=512, vocab_size=320),
+        spec=ReplicaSpec(
+            kv_blocks=100, block_size=16, context_len=512, vocab_size=320, attention="flex"
+        ),
         draining=False,
         residents=0,
         orders_in_flight=0,
@@ -107,3 +109,4 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
+    assert [replica.attention for replica in answer.replicas] == ["flex", "flex"]

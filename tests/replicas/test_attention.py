@@ -233,6 +233,7 @@ def gathered(architecture: str) -> list[list[int]]:
 def test_tokens_are_those_of_gathering(architecture: str, config: dict[str, object]) -> None:
     replica = tiny_replica(architecture, attention=FLEX, kv_blocks=160, **config)
     assert replica.attention == {"target": FLEX, "draft": FLEX}
+    assert replica.spec.attention == FLEX
     outputs = run_staggered(replica, sampled(requests()), 3, 3)
     assert [output.tokens for output in outputs] == gathered(architecture)
 
