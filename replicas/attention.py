@@ -4,14 +4,15 @@ Gathering runs anywhere and is what the others are held against: on the loaded m
 different lengths in blocks out of order, logits must be equal but for rounding. Of those that are,
 `auto` takes the one whose passes were fastest, timed as they will run: recorded, where steps are.
 
-Called while nobody owns a block; what a trial writes into the cache no one reads.
+Called while nobody owns a block. What a trial leaves in the cache is cleared where it may be no
+number: rows read masked positions, too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from time import perf_counter
 
@@ -20,7 +21,7 @@ import torch
 from replicas.config import ReplicaConfig
 from replicas.in_place import FlexInPlace, InPlace, NotInPlace, VarlenInPlace
 from replicas.model import PagedModel, alike
-from replicas.paged_cache import CacheShape, Layout
+from replicas.paged_cache import CacheShape, Layout, Span
 from replicas.pair import PairRefused
 
 AUTO, GATHER, FLEX, VARLEN = "auto", "gather", "flex", "varlen"
@@ -86,6 +87,8 @@ def choose_attention(
 
 def _chosen(model: PagedModel, role: str, config: ReplicaConfig, place: Place) -> str:
     wanted, device, shape = config.attention, model.device, place.shape
+    if role == "draft":
+        place = replace(place, draft_len=_DRAFT_WIDTH - 1)  # its steps have one token, or two
     if config.deterministic and role == "target":
         return GATHER  # it has an attention of its own
     if wanted == AUTO and (device.type != "cuda" or config.tensor_parallel > 1):
@@ -120,6 +123,7 @@ def quickest(model: PagedModel, makes: Mapping[str, Make], place: Place) -> str:
             _log.info("attention: %s is left out: %s", name, str(error).splitlines()[:1])
         finally:
             model.attend(None)
+            model.clear()
     chosen = fastest(times)
     model.attend(usable[chosen])
     passes = {name: [f"{1e3 * one:.2f}" for one in each] for name, each in times.items()}
@@ -162,7 +166,8 @@ def checked(model: PagedModel, make: Make, place: Place) -> InPlace:
     room = place.room(rows)
     widths = [width for width in widths if width < room]
     longest = min(max(2 * size + size // 2, _SAME_LENGTH), room - max(widths))
-    starts = [longest * (rows - row) // rows for row in range(rows)]  # uneven
+    # From the longest to the shortest: in a row of few positions each of them counts.
+    starts = [longest >> row for row in range(rows)]
     table = _table(rows, longest + max(widths), place, model.device)
     generator = torch.Generator().manual_seed(0)
 
@@ -196,10 +201,10 @@ def checked(model: PagedModel, make: Make, place: Place) -> InPlace:
 
 
 def _table(rows: int, length: int, place: Place, device: torch.device) -> torch.Tensor:
-    """Blocks for `length` positions per row; those of a row do not follow one another."""
+    """Blocks for `length` positions per row; those of a row lie apart and in reverse."""
     columns = -(-length // place.shape.block_size)
     blocks = torch.arange(1, rows * columns + 1, device=device)
-    return blocks.view(columns, rows).t().flip(0).contiguous()
+    return blocks.view(columns, rows).flip(0).t().contiguous()
 
 
 # --------------------------------------------------------------------------- times
@@ -220,11 +225,15 @@ def measured(model: PagedModel, place: Place) -> list[float]:
 def _pass(
     model: PagedModel, rows: int, length: int, width: int, place: Place
 ) -> Callable[[], object]:
-    """A forward pass of rows that begin at `length` and a quarter less."""
+    """A forward pass of rows that begin at `length` and up to a fifth before, as steps have it."""
     device = model.device
     table = _table(rows, length + width, place, device)
     starts = [length - (row % 4) * (length // 16) for row in range(rows)]
-    layout = Layout(table, starts, width, place.shape)
+    if place.fixed_shapes:  # then all rows are masked, also where they are equally long
+        span = Span(length, uniform=False, inside=False)
+        layout = Layout(table, torch.tensor(starts, device=device), width, place.shape, span)
+    else:
+        layout = Layout(table, starts, width, place.shape)
     tokens = torch.zeros((rows, width), dtype=torch.int64, device=device)
     return lambda: model.forward(tokens, layout.window(0, width))
 

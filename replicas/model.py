@@ -136,6 +136,10 @@ class PagedModel:
         """Read keys and values in place from now on; None gathers them. Nothing is checked."""
         self._in_place = in_place
 
+    def clear(self) -> None:
+        """Make the whole KV cache 0, as it was at first."""
+        self._cache.clear()
+
     @torch.inference_mode()
     def try_out(self, shape: CacheShape, fuse: bool) -> None:
         """One forward pass on the scrap block; raises what the model's own forward raises.

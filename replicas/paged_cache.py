@@ -300,6 +300,11 @@ class PagedCache:
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
+    def clear(self) -> None:
+        """Store 0 everywhere."""
+        for layer in self._layers:
+            layer.zero_()
+
     @property
     def bytes(self) -> int:
         return sum(layer.numel() * layer.element_size() for layer in self._layers)

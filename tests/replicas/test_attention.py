@@ -90,8 +90,8 @@ class Plain:
 
 
 @cache
-def model(fuse: bool) -> PagedModel:
-    return paged(uneven_model("qwen3"), fuse)
+def model(fuse: bool, dtype: torch.dtype = torch.float32) -> PagedModel:
+    return paged(uneven_model("qwen3").to(dtype), fuse, dtype)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -126,22 +126,31 @@ MISTAKES: dict[str, Callable[[torch.Tensor, Window], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_mistake_shows_in_the_trial(mistake: str) -> None:
-    one = model(True)
+def test_every_mistake_shows_in_the_trial(mistake: str, dtype: torch.dtype) -> None:
+    """Whatever rounding is let pass in that dtype."""
+    one, place = model(True, dtype), replace(PLACE, shape=replace(SHAPE, dtype=dtype))
+    assert checked(one, Plain, place)
+    one.attend(None)
     with pytest.raises(NotInPlace, match="logits differ"):
-        checked(one, lambda: Plain(MISTAKES[mistake]), PLACE)
+        checked(one, lambda: Plain(MISTAKES[mistake]), place)
     assert one._in_place is None, "it gathers again"
 
 
-def test_not_a_number_is_a_mistake() -> None:
-    class Broken(Plain):
-        def enter(self, window: Window) -> Attend:
-            attend = super().enter(window)
-            return lambda *arguments: attend(*arguments) * torch.nan
+class NoNumbers(Plain):
+    def enter(self, window: Window) -> Attend:
+        attend = super().enter(window)
+        return lambda *arguments: attend(*arguments) * torch.nan
 
+
+def test_not_a_number_is_a_mistake_and_stays_nowhere() -> None:
+    one = paged(uneven_model("qwen3"), True)
     with pytest.raises(NotInPlace, match="logits differ"):
-        checked(model(True), Broken, PLACE)
+        checked(one, NoNumbers, PLACE)
+    assert any(layer.isnan().any() for layer in one._cache._layers), "later layers' KV"
+    assert quickest(one, {"none": NoNumbers}, PLACE) == GATHER
+    assert all(layer.isfinite().all() for layer in one._cache._layers)
 
 
 @pytest.mark.parametrize("rows_most", [1, 4])

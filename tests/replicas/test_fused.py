@@ -7,6 +7,7 @@ them, so all of these are random here.
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def uneven_model(architecture: str) -> PreTrainedModel:
     return model.eval()
 
 
-def paged(model: PreTrainedModel, fuse: bool) -> PagedModel:
+def paged(model: PreTrainedModel, fuse: bool, dtype: torch.dtype = torch.float32) -> PagedModel:
     config = model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = PagedCache(
@@ -50,11 +51,11 @@ def paged(model: PreTrainedModel, fuse: bool) -> PagedModel:
         dim,
         BLOCKS,
         SHAPE.block_size,
-        torch.float32,
+        dtype,
         CPU,
     )
     made = PagedModel(model, cache)
-    made.try_out(SHAPE, fuse)
+    made.try_out(dataclasses.replace(SHAPE, dtype=dtype), fuse)
     return made
 
 
