@@ -6,6 +6,7 @@ meaning that torch documents stands for it, so the arguments are what is tested.
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn
 
 from replicas.in_place import FlexInPlace, InPlace, NotInPlace, VarlenInPlace, logical_blocks
 from replicas.model import paged_attention
@@ -120,7 +122,7 @@ class World:
 
 
 @pytest.mark.parametrize("kind", ["flex", "varlen"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 999),
     block_size=st.sampled_from([1, 3, 4, 16]),
@@ -212,6 +214,16 @@ def test_the_inverse_of_a_table_names_each_owned_block_once() -> None:
 def test_a_block_that_a_gpu_cannot_multiply_is_refused(block_size: int) -> None:
     with pytest.raises(NotInPlace, match="powers of two from 16"):
         FlexInPlace(BLOCKS, block_size, CONTEXT, GPU)
+
+
+def test_torchs_own_function_takes_the_same_arguments() -> None:
+    theirs = inspect.signature(varlen_attn).parameters
+    if "block_table" not in theirs:
+        pytest.skip("this torch's varlen attention takes no block table")
+    ours = inspect.signature(plain_varlen).parameters
+    positional = [name for name, one in ours.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert list(theirs)[: len(positional)] == positional
+    assert all(theirs[name].kind is one.kind for name, one in ours.items())
 
 
 def test_varlen_is_refused_where_torch_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
