@@ -24,6 +24,7 @@ from replicas.model import PagedModel
 from replicas.paged_cache import CacheShape, Layout, Span
 from replicas.sampling import SamplingBatch, choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
+from replicas.upload import upload
 
 _NO_TOKEN = -1
 
@@ -94,7 +95,7 @@ def step(
     if trimmed is not None:
         trimmed = min(trimmed, sum(group.draft_lens))
     inputs = Inputs(
-        torch.tensor(rows_of(group), dtype=torch.int64, device=group.table.device),
+        upload(rows_of(group), torch.int64, group.table.device),
         group.table,
         group.sampling,
         k,

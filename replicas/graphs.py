@@ -25,6 +25,7 @@ from replicas.model import PagedModel
 from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Span
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
+from replicas.upload import on_host
 
 _WARM_UPS = 2
 """Runs before a recording: libraries allocate and choose kernels in the first ones."""
@@ -154,6 +155,8 @@ class FixedStep:
             # The last window ends where the table does, whatever the rows' lengths.
             span=Span(longest=length - kind.k - 2, uniform=False, inside=False),
         )
+        self._filled: tuple[torch.Tensor, SamplingBatch] | None = None
+        """Whose table and parameters the standing tensors hold: mostly those of all of an order."""
         self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         if device.type == "cuda":
             try:
@@ -176,11 +179,16 @@ class FixedStep:
         inputs = self._inputs
         rows, columns = inputs.table.shape
         state = rows_of(group) + [(0, 0, 0, 0)] * (rows - len(group.contents))
-        inputs.state.copy_(torch.tensor(state, dtype=torch.int64), non_blocking=True)
-        table = group.table[:, :columns]
-        inputs.table.fill_(SCRAP_BLOCK)
-        inputs.table[: table.shape[0], : table.shape[1]] = table
-        inputs.sampling.overwrite(group.sampling)
+        inputs.state.copy_(on_host(state, torch.int64, inputs.state.device), non_blocking=True)
+        held = self._filled or (None, None)
+        self._filled = None
+        if held[0] is not group.table:
+            table = group.table[:, :columns]
+            inputs.table.fill_(SCRAP_BLOCK)
+            inputs.table[: table.shape[0], : table.shape[1]] = table
+        if held[1] is not group.sampling:
+            inputs.sampling.overwrite(group.sampling)
+        self._filled = (group.table, group.sampling)
 
     def _propose(self, watch: Stopwatch) -> Proposal:
         return propose(self._target, self._draft, self._inputs, self._shape, watch)

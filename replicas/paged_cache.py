@@ -9,11 +9,14 @@ Knows nothing of tokens, sampling or orders.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from replicas.upload import upload
 
 SCRAP_BLOCK = 0
 """A block nobody owns: padding of ragged rows is written there and never attended to."""
@@ -31,7 +34,7 @@ class BlockAllocator:
         self.blocks = blocks
         # The scrap block is extra; the last freed block is handed out first (it is warm).
         self._free = list(range(blocks, SCRAP_BLOCK, -1))
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, array[int]] = {}
 
     @property
     def free_blocks(self) -> int:
@@ -43,7 +46,7 @@ class BlockAllocator:
 
     def grow(self, sequence_id: str, length: int) -> None:
         """Own blocks for `length` positions; raises OutOfBlocks and then changes nothing."""
-        table = self._tables.setdefault(sequence_id, [])
+        table = self._tables.setdefault(sequence_id, array("q"))
         missing = self.blocks_for(length) - len(table)
         if missing > self.free_blocks:
             if not table:
@@ -58,14 +61,21 @@ class BlockAllocator:
 
     def release(self, sequence_id: str) -> None:
         """Free all blocks of the sequence; unknown ids are ignored."""
-        self._free.extend(reversed(self._tables.pop(sequence_id, [])))
+        self._free.extend(reversed(self._tables.pop(sequence_id, array("q"))))
 
     def table(self, sequence_ids: Sequence[str], device: torch.device) -> torch.Tensor:
         """Block tables of the rows, [rows, blocks of the longest], padded with the scrap block."""
         tables = [self._tables[sequence_id] for sequence_id in sequence_ids]
         width = max(map(len, tables))
-        padded = [table + [SCRAP_BLOCK] * (width - len(table)) for table in tables]
-        return torch.tensor(padded, dtype=torch.int64, device=device)
+        flat = array("q")
+        for table in tables:
+            flat += table
+            flat += array("q", [SCRAP_BLOCK]) * (width - len(table))
+        # A view of `flat`, which lives as long as the tensor.
+        padded = torch.frombuffer(flat, dtype=torch.int64).view(len(tables), width)
+        if device.type == "cuda":
+            padded = padded.pin_memory()
+        return padded.to(device, non_blocking=True)
 
     def check_integrity(self) -> None:
         """Every block is free or owned exactly once."""
@@ -167,7 +177,7 @@ class Layout:
             first = starts
         else:
             span = Span.of(starts, width, table, shape)
-            first = torch.tensor(starts, dtype=torch.int64, device=device)
+            first = upload(starts, torch.int64, device)
         self._table = table
         self._block_size = block_size
         self._longest = span.longest

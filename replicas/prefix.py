@@ -89,7 +89,7 @@ class SharedBlocks(BlockAllocator):
         `keys` are those of the sequence's leading blocks; none behind the first miss is looked up.
         """
         assert sequence_id not in self._tables, f"{sequence_id} has blocks already"
-        table = []
+        table = array("q")
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
@@ -142,7 +142,7 @@ class SharedBlocks(BlockAllocator):
     def release(self, sequence_id: str) -> None:
         """Give up the sequence's blocks; unknown ids are ignored."""
         self._published.pop(sequence_id, None)
-        for block in reversed(self._tables.pop(sequence_id, [])):
+        for block in reversed(self._tables.pop(sequence_id, array("q"))):
             self._owners[block] -= 1
             if self._owners[block]:
                 continue

@@ -24,7 +24,7 @@ from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_devic
 from replicas.prefill import PASS_COST_TOKENS, prefill
 from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.resident import Resident, Tally, commit
-from replicas.sampling import SamplingBatch
+from replicas.sampling import sampling_batch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import (
@@ -312,8 +312,8 @@ class Replica:
         table = self._blocks.table(ids, self._device)
         # A target that cannot leave tokens out checks all of them: slower, and as right.
         verify = order.verify_tokens if self._target.packs else None
-        sampling = SamplingBatch.of(
-            [resident.sampling for resident in rows],
+        sampling = sampling_batch(
+            tuple(resident.sampling for resident in rows),
             self._device,
             whole=verify is not None or self._runner is not None,
             static=self._runner is not None,

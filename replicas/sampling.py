@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
 from replicas.noise import gumbel_noise
+from replicas.upload import upload
 from scheduler.messages import SamplingParams
 
 _MASS_ROUNDING = 1e-5
@@ -74,18 +75,16 @@ class SamplingBatch:
             return _greedy_batch(device)
         greedy = None
         if whole and sampled and (static or len(sampled) < len(params)):
-            greedy = torch.tensor([[p.temperature == 0.0] for p in params], device=device)
+            greedy = upload([[p.temperature == 0.0] for p in params], torch.bool, device)
             params = [p if p.temperature > 0.0 else _PLAIN for p in params]
             sampled = list(range(len(params)))
         hot = [params[i] for i in sampled]
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
+            return upload(values, dtype, device)[:, None, None]
 
         return cls(
-            rows=None
-            if len(hot) == len(params)
-            else torch.tensor(sampled, dtype=torch.int64, device=device),
+            rows=None if len(hot) == len(params) else upload(sampled, torch.int64, device),
             greedy=greedy,
             # float32 holds no smaller temperature; dividing by 0 would choose nothing.
             temperature=column([max(p.temperature, 1e-30) for p in hot], torch.float32),
@@ -154,6 +153,15 @@ class SamplingBatch:
         if self.rows is not None:
             positions = positions[self.rows]
         return gumbel_noise(self.seed, positions, vocab)
+
+
+@lru_cache(maxsize=64)
+def sampling_batch(
+    params: tuple[SamplingParams, ...], device: torch.device, whole: bool, static: bool
+) -> SamplingBatch:
+    """`SamplingBatch.of`, but the same one as long as the same rows come again: order after order
+    as a rule, and its tensors are on the device then."""
+    return SamplingBatch.of(params, device, whole, static)
 
 
 def first_best(

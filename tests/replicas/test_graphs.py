@@ -6,6 +6,7 @@ Recording itself needs a GPU; on the CPU the same steps run through the same buf
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,7 +16,7 @@ from cluster.local_engine import LocalEngine
 from replicas.eqspec import Group
 from replicas.graphs import Limits, StepRunner, bucket, verify_bucket
 from replicas.replica import Replica
-from replicas.sampling import SamplingBatch
+from replicas.sampling import SamplingBatch, sampling_batch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -215,6 +216,57 @@ def test_a_padded_step_reads_the_device_once(hot: bool, monkeypatch: pytest.Monk
     run_staggered(replica, sampled(requests()) if hot else requests(), 4, 3)
     assert reads == ["tolist"] * steps
     assert steps > 5
+
+
+def test_tables_and_parameters_are_written_once_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of the rows of one order never serve another."""
+    replica = bucketed()
+    runner = replica._runner
+    assert runner is not None
+    written: list[object] = []
+    overwrite = SamplingBatch.overwrite
+
+    def noted(self: SamplingBatch, batch: SamplingBatch) -> None:
+        written.append(batch)
+        overwrite(self, batch)
+
+    monkeypatch.setattr(SamplingBatch, "overwrite", noted)
+    held = 0
+    step = runner.step
+
+    def stepped(group, watch):  # type: ignore[no-untyped-def]
+        nonlocal held
+        outcome = step(group, watch)
+        held += 1
+        fixed = runner._kept[runner.kinds[-1]]
+        rows, columns = len(group.contents), group.table.shape[1]
+        columns = min(columns, runner.kinds[-1].blocks)
+        table = fixed._inputs.table
+        assert torch.equal(table[:rows, :columns], group.table[:, :columns])
+        assert not table[rows:].any()
+        assert not table[:, columns:].any()
+        if group.sampling.any_sampled:
+            assert torch.equal(fixed._inputs.sampling.seed[:rows], group.sampling.seed)
+            assert torch.equal(fixed._inputs.sampling.greedy[:rows], group.sampling.greedy)
+            assert torch.equal(fixed._inputs.sampling.top_k[:rows], group.sampling.top_k)
+        return outcome
+
+    monkeypatch.setattr(runner, "step", stepped)
+    outputs = run_staggered(replica, sampled(requests()), 5, 2)
+    assert [output.tokens for output in outputs] == sampled_reference()
+    assert len(written) < held, "orders of several steps, and rows that come again"
+    assert held > 20
+
+
+def test_equal_parameters_are_one_batch_and_others_are_not() -> None:
+    cpu = torch.device("cpu")
+    params = tuple(SamplingParams(temperature=0.7, seed=seed) for seed in (1, 2))
+    batch = sampling_batch(params, cpu, True, True)
+    assert sampling_batch(tuple(map(replace, params)), cpu, True, True) is batch
+    turned = sampling_batch(params[::-1], cpu, True, True)
+    assert turned.seed.tolist() == [[2], [1]]
+    assert batch.seed.tolist() == [[1], [2]]
+    assert sampling_batch(params, cpu, False, False).greedy is None
 
 
 def test_limits_of_memory_are_limits_of_buckets() -> None:

@@ -1,0 +1,21 @@
+"""Small tensors on their way to a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def on_host(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """These numbers in memory that the device reads by itself: pinned, if it is a GPU."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new tensor of these numbers on the device.
+
+    A GPU fetches them when it gets there, and the host does not wait; from memory that is not
+    pinned it would. The allocator keeps pinned memory until it has been read.
+    """
+    return on_host(values, dtype, device).to(device, non_blocking=True)
