@@ -17,8 +17,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 from tests.cluster import fakes
 
-TOKENS_MAX = 240
-"""Longest answer that can be asked for."""
+TOKENS_MAX = 200
+"""Longest answer that a mix of requests asks for."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def cut(
     )
 
 
-def fake_bases(prompts: Sequence[Sequence[int]]) -> list[Base]:
-    """Fakes know no sampling: greedy."""
+def fake_bases(prompts: Sequence[Sequence[int]], count: int = TOKENS_MAX) -> list[Base]:
+    """The next `count` tokens each. Fakes know no sampling: greedy."""
     return [
-        Base(tuple(prompt), SamplingParams(), tuple(fakes.perfect(prompt, TOKENS_MAX)))
+        Base(tuple(prompt), SamplingParams(), tuple(fakes.perfect(prompt, count)))
         for prompt in prompts
     ]
 

@@ -200,7 +200,7 @@ def fake_asks(count: int, first: int = PLAIN, tokens: int = 60) -> list[Ask]:
             cut(base, text, tokens, ignore_eos=True),
             stream=number % 2 == 0,
         )
-        for number, base in enumerate(fake_bases(prompts))
+        for number, base in enumerate(fake_bases(prompts, tokens))
     ]
 
 

@@ -1,4 +1,5 @@
-"""Proves: the pool's death costs every stream a pause below 5 s, no token twice and none at all.
+"""Proves: the pool's death costs every stream a pause below 5 s, no token twice and none at all;
+that of an ingress and of Serve's proxy costs the client's caller no token, character or call.
 
 The replicas are fakes, so every right token is known without having run before. The same with a
 real pair is in `test_zz_failures`.
@@ -13,8 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from cluster.client import RetryPolicy
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
+from tests.chaos.answers import cut, fake_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import Outcome, all_right, fake_asks, serve
+from tests.chaos.load import Ask, Outcome, all_right, fake_asks, serve
 from tests.cluster.fakes import fake_loader, load_fake_text
 
 pytestmark = pytest.mark.ray
@@ -22,11 +27,14 @@ pytestmark = pytest.mark.ray
 SILENCE_S_MAX = 5.0
 TOKENS = 220
 STREAMS = 24
+LONG_TOKENS = 300
+PATIENT = RetryPolicy(give_up_s=100.0, attempts_max=1000)
 
 
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[HostedCluster]:
-    config = cluster_config(replicas=2, scheduler={"steps_per_order_max": 2})
+    # Two, so that one ingress is left when the other is killed.
+    config = cluster_config(replicas=2, ingress={"number": 2}, scheduler={"steps_per_order_max": 2})
     plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
     with HostedCluster(plan) as running:
         yield running
@@ -123,3 +131,55 @@ def test_a_pool_killed_while_idle_serves_the_next_request(hosted: HostedCluster)
     all_right(serve(hosted.address, fake_asks(6, tokens=20)))
     print(f"pool killed while idle: all answered after {time.monotonic() - began_s:.2f} s")
     assert time.monotonic() - began_s < SILENCE_S_MAX
+
+
+# --------------------------------------------------------------------------- ingress and proxy
+
+
+def long_ask(number: int) -> Ask:
+    """Twelve streams and four unary calls; every third one samples; every other one has stop
+    strings that only ever begin."""
+    text = load_fake_text(ReplicaConfig())
+    (base,) = fake_bases([text.encode(f"héllo {'wörld ' * (number % 4)}{number}")], LONG_TOKENS)
+    message = pb.GenerateRequest(
+        prompt_token_ids=pb.TokenIds(ids=base.prompt),
+        max_new_tokens=LONG_TOKENS,
+        ignore_eos=True,
+        request_id=str(number),
+    )
+    if number % 3 == 0:
+        message.temperature, message.seed = 1.0, number
+    if number % 2:
+        message.stop.extend(["e" + "never", "\ufffdnever", " never"])
+    right = cut(base, text, LONG_TOKENS, ignore_eos=True, stops=message.stop)
+    assert len(right.tokens) == LONG_TOKENS
+    return Ask(message, right, stream=number < 12)
+
+
+def test_a_killed_ingress_and_a_killed_proxy_cost_the_caller_nothing(
+    hosted: HostedCluster,
+) -> None:
+    asks = [long_ask(number) for number in range(16)]
+    killed_s = 0.0
+
+    def kill_both() -> None:
+        nonlocal killed_s
+        hosted.wait_for(lambda status: status.running == len(asks))
+        wait_for_tokens(hosted, 300)
+        ingresses = hosted.processes("ingress")
+        assert len(ingresses) == 2
+        os.kill(ingresses[0].pid, signal.SIGKILL)
+        time.sleep(1.0)
+        killed_s = time.monotonic()
+        os.kill(hosted.process("proxy").pid, signal.SIGKILL)
+
+    outcomes = serve(hosted.address, asks, kill_both, PATIENT)
+    all_right(outcomes)
+    assert all(outcome.ended_s > killed_s for outcome in outcomes), "too late to break anything"
+    for outcome in outcomes:
+        assert outcome.named == 1
+        assert outcome.end is not None
+        assert outcome.end.usage.completion_tokens == LONG_TOKENS
+        if outcome.ask.stream:
+            assert outcome.end.recovered >= 1, "the proxy was every stream's"
+    print(f"ingress and proxy killed: longest silence {longest_silence_s(outcomes):.2f} s")
