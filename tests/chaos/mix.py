@@ -8,10 +8,10 @@ from random import Random
 from cluster.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from scheduler.messages import SamplingParams
-from tests.chaos.answers import Base, cut
+from tests.chaos.answers import TOKENS_MAX, Base, cut
 from tests.chaos.load import Ask
 
-LIMITS = (8, 32, 96, 200)
+LIMITS = (8, 32, 96, TOKENS_MAX)
 WORDS = ["héllo", "wörld", "the", "quick", "brown", "漢字", "fox", "😀", "jumps", "over", "lazy"]
 
 

@@ -23,6 +23,8 @@ from tests.chaos.report import summary
 from tests.cluster.fakes import fake_loader, load_fake_text
 
 PROMPTS = 48
+REAL_PROMPTS = 24
+"""Fewer: each one's answer is generated before, one token a step."""
 _PROGRESS_S = 60.0
 _IDLE_S = 20.0
 _REPLICAS_S = 120.0
@@ -76,9 +78,9 @@ def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Pa
         ingress={"number": 2},
     )
     text = TargetText.load(config.replica)
-    prompts = draw_prompts(rng, text, PROMPTS)
-    bases = real_bases(config, prompts, draw_samplings(rng, PROMPTS))
-    strikes = draw_strikes(rng, seconds, (5.0, 10.0), kinds)
+    prompts = draw_prompts(rng, text, REAL_PROMPTS)
+    bases = real_bases(config, prompts, draw_samplings(rng, REAL_PROMPTS))
+    strikes = draw_strikes(rng, seconds, (4.0, 8.0), kinds)
     return Phase("real pair", Plan(config), bases, text, 16, strikes)
 
 
