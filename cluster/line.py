@@ -64,6 +64,10 @@ class Door(NamedTuple):
     port: int
     secret: bytes
 
+    def __repr__(self) -> str:
+        """Without the secret, for it may stand in a log."""
+        return f"Door({self.host}:{self.port})"
+
 
 def _proof(secret: bytes, side: bytes, called_nonce: bytes, caller_nonce: bytes) -> bytes:
     return hmac.digest(secret, side + called_nonce + caller_nonce, "sha256")

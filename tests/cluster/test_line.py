@@ -313,6 +313,11 @@ def test_a_frame_beyond_the_bound_ends_the_connection() -> None:
     run(test)
 
 
+def test_a_door_in_a_log_shows_no_secret() -> None:
+    door = Door(HOST, 1234, b"the secret")
+    assert repr(door) == str(door) == f"Door({HOST}:1234)"
+
+
 def test_a_door_that_is_closed_says_so() -> None:
     async def test() -> None:
         server = LineServer({})
