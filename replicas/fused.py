@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from replicas.in_place import Attend
 from replicas.paged_cache import PagedCache, Window
+from replicas.products import Product
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Greatest difference of a logit from the model's own, as a share of the greatest logit: what
@@ -69,24 +70,25 @@ class _Norm:
 class _Layer:
     attention: nn.Module
     before_attention: _Norm
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    qkv_bias: torch.Tensor | None
+    qkv: Product  # (heads + 2 * kv_heads) * head_dim of hidden
     head_norm: tuple[torch.Tensor, float] | None  # [heads + kv_heads, head_dim], epsilon
-    out: nn.Linear
+    out: Product
     after_attention: _Norm | None
     before_mlp: _Norm
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
+    gate_up: Product  # 2 * intermediate of hidden
     activation: Callable[[torch.Tensor], torch.Tensor]
-    down: nn.Linear
+    down: Product
     after_mlp: _Norm | None
 
 
 class FusedDecoder:
     """The decoder of a model over its paged cache; same arguments and result as PagedModel's."""
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, context_len: int) -> None:
-        """Takes the model's weights over; raises NotFused, and then has changed nothing."""
+    def __init__(
+        self, model: PreTrainedModel, cache: PagedCache, context_len: int, pack: bool = False
+    ) -> None:
+        """Takes the model's weights over; raises NotFused, and then has changed nothing. `pack` is
+        that of `Product.of`."""
         body = _known(model, {"model", "lm_head"}).model
         _known(body, {"embed_tokens", "layers", "norm", "rotary_emb"})
         if type(model.lm_head) is not nn.Linear:
@@ -102,7 +104,8 @@ class FusedDecoder:
         self._attend = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
         self._embedding = body.embed_tokens.weight
         self._norm = _norm(body.norm)
-        self._head = model.lm_head
+        self._pack = pack
+        self._head = self._product(model.lm_head)
         positions = torch.arange(context_len, device=self._embedding.device)
         cos, sin = body.rotary_emb(self._embedding, positions[None])
         self._cos, self._sin = cos[0], sin[0]  # [context_len, rotated]
@@ -135,11 +138,11 @@ class FusedDecoder:
                 index, layer, layer.before_attention(x), cos, sin, window, further
             )
             x = _added(x, out, layer.out, layer.after_attention)
-            gate, up = linear(layer.before_mlp(x), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, -1)
             x = _added(x, layer.activation(gate).mul_(up), layer.down, layer.after_mlp)
         if logits_to_keep:
             x = x.view(rows, width, -1)[:, -logits_to_keep:].reshape(rows * logits_to_keep, -1)
-        logits = linear(self._norm(x), self._head.weight, self._head.bias)
+        logits = self._head(self._norm(x))
         return logits.view(rows, -1, logits.shape[-1])
 
     def _attention(
@@ -153,7 +156,7 @@ class FusedDecoder:
         further: dict[str, Attend],
     ) -> torch.Tensor:  # [tokens, heads * head_dim]
         heads, turned = self._heads, self._heads + self._kv_heads
-        qkv = linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, self._dim)
+        qkv = layer.qkv(x).view(x.shape[0], -1, self._dim)
         both = qkv[:, :turned]  # the heads that are rotated: queries, then keys
         if layer.head_norm is not None:
             weight, eps = layer.head_norm
@@ -188,12 +191,13 @@ class FusedDecoder:
 
     def _joined(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv, qkv_bias = _join((attention.q_proj, attention.k_proj, attention.v_proj))
+        qkv = Product.of(
+            *_join((attention.q_proj, attention.k_proj, attention.v_proj)), self._pack
+        )
         if hasattr(mlp, "gate_up_proj"):
-            gate_up, gate_up_bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
-            activation = mlp.activation_fn
+            gate_up, activation = self._product(mlp.gate_up_proj), mlp.activation_fn
         else:
-            gate_up, gate_up_bias = _join((mlp.gate_proj, mlp.up_proj))
+            gate_up = Product.of(*_join((mlp.gate_proj, mlp.up_proj)), self._pack)
             activation = mlp.act_fn
         head_norm = None
         if hasattr(attention, "q_norm"):
@@ -207,17 +211,18 @@ class FusedDecoder:
             attention=attention,
             before_attention=_norm(layer.input_layernorm),
             qkv=qkv,
-            qkv_bias=qkv_bias,
             head_norm=head_norm,
-            out=attention.o_proj,
+            out=self._product(attention.o_proj),
             after_attention=_norm_if_any(layer, "post_self_attn_layernorm"),
             before_mlp=_norm(layer.post_attention_layernorm),
             gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
             activation=silu if isinstance(activation, nn.SiLU) else activation,
-            down=mlp.down_proj,
+            down=self._product(mlp.down_proj),
             after_mlp=_norm_if_any(layer, "post_mlp_layernorm"),
         )
+
+    def _product(self, layer: nn.Linear) -> Product:
+        return Product.of(layer.weight, layer.bias, self._pack)
 
     def _rotates_halves(self) -> bool:
         """Whether the model rotates the two halves of a whole head against each other."""
@@ -233,14 +238,10 @@ class FusedDecoder:
 
 
 def _added(
-    x: torch.Tensor, out: torch.Tensor, layer: nn.Linear, norm: _Norm | None
+    x: torch.Tensor, out: torch.Tensor, product: Product, norm: _Norm | None
 ) -> torch.Tensor:
     """The residual x and the layer's output, in one product where nothing stands between."""
-    if norm is not None:
-        return x + norm(linear(out, layer.weight, layer.bias))
-    if layer.bias is not None:
-        x = x + layer.bias
-    return torch.addmm(x, out, layer.weight.t())
+    return product.added(out, x) if norm is None else x + norm(product(out))
 
 
 def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -141,11 +141,11 @@ class PagedModel:
         self._cache.clear()
 
     @torch.inference_mode()
-    def try_out(self, shape: CacheShape, fuse: bool) -> None:
+    def try_out(self, shape: CacheShape, fuse: bool, pack: bool = False) -> None:
         """One forward pass on the scrap block; raises what the model's own forward raises.
 
         With `fuse` the model's layers are joined from then on, if it is of that make and its logits
-        are the same but for rounding.
+        are the same but for rounding; with `pack` their weights are laid out for a CPU as well.
         """
         device = self._model.device
         width = min(shape.block_size, shape.context_len, _TRIAL_TOKENS)
@@ -155,7 +155,7 @@ class PagedModel:
         expected = self.forward(tokens, window)
         if fuse:
             try:
-                self._fused = FusedDecoder(self._model, self._cache, shape.context_len)
+                self._fused = FusedDecoder(self._model, self._cache, shape.context_len, pack)
             except NotFused:
                 pass
             else:

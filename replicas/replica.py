@@ -130,7 +130,7 @@ class Replica:
     def _try_out(self, model: PagedModel, name: str, fuse: bool) -> None:
         """One forward pass: what cannot be served is refused now."""
         try:
-            model.try_out(self._shape, fuse)
+            model.try_out(self._shape, fuse, True)
         except Exception as error:
             raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
 
 from replicas.noise import gumbel_noise
@@ -23,8 +24,6 @@ from scheduler.messages import SamplingParams
 
 _MASS_ROUNDING = 1e-5
 """More than all probabilities together may be off 1 by."""
-_BLOCK, _MUCH = 64, 1 << 14
-"""Of `first_best`: elements per block, and from how many on it pays."""
 _FLOAT_BITS = 30
 """Bits that a float in [0, 1] has below 2.0's."""
 
@@ -167,18 +166,16 @@ def sampling_batch(
 def first_best(
     scores: torch.Tensor,  # [..., vocab]
 ) -> torch.Tensor:  # [...], int64
-    """argmax: the first of equals.
+    """argmax: the first of equals, or of those that are no number.
 
-    On a CPU torch's own goes element by element where its `amax` goes by vectors, so of much data
-    the best block is found first and then the best in it: a third of the time at 40 rows of 4,096.
+    On a CPU torch's own goes element by element where numpy's goes by vectors: a tenth of the time
+    at 56 rows of 4,096.
     """
-    vocab = scores.shape[-1]
-    if scores.device.type != "cpu" or vocab % _BLOCK or scores.numel() < _MUCH:
+    if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
-    blocks = scores.reshape(*scores.shape[:-1], -1, _BLOCK)
-    best = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
-    block = blocks.gather(-2, best[..., None].expand(*best.shape, _BLOCK))[..., 0, :]
-    return best[..., 0] * _BLOCK + block.argmax(dim=-1)
+    # numpy knows no bfloat16; float32 holds it exactly.
+    best = np.asarray(scores.float().numpy().argmax(axis=-1))
+    return torch.from_numpy(best)
 
 
 @cache
