@@ -70,6 +70,8 @@ class Inputs:
     verify_tokens: int | None
     """Fewer than rows * k, or None."""
     span: Span
+    starts: Sequence[int] | None = None
+    """The first positions once more, where the host knows them and shapes may depend on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,15 @@ def step(
     trimmed = group.verify_tokens
     if trimmed is not None:
         trimmed = min(trimmed, sum(group.draft_lens))
+    starts = [len(content) - 2 for content in group.contents]
     inputs = Inputs(
         upload(rows_of(group), torch.int64, group.table.device),
         group.table,
         group.sampling,
         k,
         trimmed if trimmed is not None and trimmed < rows * k else None,
-        Span.of([len(content) - 2 for content in group.contents], k + 2, group.table, shape),
+        Span.of(starts, k + 2, group.table, shape),
+        starts,
     )
     proposal = propose(target, draft, inputs, shape, watch)
     # One transfer, the step's only synchronisation.
@@ -117,20 +121,17 @@ def rows_of(group: Group) -> list[tuple[int, int, int, int]]:
 
 
 def read_back(group: Group, table: list[list[int]], k: int) -> Outcome:
-    """What `check` returned, within each row's own draft length; raises NotFinite."""
+    """What the rows commit by what `check` returned, within each row's own draft length."""
     committed, accepted, checked = [], [], []
-    for row, ((right, seen, *chosen), draft_len) in enumerate(
-        zip(table, group.draft_lens, strict=False)
-    ):
+    for (seen, *tokens), draft_len in zip(table, group.draft_lens, strict=False):
+        proposed, chosen = tokens[:k], tokens[k:]
         limit = min(draft_len, seen, k)
-        accepted.append(min(right, limit))
-        committed.append(chosen[: accepted[-1] + 1])
+        right = 0
+        while right < limit and proposed[right] == chosen[right]:
+            right += 1
+        accepted.append(right)
+        committed.append(chosen[: right + 1])
         checked.append(limit)
-        if _NO_TOKEN in committed[-1]:
-            raise NotFinite(
-                f"row {row}: the logits after {len(group.contents[row])} tokens or a few more are"
-                " not finite"
-            )
     return Outcome(committed, accepted, checked)
 
 
@@ -142,13 +143,16 @@ def propose(
     watch: Stopwatch,
 ) -> Proposal:
     """Draft k tokens per row."""
-    layout = Layout(inputs.table, inputs.state[:, 2], inputs.k + 2, shape, inputs.span)
+    starts = inputs.state[:, 2] if inputs.starts is None else inputs.starts
+    layout = Layout(inputs.table, starts, inputs.k + 2, shape, inputs.span)
     tail = inputs.state[:, :2]
     # Embeddings may be padded to different sizes; an id that only one model has is never proposed,
     # and the draft is fed its own last id in place of one that only the target has.
     shared = target.vocab if draft is None else min(target.vocab, draft.vocab)
     # Logits at position p choose the token of position p + 1.
-    noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
+    noise = None
+    if inputs.sampling.any_sampled:
+        noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
     proposed = [tail[:, 1:]]  # each [rows, 1], from the last committed token on
     belief = []
     for j in range(inputs.k):
@@ -203,8 +207,7 @@ def check(
         chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, cells, picked)
         chosen = chosen.view(rows, k + 1)
         seen = every.new_zeros(rows).index_add_(0, row, torch.ones_like(row))[:, None]
-    right = (tokens[:, 1:] == chosen[:, :k]).cumprod(dim=1).sum(dim=1, keepdim=True)
-    return torch.cat((right, seen, chosen), dim=1)
+    return torch.cat((seen, tokens[:, 1:], chosen), dim=1)
 
 
 def _of_numbers(

@@ -164,7 +164,7 @@ class FixedStep:
             except RuntimeError as error:
                 warnings.warn(f"a step runs unrecorded: {kind}: {error}", stacklevel=2)
 
-    def run(self, group: Group, watch: Stopwatch) -> torch.Tensor:  # [rows, 2 + k + 1], int64
+    def run(self, group: Group, watch: Stopwatch) -> torch.Tensor:  # [rows, 2 + 2 * k], int64
         """What `check` returns, padding rows at the end; valid until the next run."""
         self._fill(group)
         if self._graphs is None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from replicas.upload import upload
@@ -170,40 +171,55 @@ class Layout:
         span: Span | None = None,
     ) -> None:
         """A span is needed with starts that are a tensor already, so that none is read back."""
-        device = table.device
-        block_size = shape.block_size
+        self._on_host = table.device.type == "cpu" and not isinstance(starts, torch.Tensor)
+        # numpy's operations on small arrays take a tenth of the time of torch's.
+        xp: Any = np if self._on_host else torch
+        columns: Any = table
         if isinstance(starts, torch.Tensor):
             assert span is not None, "starts on a device come with their span"
-            first = starts
+            first: Any = starts
         else:
             span = Span.of(starts, width, table, shape)
-            first = upload(starts, torch.int64, device)
+            first = upload(starts, torch.int64, table.device)
+        if self._on_host:
+            columns, first = table.numpy(), first.numpy()
+
+        def arange(n: int) -> Any:
+            return np.arange(n) if self._on_host else torch.arange(n, device=table.device)
+
         self._table = table
-        self._block_size = block_size
+        self._block_size = block_size = shape.block_size
         self._longest = span.longest
         self.uniform = span.uniform
-        self.positions = first[:, None] + torch.arange(width, device=device)  # [rows, width]
-        column = torch.div(self.positions, block_size, rounding_mode="floor")
-        self._inside = self.positions
+        self._positions = first[:, None] + arange(width)  # [rows, width]
+        self._inside = self._positions
+        column = self._positions // block_size
+        every = arange(table.shape[0])[:, None]
         if span.inside:
-            block = table.gather(1, column)
+            block = columns[every, column]
         else:
             reach = table.shape[1]
             outside = (column < 0) | (column >= reach)
-            block = table.gather(1, column.clamp(0, reach - 1)).masked_fill_(outside, SCRAP_BLOCK)
+            block = xp.where(outside, SCRAP_BLOCK, columns[every, column.clip(0, reach - 1)])
         if not span.inside or span.longest + width > shape.context_len:
-            self._inside = self.positions.clamp(0, shape.context_len - 1)
-        self._slots = block * block_size + self.positions % block_size
+            self._inside = self._positions.clip(0, shape.context_len - 1)
+        self._slots = block * block_size + self._positions % block_size
         self._read: tuple[int, torch.Tensor] = (0, table)  # blocks per row, and which
         length = self._longest + width
         # Every query sees a key, so that padding stays finite.
-        last_seen = self.positions[:1] if self.uniform else self.positions
+        last_seen = self._positions[:1] if self.uniform else self._positions
         if not span.inside:
-            last_seen = last_seen.clamp(min=0)
-        hidden = torch.arange(length, device=device) > last_seen[:, :, None]
-        self._mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device).masked_fill_(
-            hidden, -torch.inf
-        )  # [rows or 1, width, length]
+            last_seen = last_seen.clip(0)
+        hidden = self._tensor(arange(length) > last_seen[:, :, None])
+        self._mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=table.device)
+        self._mask.masked_fill_(hidden, -torch.inf)  # [rows or 1, width, length]
+
+    @property
+    def positions(self) -> torch.Tensor:  # [rows, width], int64
+        return self._tensor(self._positions)
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array) if self._on_host else array
 
     def window(self, begin: int, end: int) -> Window:
         """The pass over positions starts + begin .. starts + end - 1."""
@@ -217,9 +233,9 @@ class Layout:
             self._read = (blocks, table.reshape(-1))
         unmasked = self.uniform and end - begin == 1
         return Window(
-            positions=self._inside[:, begin:end],
-            starts=self.positions[:, begin],
-            slots=self._slots[:, begin:end].reshape(-1),
+            positions=self._tensor(self._inside[:, begin:end]),
+            starts=self._tensor(self._positions[:, begin]),
+            slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
             blocks=self._read[1],
             length=length,
             mask=None if unmasked else self._mask[:, None, begin:end, :length],

@@ -276,12 +276,15 @@ def test_the_mass_of_a_nucleus_does_not_depend_on_the_order_of_its_sum() -> None
         assert torch.equal(_mass(probability[..., order], among[..., order]), mass)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 64), (8, 5, 4096), (3, 1, 6400), (5, 2, 4001)])
-def test_the_best_is_the_first_of_equals(shape: tuple[int, int, int]) -> None:
-    """Also where it is looked for by blocks."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (8, 5, 4096), (5, 2, 4001)])
+def test_the_best_is_the_first_of_equals(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul_(2).round_()
+    scores = scores.to(dtype)
     scores[0, 0] = -torch.inf
     best = scores.amax(dim=-1, keepdim=True)
     places = torch.arange(shape[-1]).expand(shape)
     first = places.masked_fill(scores != best, shape[-1]).amin(dim=-1)
     assert torch.equal(first_best(scores), first)
+    scores[0, 0, 7], scores[0, 0, 9] = torch.nan, torch.inf
+    assert first_best(scores)[0, 0] == scores[0, 0].argmax() == 7
