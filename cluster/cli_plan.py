@@ -87,6 +87,8 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
             table.add_row(text, shown, _phase_size(name, work))
     if counted.unpacked:
         table.add_row("unpacked weights", size(counted.unpacked), "16-bit numbers on a CPU")
+    if counted.packed:
+        table.add_row("packed weights", size(counted.packed), "large ones once more, for speed")
     table.add_row("slack", size(counted.slack), "held by the allocator")
     table.add_section()
     table.add_row("together", size(plan.total), "of the passes the largest counts")

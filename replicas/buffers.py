@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replicas.products import PACKED_LEAST
 from replicas.tiles import Tiles
 
 _FLOAT32 = 4
@@ -129,6 +130,8 @@ class Buffers:
     """Standing; see `recording_bytes`. Where it is not 0, steps allocate in a pool of their own."""
     unpacked: int
     """See `unpacked_bytes`; 0 on a GPU."""
+    packed: int
+    """Standing; see `packed_bytes`; 0 where weights are not packed."""
     slack: int
     """See `slack_bytes`; on a CPU also `joined_bytes`."""
 
@@ -144,7 +147,7 @@ class Buffers:
 
     @property
     def total(self) -> int:
-        standing = self.gathered + self.rotary + self.unpacked + self.recorded
+        standing = self.gathered + self.rotary + self.unpacked + self.packed + self.recorded
         phases: int = sum(getattr(self, name) for name in self.counting)
         return standing + phases + self.slack
 
@@ -160,9 +163,10 @@ def buffers(
     item: int,
     on_gpu: bool,
     tiles: Tiles | None = None,
+    packed: bool = False,
 ) -> Buffers:
     """What the largest step and the largest prefill of this workload take; with `tiles` the target
-    is deterministic."""
+    is deterministic, with `packed` weights are laid out a second time."""
     rows, k = work.rows, work.draft_len
     models = [target] if draft is None else [target, draft]
     vocab = max(model.vocab for model in models)
@@ -204,10 +208,13 @@ def buffers(
         * recording_bytes(rows, k, work.length, work.block_size, target.vocab, item),
         fusing=max(fusing_bytes(model, item) for model in models),
         unpacked=0 if on_gpu else max(unpacked_bytes(model, item) for model in models),
+        packed=0,
         slack=0,
     )
     left = 0 if on_gpu else sum(joined_bytes(model, item) for model in models)
-    return replace(counted, slack=slack_bytes(counted.total, on_gpu) + left)
+    # Weights are in one piece each: they need no slack.
+    packing = sum(packed_bytes(model, item) for model in models) if packed else 0
+    return replace(counted, slack=slack_bytes(counted.total, on_gpu) + left, packed=packing)
 
 
 # --------------------------------------------------------------------------- standing tensors
@@ -384,6 +391,29 @@ def joined_bytes(shape: ModelShape, item: int) -> int:
     q, kv, mlp = (shape.hidden * one * item for one in columns)
     kept = sum(size * count for size, count in ((q, 1), (kv, 2), (mlp, 2)) if size < _HEAP_MOST)
     return shape.layers * kept
+
+
+def packed_bytes(shape: ModelShape, item: int) -> int:
+    """The large weights once more, in the layout that a CPU multiplies fastest: of all layers
+    [(heads + 2 * kv_heads) * head_dim, hidden], [hidden, heads * head_dim],
+    [2 * intermediate, hidden] and [hidden, intermediate], and the output layer [vocab, hidden]."""
+    heads = shape.heads * shape.head_dim
+    of_layer = (
+        (heads + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
+        (shape.hidden, heads),
+        (2 * shape.intermediate, shape.hidden),
+        (shape.hidden, shape.intermediate),
+    )
+    weights = [*of_layer * shape.layers, (shape.vocab, shape.hidden)]
+    return sum(
+        _whole_tiles(outputs) * _whole_tiles(inputs) * item
+        for outputs, inputs in weights
+        if outputs * inputs >= PACKED_LEAST
+    )
+
+
+def _whole_tiles(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 def unpacked_bytes(shape: ModelShape, item: int) -> int:

@@ -121,9 +121,10 @@ def rows_of(group: Group) -> list[tuple[int, int, int, int]]:
 
 
 def read_back(group: Group, table: list[list[int]], k: int) -> Outcome:
-    """What the rows commit by what `check` returned, within each row's own draft length."""
+    """What the rows commit by what `check` returned, within each row's own draft length; raises
+    NotFinite."""
     committed, accepted, checked = [], [], []
-    for (seen, *tokens), draft_len in zip(table, group.draft_lens, strict=False):
+    for row, ((seen, *tokens), draft_len) in enumerate(zip(table, group.draft_lens, strict=False)):
         proposed, chosen = tokens[:k], tokens[k:]
         limit = min(draft_len, seen, k)
         right = 0
@@ -132,6 +133,11 @@ def read_back(group: Group, table: list[list[int]], k: int) -> Outcome:
         accepted.append(right)
         committed.append(chosen[: right + 1])
         checked.append(limit)
+        if _NO_TOKEN in committed[-1]:
+            raise NotFinite(
+                f"row {row}: the logits after {len(group.contents[row])} tokens or a few more are"
+                " not finite"
+            )
     return Outcome(committed, accepted, checked)
 
 
@@ -180,9 +186,9 @@ def propose(
 
 def check(
     target: PagedModel, inputs: Inputs, proposal: Proposal, watch: Stopwatch
-) -> torch.Tensor:  # [rows, 2 + k + 1], int64: draft tokens that are right, that were seen; choices
-    """The target's choice at each position that it saw, and what it confirms; _NO_TOKEN where it
-    saw none or its logits are NaN."""
+) -> torch.Tensor:  # [rows, 1 + k + k + 1], int64
+    """How many draft tokens the target saw, the draft tokens, and the target's choices: _NO_TOKEN
+    where it saw none or its logits are NaN."""
     k, tokens, noise = inputs.k, proposal.tokens, proposal.noise
     rows = tokens.shape[0]
     window = proposal.layout.window(1, k + 2)

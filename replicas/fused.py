@@ -54,15 +54,22 @@ class NotFused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    weight: torch.Tensor
+    weight: torch.Tensor  # [width]
     eps: float
+    share: torch.Tensor  # [width, 1], each 1 / width
+    floor: torch.Tensor  # [1, 1], epsilon
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, eps: float) -> _Norm:
+        width = weight.shape[0]
+        share = weight.new_full((width, 1), 1 / width)
+        return cls(weight, eps, share, weight.new_full((1, 1), eps))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda or x.dtype != torch.float32:
             return rms_norm(x, self.weight.shape, self.weight, self.eps)
         # One product gives mean square and epsilon at once: half the operations of rms_norm here.
-        width = x.shape[-1]
-        mean = torch.addmm(x.new_full((1, 1), self.eps), x * x, x.new_full((width, 1), 1 / width))
+        mean = torch.addmm(self.floor, x * x, self.share)
         return (x * mean.rsqrt_()).mul_(self.weight)
 
 
@@ -191,9 +198,7 @@ class FusedDecoder:
 
     def _joined(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = Product.of(
-            *_join((attention.q_proj, attention.k_proj, attention.v_proj)), self._pack
-        )
+        qkv = Product.of(*_join((attention.q_proj, attention.k_proj, attention.v_proj)), self._pack)
         if hasattr(mlp, "gate_up_proj"):
             gate_up, activation = self._product(mlp.gate_up_proj), mlp.activation_fn
         else:
@@ -263,7 +268,7 @@ def _norm(module: nn.Module) -> _Norm:
     eps = getattr(module, "variance_epsilon", None)
     if "RMSNorm" not in type(module).__name__ or eps is None:
         raise NotFused(f"{type(module).__name__} is not a known norm")
-    return _Norm(module.get_parameter("weight"), float(eps))
+    return _Norm.of(module.get_parameter("weight").detach(), float(eps))
 
 
 def _norm_if_any(module: nn.Module, name: str) -> _Norm | None:

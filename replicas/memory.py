@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from replicas.buffers import Buffers, ModelShape, Workload, buffers, kv_bytes_per_position
 from replicas.config import ReplicaConfig
 from replicas.pair import Pair, PairFiles
+from replicas.products import can_pack
 from replicas.tiles import TILES
 from scheduler.config import SchedulerConfig
 
@@ -77,6 +78,8 @@ class MemoryPlan:
     """What weights, KV cache and buffers may take together; None: KV alone was given."""
     least: int
     """The smallest budget that would do, with this KV cache if its size was given."""
+    packed: bool
+    """Whether weights are laid out a second time, for a CPU to multiply faster."""
 
     @property
     def kv_bytes(self) -> int:
@@ -149,13 +152,13 @@ def plan_memory(
         )
     wanted = wanted_work(config, pair.context_len, on_gpu)
     tiles = TILES[device.type] if config.deterministic else None
+    packed = packs_weights(config, device)
 
     def count(work: Workload) -> Buffers:
-        return buffers(pair.target, pair.draft, work, dtype.itemsize, on_gpu, tiles)
+        return buffers(pair.target, pair.draft, work, dtype.itemsize, on_gpu, tiles, packed)
 
     least_kv = (least_blocks if given_blocks is None else given_blocks) + 1
     fixed = pair.weights + least_kv * block_bytes
-    least = fixed + count(_least_work(wanted)).total
     budget: int | None
     if config.memory is not None:
         budget = int(config.memory)
@@ -174,7 +177,13 @@ def plan_memory(
             # A cache as large as the buffers, but no larger than all rows of a group can fill.
             all_rows = wanted.rows * least_blocks * block_bytes
             usual = max((budget - pair.weights) // 2, most - all_rows)
+        # Speed of products is not paid for with smaller orders.
+        packed = packed and count(wanted).total <= min(most, usual)
         work = _fitting(wanted, lambda one: count(one).total, most, usual)
+    unpacked = buffers(
+        pair.target, pair.draft, _least_work(wanted), dtype.itemsize, on_gpu, tiles
+    )
+    least = fixed + unpacked.total
     if work is None:
         raise TooLittleMemory(
             f"{given} do not hold the weights ({in_mib(pair.weights)}), one sequence of"
@@ -188,7 +197,13 @@ def plan_memory(
         kv_blocks = (budget - pair.weights - counted.total) // block_bytes - 1
     else:
         kv_blocks = given_blocks
-    return MemoryPlan(pair, wanted, work, counted, kv_blocks, block_bytes, budget, least)
+    return MemoryPlan(pair, wanted, work, counted, kv_blocks, block_bytes, budget, least, packed)
+
+
+def packs_weights(config: ReplicaConfig, device: torch.device) -> bool:
+    """Whether weights are laid out a second time if there is memory for it."""
+    wanted = config.pack_weights and config.fuse_layers and not config.deterministic
+    return wanted and can_pack(device, getattr(torch, config.dtype))
 
 
 def _least_work(wanted: Workload) -> Workload:

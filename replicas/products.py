@@ -39,7 +39,7 @@ class Product:
         pack: bool,
     ) -> Product:
         """With `pack` a large weight is laid out a second time, where this torch can."""
-        if not pack or weight.numel() < PACKED_LEAST or not can_pack(weight):
+        if not pack or weight.numel() < PACKED_LEAST or not can_pack(weight.device, weight.dtype):
             return cls(weight, bias, None)
         return cls(weight, bias, _operations()._reorder_linear_weight(weight.detach(), _TOKENS))
 
@@ -67,12 +67,12 @@ class Product:
         return torch.addmm(residual, x, self.weight.t())
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether there is a faster layout for it here."""
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a faster layout for such weights here."""
     return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        device.type == "cpu"
+        and dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(_operations(), "_reorder_linear_weight")
         and hasattr(_operations(), "_linear_pointwise")
     )

@@ -78,7 +78,7 @@ class Replica:
         self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
         for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
-            self._try_out(model, name, config.fuse_layers)
+            self._try_out(model, name, config.fuse_layers, plan.packed)
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             # Weights that were joined leave holes too small for what comes.
@@ -127,10 +127,10 @@ class Replica:
             replica.spec = dataclasses.replace(replica.spec, timings=calibrate(replica))
         return replica
 
-    def _try_out(self, model: PagedModel, name: str, fuse: bool) -> None:
+    def _try_out(self, model: PagedModel, name: str, fuse: bool, pack: bool) -> None:
         """One forward pass: what cannot be served is refused now."""
         try:
-            model.try_out(self._shape, fuse, True)
+            model.try_out(self._shape, fuse, pack)
         except Exception as error:
             raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
 

@@ -215,14 +215,13 @@ def choose_and_rate(
     the softmax of the noisy scores is the probability that it stays ahead when each score changes
     by a standard Gumbel variable. Both are the same rule, without and with noise.
     """
-    plain = logits.float()
     token = first_best(logits)
-    rated = plain.amax(dim=-1) - plain.logsumexp(dim=-1)
+    rated = logits.float().log_softmax(dim=-1).amax(dim=-1)
     if noise is None:
         return token, rated
     assert sampling.rows is None, "only a whole batch is rated"
     sampled, noisy = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
-    ahead = noisy.amax(dim=-1) - noisy.logsumexp(dim=-1)
+    ahead = noisy.log_softmax(dim=-1).amax(dim=-1)
     if sampling.greedy is None:
         return sampled, ahead
     greedy = sampling.greedy

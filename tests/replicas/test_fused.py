@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from replicas import products
 from replicas.fused import TOLERANCE
 from replicas.model import ATTENTION, PagedModel
 from replicas.paged_cache import CacheShape, Layout, PagedCache
@@ -42,7 +43,9 @@ def uneven_model(architecture: str) -> PreTrainedModel:
     return model.eval()
 
 
-def paged(model: PreTrainedModel, fuse: bool, dtype: torch.dtype = torch.float32) -> PagedModel:
+def paged(
+    model: PreTrainedModel, fuse: bool, pack: bool = False, dtype: torch.dtype = torch.float32
+) -> PagedModel:
     config = model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = PagedCache(
@@ -55,7 +58,7 @@ def paged(model: PreTrainedModel, fuse: bool, dtype: torch.dtype = torch.float32
         CPU,
     )
     made = PagedModel(model, cache)
-    made.try_out(dataclasses.replace(SHAPE, dtype=dtype), fuse)
+    made.try_out(dataclasses.replace(SHAPE, dtype=dtype), fuse, pack)
     return made
 
 
@@ -73,10 +76,15 @@ def passes(model: PagedModel) -> list[torch.Tensor]:
     return logits
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
-def test_joined_layers_compute_what_the_model_computes(architecture: str) -> None:
+def test_joined_layers_compute_what_the_model_computes(
+    architecture: str, pack: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the weights as they are, and in a CPU's own layout."""
+    monkeypatch.setattr(products, "PACKED_LEAST", 1)
     model = uneven_model(architecture)
-    plain, fused = paged(copy.deepcopy(model), fuse=False), paged(model, fuse=True)
+    plain, fused = paged(copy.deepcopy(model), fuse=False), paged(model, fuse=True, pack=pack)
     assert fused.fused
     assert not plain.fused
     for expected, got in zip(passes(plain), passes(fused), strict=True):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local_engine import LocalEngine
 from replicas import memory
-from replicas.buffers import ModelShape, buffers
+from replicas.buffers import ModelShape, buffers, packed_bytes
 from replicas.config import ReplicaConfig
 from replicas.memory import (
     PASS_TOKENS_LEAST,
@@ -28,6 +28,7 @@ from replicas.memory import (
 )
 from replicas.paged_cache import PagedCache
 from replicas.pair import load_pair, read_pair
+from replicas.products import can_pack
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -99,6 +100,25 @@ def test_a_budget_beside_a_given_cache_bounds_the_buffers() -> None:
     assert plan.total <= 60_000_000
     with pytest.raises(TooLittleMemory, match="memory: 58 MiB do not hold"):
         planned(memory=60_000_000, kv_blocks=5000)
+
+
+@pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
+def test_weights_are_laid_out_twice_only_where_nothing_has_to_shrink_for_it() -> None:
+    roomy = planned(memory=60_000_000)
+    assert roomy.packed
+    assert roomy.buffers.packed == sum(packed_bytes(shape, 4) for shape in SHAPES) > 0
+    for size in range(roomy.least, 60_000_000, 500_000):
+        plan, plain = planned(memory=size), planned(memory=size, pack_weights=False)
+        assert (plan.work, plan.least) == (plain.work, plain.least)
+        assert plan.packed == (plan.buffers.packed > 0)
+        assert plan.total <= size
+        if plan.packed:
+            assert plan.work == plan.wanted
+    assert not planned(memory=roomy.least).packed
+    assert planned(kv_blocks=50).packed
+    for other in ({"dtype": "bfloat16"}, {"fuse_layers": False}, {"deterministic": True}):
+        assert not planned(memory=60_000_000, **other).packed
+    assert not planned(GPU, memory=600_000_000).packed
 
 
 def test_what_is_named_as_the_least_does_and_one_block_less_does_not() -> None:
