@@ -180,9 +180,7 @@ def plan_memory(
         # Speed of products is not paid for with smaller orders.
         packed = packed and count(wanted).total <= min(most, usual)
         work = _fitting(wanted, lambda one: count(one).total, most, usual)
-    unpacked = buffers(
-        pair.target, pair.draft, _least_work(wanted), dtype.itemsize, on_gpu, tiles
-    )
+    unpacked = buffers(pair.target, pair.draft, _least_work(wanted), dtype.itemsize, on_gpu, tiles)
     least = fixed + unpacked.total
     if work is None:
         raise TooLittleMemory(
