@@ -77,8 +77,9 @@ one behind it when it becomes ready."""
 NARROW = 2
 """Kind of the ready rows that are narrow; see `narrowing`."""
 
-_Key = tuple[int, int, str]
-"""(length, ready number, sequence id): within one length the oldest comes first."""
+_Key = tuple[int, int, str, int, int]
+"""(length, ready number, sequence id, orders so far, kind): within one length the oldest comes
+first."""
 
 
 def groups_needed(rows: int, rows_max: int) -> int:
@@ -197,8 +198,8 @@ class ReadyRows:
     def __init__(self) -> None:
         self._shelves = (_Shelf(), _Shelf(), _Shelf())
         """Free rows of kind 0 and 1, and narrow ones."""
-        self._by_age: dict[str, tuple[_Key, int, int]] = {}
-        """(key, orders so far, kind) per row, the oldest first."""
+        self._by_age: dict[str, _Key] = {}
+        """The oldest first."""
         self._narrow: dict[str, Limits] = {}
         """Limits of the narrow rows, the oldest first."""
         self._new: dict[str, None] = {}
@@ -234,25 +235,25 @@ class ReadyRows:
             kind = NARROW
             self._narrow[sequence_id] = limits
         self._ready_number += 1
-        key = (length, self._ready_number, sequence_id)
+        key = (length, self._ready_number, sequence_id, self.orders, kind)
         shelf = self._shelves[kind]
         # It is the youngest, so it stands behind all of its length.
         at = bisect_right(shelf.lengths, length)
         shelf.lengths.insert(at, length)
         shelf.keys.insert(at, key)
-        self._by_age[sequence_id] = (key, self.orders, kind)
+        self._by_age[sequence_id] = key
         if new:
             self._new[sequence_id] = None
 
     def remove(self, sequence_id: str) -> None:
-        key, _, kind = self._by_age.pop(sequence_id)
-        self._shelves[kind].remove(key)
+        key = self._by_age.pop(sequence_id)
+        self._shelves[key[4]].remove(key)
         self._new.pop(sequence_id, None)
         self._narrow.pop(sequence_id, None)
 
     def passes(self, sequence_id: str) -> int:
         """How often the row was passed over since it became ready."""
-        return self.orders - self._by_age[sequence_id][1]
+        return self.orders - self._by_age[sequence_id][3]
 
     def choose(self, size: int, rows_max: int, groups: int, wait_rounds: int) -> list[str]:
         """The next group, shortest row first; nothing is changed.
@@ -263,16 +264,16 @@ class ReadyRows:
         """
         if self._narrow:
             return self._choose_narrowly(size, rows_max, groups, wait_rounds)
-        key, since, kind = self._by_age[next(iter(self._by_age))]
-        passes = self.orders - since
+        key = self._by_age[next(iter(self._by_age))]
+        passes = self.orders - key[3]
         if passes >= (wait_rounds - 1) * groups:
-            keys = sorted(self._by_age[row][0] for row in islice(self._by_age, rows_max))
+            keys = sorted(islice(self._by_age.values(), rows_max))
         else:
             anchored = 2 * passes >= (2 * wait_rounds - 3) * groups
             if not anchored and self._new:
                 anchored = True
-                key, _, kind = self._by_age[next(iter(self._new))]
-            keys = self._shelf(kind, size, anchored).window(size, key if anchored else None)
+                key = self._by_age[next(iter(self._new))]
+            keys = self._shelf(key[4], size, anchored).window(size, key if anchored else None)
         return [key[2] for key in keys]
 
     def _choose_narrowly(
@@ -280,11 +281,11 @@ class ReadyRows:
     ) -> list[str]:
         """The next group where narrow rows are ready; O(n log n) for n ready rows."""
         by_age = self._by_age
-        key, since, kind = next(iter(by_age.values()))
+        key = next(iter(by_age.values()))
         likes = self._narrow.get(key[2])
         narrow, new = next(iter(self._narrow)), next(iter(self._new), None)
         free = len(by_age) - len(self._narrow)
-        if self.orders - since >= (wait_rounds - 1) * groups:
+        if self.orders - key[3] >= (wait_rounds - 1) * groups:
             # Its likes before the others: that bounds how many orders all of them need.
             row_order = sorted(by_age, key=lambda row: self._narrow.get(row) != likes)
         elif not free or free < size or self.passes(narrow) >= groups - NARROW_EARLY:
@@ -292,24 +293,24 @@ class ReadyRows:
         elif new in self._narrow:
             row_order = self._nearest(new)
         else:
-            key, since, kind = next(entry for entry in by_age.values() if entry[2] != NARROW)
-            anchored = 2 * (self.orders - since) >= (2 * wait_rounds - 3) * groups
+            key = next(one for one in by_age.values() if one[4] != NARROW)
+            anchored = 2 * (self.orders - key[3]) >= (2 * wait_rounds - 3) * groups
             if not anchored and new is not None:
                 anchored = True
-                key, _, kind = by_age[new]
-            window = self._shelf(kind, size, anchored).window(size, key if anchored else None)
+                key = by_age[new]
+            window = self._shelf(key[4], size, anchored).window(size, key if anchored else None)
             row_order = [*(key[2] for key in window), *self._narrow]
         group = Group(rows_max)
         for row in row_order:
             if group.full:
                 break
-            group.add(row, by_age[row][0][0], self._narrow.get(row))
-        return [key[2] for key in sorted(by_age[row][0] for row in group.rows)]
+            group.add(row, by_age[row][0], self._narrow.get(row))
+        return [key[2] for key in sorted(by_age[row] for row in group.rows)]
 
     def _nearest(self, anchor: str) -> list[str]:
         """All rows by their distance from this one, the oldest first where it is equal."""
-        length = self._by_age[anchor][0][0]
-        others = sorted(self._by_age, key=lambda row: abs(self._by_age[row][0][0] - length))
+        length = self._by_age[anchor][0]
+        others = sorted(self._by_age, key=lambda row: abs(self._by_age[row][0] - length))
         others.remove(anchor)
         return [anchor, *others]
 
@@ -326,10 +327,11 @@ class ReadyRows:
     def take(self, sequence_ids: Iterable[str]) -> None:
         """Removes the rows of an order that is dispatched: it passes the others over."""
         self.orders += 1
+        by_age = self._by_age
         taken: tuple[list[_Key], list[_Key], list[_Key]] = ([], [], [])
         for sequence_id in sequence_ids:
-            key, _, kind = self._by_age.pop(sequence_id)
-            taken[kind].append(key)
+            key = by_age.pop(sequence_id)
+            taken[key[4]].append(key)
             if self._new:
                 self._new.pop(sequence_id, None)
         for shelf, keys in zip(self._shelves, taken, strict=True):
@@ -344,11 +346,12 @@ class ReadyRows:
             assert shelf.keys == sorted(shelf.keys), "ready rows are out of order"
             assert shelf.lengths == [key[0] for key in shelf.keys], "lengths of ready rows"
             for key in shelf.keys:
-                assert self._by_age[key[2]][::2] == (key, kind), "ready rows differ"
+                assert self._by_age[key[2]] is key, "ready rows differ"
+                assert key[4] == kind, "kinds of ready rows"
                 ids.add(key[2])
         assert ids == set(self._by_age), "ready rows differ"
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
-        narrow = [row for row, (_, _, kind) in self._by_age.items() if kind == NARROW]
+        narrow = [row for row, key in self._by_age.items() if key[4] == NARROW]
         assert narrow == list(self._narrow), "narrow rows"
-        numbers = [key[1] for key, _, _ in self._by_age.values()]
+        numbers = [key[1] for key in self._by_age.values()]
         assert numbers == sorted(numbers), "ready rows are not in order of age"

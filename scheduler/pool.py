@@ -15,7 +15,7 @@ from scheduler.narrowing import limits_of
 from scheduler.open_replicas import OpenReplicas
 from scheduler.rates import RateMeter
 from scheduler.residents import Replica
-from scheduler.sequence import RESIDENT, Move, Sequence, State
+from scheduler.sequence import RESIDENT, Move, Sequence, State, move_all
 from scheduler.waiting import WaitingQueue
 
 _HEAP_SLACK = 64
@@ -135,9 +135,8 @@ class Pool:
         for sequence, blocks in lacking:
             replica.blocks_used += blocks - sequence.blocks
             sequence.blocks = blocks
-        move = Move.STEP
+        move_all(rows, State.READY, Move.STEP)
         for sequence in rows:
-            sequence.move(move)
             sequence.order_id = order_id
         replica.rows_of[order_id] = rows
         replica.rows_in[State.READY] -= len(rows)
@@ -152,17 +151,11 @@ class Pool:
         """
         replica.rows_in[State.STEPPING] -= len(sequences)
         replica.rows_in[State.READY] += len(sequences)
-        ready_again, move = replica.ready_again, Move.STEPPED
-        committed, kept = [], 0
-        for sequence in sequences:
-            row = rows.get(sequence.id) or RowResult(sequence.id)
-            tokens, reason = sequence.commit(row)
-            kept += len(tokens)
-            sequence.move(move)
-            ready_again(sequence)
-            committed.append((tokens, reason))
+        move_all(sequences, State.STEPPING, Move.STEPPED)
+        committed = [one.commit(rows.get(one.id) or RowResult(one.id)) for one in sequences]
+        replica.ready_again(sequences)
         replica.lengths.grown(sequences)
-        self.outstanding_tokens -= kept
+        self.outstanding_tokens -= sum([len(tokens) for tokens, _ in committed])
         return committed
 
     def move(self, sequence: Sequence, move: Move) -> None:
@@ -187,7 +180,7 @@ class Pool:
             else:
                 del replica.suspects[sequence.id]
         elif after is State.READY:
-            replica.ready_again(sequence)
+            replica.ready_again([sequence])
 
     def send_back(self, sequences: Iterable[Sequence], first: bool = True) -> None:
         """Residents that lost their place wait again; with `first` before all classes."""

@@ -6,6 +6,7 @@ A record, not a policy: grouping and placement read it, the pool writes it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -236,13 +237,14 @@ class Replica:
         """How far the nearest resident's length is; 0 without residents, a group of its own."""
         return self.lengths.distance(length)
 
-    def ready_again(self, sequence: Sequence) -> None:
-        """No order holds it any more; the youngest of the ready rows, or of the suspects."""
-        if sequence.rows_limit is None:
-            new = not sequence.committed
-            self.ready.add(sequence.id, sequence.length, sequence.kind, new, sequence.limits)
-        else:
-            self.suspects[sequence.id] = sequence
+    def ready_again(self, sequences: Iterable[Sequence]) -> None:
+        """No order holds them any more; the youngest of the ready rows, or of the suspects."""
+        add = self.ready.add
+        for one in sequences:
+            if one.rows_limit is None:
+                add(one.id, one.length, one.kind, not one.committed, one.limits)
+            else:
+                self.suspects[one.id] = one
 
     def rows_in_flight(self) -> list[Sequence]:
         """Rows that orders hold, leaving ones included."""
