@@ -8,7 +8,7 @@ what the draft believes in most, it is that of such a token, and so a little too
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler.messages import RowResult
@@ -38,6 +38,14 @@ class _Class:
     def acceptance(self) -> float:
         return self.agreed / self.tried
 
+    def add(self, tried: int, agreed: int) -> None:
+        self.tried += tried
+        self.agreed += agreed
+        if self.tried > CLASS_TRIES:
+            fade = CLASS_TRIES / self.tried
+            self.tried *= fade
+            self.agreed *= fade
+
 
 class Acceptance:
     """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
@@ -59,25 +67,24 @@ class Acceptance:
         """The acceptance of a class lately."""
         return (self._greedy if greedy else self._sampled).acceptance
 
-    def observe(self, sequence: Sequence, row: RowResult) -> None:
-        """A row came back from an order. Where it drafted nothing its past fades all the same, so
-        that a row which was given up comes back to what its class shows."""
-        tried, agreed = sum(row.tried_at), sum(row.accepted_at)
-        keep = DECAY if row.steps == 1 else DECAY**row.steps
-        sequence.tried = tried_lately = keep * sequence.tried + tried
-        sequence.agreed = agreed_lately = keep * sequence.agreed + agreed
-        # By its own tries: towards the others' acceptance both kinds would come to look alike.
-        known = self._greedy if sequence.greedy else self._sampled
-        acceptance = (agreed_lately + known.agreed / known.tried) / (tried_lately + 1.0)
-        if acceptance < SELDOM_RIGHT or sequence.draft_len == 0:
-            sequence.kind = 1
-        elif acceptance > OFTEN_RIGHT:
-            sequence.kind = 0
-        if not tried:
-            return
-        known.tried += tried
-        known.agreed += agreed
-        if known.tried > CLASS_TRIES:
-            fade = CLASS_TRIES / known.tried
-            known.tried *= fade
-            known.agreed *= fade
+    def observe(self, sequences: Mapping[str, Sequence], results: Iterable[RowResult]) -> None:
+        """Rows came back from an order; those of no sequence are passed over. Where one drafted
+        nothing its past fades all the same, so that a row which was given up comes back to what its
+        class shows."""
+        for row in results:
+            sequence = sequences.get(row.sequence_id)
+            if sequence is None:
+                continue
+            tried, agreed = sum(row.tried_at), sum(row.accepted_at)
+            keep = DECAY if row.steps == 1 else DECAY**row.steps
+            sequence.tried = tried_lately = keep * sequence.tried + tried
+            sequence.agreed = agreed_lately = keep * sequence.agreed + agreed
+            # By its own tries: towards the others' acceptance both kinds would come to look alike.
+            known = self._greedy if sequence.greedy else self._sampled
+            acceptance = (agreed_lately + known.agreed / known.tried) / (tried_lately + 1.0)
+            if acceptance < SELDOM_RIGHT or sequence.draft_len == 0:
+                sequence.kind = 1
+            elif acceptance > OFTEN_RIGHT:
+                sequence.kind = 0
+            if tried:
+                known.add(tried, agreed)

@@ -73,7 +73,8 @@ class Fit:
     def __init__(self) -> None:
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._seen = 0
-        self._stale = 0
+        self._solved_at = 0
+        """Observations that `_cost` knows."""
         self._cost = LinearCost()
         self._kinds: int | None = 0
         """None: to be counted anew."""
@@ -83,7 +84,6 @@ class Fit:
         if seconds <= 0.0:
             return
         self._seen += 1
-        self._stale += 1
         key = (_tokens_key(tokens), round(2 * math.log2(kv + 1)) if kv else 0)
         cell = self._cells.get(key)
         if cell is None:
@@ -109,9 +109,9 @@ class Fit:
 
     def cost(self) -> LinearCost:
         """The fit as it stands; recomputed seldom once much was seen, for it takes its time."""
-        stale = self._stale
+        stale = self._seen - self._solved_at
         if stale > self._seen // 4 or stale > 4 * len(self._cells):
-            self._stale = 0
+            self._solved_at = self._seen
             self._cost = self._solve()
         return self._cost
 

@@ -111,6 +111,8 @@ def best_choice(
     a step costs beside its run; without `belief` all drafted tokens are verified.
     """
     rows, last_len = prices.rows, last.draft_len
+    # Shares are learned, so with them the curve need not be smooth.
+    falls = 1 if belief is None else 2
     # Asked for every draft length in turn: in full a step's time is that of a parabola.
     none_s, slope_s, bend_s = prices.parabola()
     none_s += per_step_s
@@ -135,6 +137,6 @@ def best_choice(
                 if goodput > best_goodput:
                     best_len, best_share, best_goodput, falling = draft_len, share, goodput, 0
         # Past the top of a curve that rises and then falls.
-        if falling >= 2 and draft_len >= last_len:
+        if falling >= falls and draft_len >= last_len:
             break
     return last if stay_goodput >= STAY * best_goodput else Choice(best_len, best_share)

@@ -224,11 +224,7 @@ class GoodputPolicy:
             plain_s = known.model.step_s(len(order.rows), 0, order.rows[-1].length)
             known.probe_s = max(result.times.total_s - result.steps * plain_s, 0.0)
             known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
-        observe = self._acceptance.observe
-        for row in result.rows:
-            sequence = rows.get(row.sequence_id)
-            if sequence is not None:
-                observe(sequence, row)
+        self._acceptance.observe(rows, result.rows)
         if self._config.draft_len is not None:
             # All draft alike, so who steps with whom is a matter of length alone.
             for sequence in rows.values():
