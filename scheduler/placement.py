@@ -211,7 +211,7 @@ def next_rows(
         choice.rows.append(sequence)
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
-        if tokens < sequence.chunk(sequence.fill):
+        if tokens < sequence.chunk(sequence.fill) or len(choice.rows) >= rows_most:
             break
         room = room.less(tokens)
     choice.overtaken = [
