@@ -30,7 +30,7 @@ from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, pair_shape, plan_memory
 from replicas.pair import PairRefused, load_pair, read_pair, resolve_device
-from replicas.ranks import ANSWER_S, Failure, Ranks, ReplicaBroken
+from replicas.ranks import DONE_S, FAILED_S, Failure, Ranks, ReplicaBroken
 from replicas.replica import Replica
 from replicas.sharding import NotDivisible, check_divisible
 from scheduler.messages import Order, ReplicaSpec, StepResult
@@ -88,7 +88,8 @@ class ParallelReplica:
         self._folder.cleanup()
 
     def _compare(self, own: object) -> None:
-        for rank, answer in enumerate(self._ranks.collect(ANSWER_S), start=1):
+        answers = self._ranks.collect(FAILED_S if isinstance(own, Failure) else DONE_S)
+        for rank, answer in enumerate(answers, start=1):
             if answer != own:
                 self._ranks.fail(f"rank {rank} answered {answer!r}, rank 0 {own!r}")
 

@@ -20,10 +20,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-ALONE_S = 5.0
+ALONE_S = 10.0
 """Ranks fail together or not at all: so long after one of them rank 0 has failed, too."""
-ANSWER_S = 30.0
-"""Ranks end an order together, but for what each does by itself after its last sum."""
+FAILED_S = 30.0
+"""And so long after rank 0 the others."""
+DONE_S = 240.0
+"""They end an order together, but for what each does by itself after the last sum: filling the
+draft's cache, for which a first pass may have to compile something."""
 _LEAVE_S = 10.0
 
 

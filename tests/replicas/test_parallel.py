@@ -163,7 +163,7 @@ def test_ranks_that_wait_for_rank_0_are_not_waited_for(
     double = load_parallel(config("tiny", tensor_parallel=2))
     loaded.append(double)
     assert len(run(double, 2, 2)) == 5
-    monkeypatch.setattr(parallel, "ANSWER_S", 0.5)
+    monkeypatch.setattr(parallel, "FAILED_S", 0.5)
     monkeypatch.setattr(double._replica._target, "forward", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ReplicaBroken, match=r"rank 1 has not answered 0\.5 s after rank 0"):
         run(double, 2, 2)
