@@ -91,7 +91,7 @@ class Plain:
 
 @cache
 def model(fuse: bool, dtype: torch.dtype = torch.float32) -> PagedModel:
-    return paged(uneven_model("qwen3").to(dtype), fuse, dtype)
+    return paged(uneven_model("qwen3").to(dtype), fuse, dtype=dtype)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
