@@ -23,6 +23,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.hopeless import hopeless_figures
 from benchmarks.measured import MeasuredWay
 from benchmarks.mixed import mixed_figures, mixed_requests
 from benchmarks.prompts import benchmark_tokens
@@ -32,6 +33,7 @@ from cluster.bench.transformers_runs import Assistance, Transformers
 from replicas.config import ReplicaConfig
 from replicas.pair import resolve
 from replicas.replica import Replica
+from replicas.shapes import is_planted
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 
@@ -95,6 +97,10 @@ def main() -> None:
         args.rounds,
     )
     figures |= {name: value for name, value in mixed.items() if isinstance(value, float)}
+    hopeless: dict[str, object] = {}
+    if config.draft is not None and None in args.draft_lens and not is_planted(config.draft):
+        hopeless = hopeless_figures(config, requests, args.batches, args.hopeless_rounds)
+    figures |= {name: value for name, value in hopeless.items() if isinstance(value, float)}
 
     print(table(("figure, median of the rounds", "value"), list(figures.items())))
     print(table(("outputs", "identical"), list((identical | sampled_identical).items())))
@@ -115,6 +121,7 @@ def main() -> None:
             "steps": {name: asdict(way.figures) for name, way in measured.items()},
             "sampled": sampled,
             "mixed": mixed,
+            "hopeless": hopeless,
         },
     )
 
@@ -235,6 +242,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mixed-limit", type=int, default=32, help="easy prompts of the mix")
     parser.add_argument("--mixed-new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--hopeless-rounds", type=int, default=7, help="rounds with a draft that is never right"
+    )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--device", default="auto")

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.hopeless import random_draft
 from benchmarks.measured import MeasuredWay, longest_wait
 from benchmarks.mixed import mixed_requests
+from replicas.config import ReplicaConfig
+from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, RowResult, StepResult
 from tests.tiny_pairs import tiny_replica
@@ -87,3 +91,16 @@ for name in ("ray", "grpc"):
 import benchmarks.engine, cluster.bench.compare, cluster.bench.engine
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_hopeless_draft_is_hardly_ever_right_and_changes_no_output(tmp_path: Path) -> None:
+    random_draft("demo", tmp_path)
+    config = ReplicaConfig(device="cpu", kv_blocks=200, draft=str(tmp_path))
+    replica = Replica.load(config)
+    requests = [Request(str(i), tuple(range(10 * i + 1, 10 * i + 20)), 24) for i in range(4)]
+    plain, drafting = (
+        MeasuredWay(replica, SchedulerConfig(rows_max=4, draft_len=k)) for k in (0, 4)
+    )
+    assert drafting(requests) == plain(requests)
+    assert drafting.figures.acceptance is not None
+    assert drafting.figures.acceptance < 0.02
