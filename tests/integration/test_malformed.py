@@ -62,6 +62,7 @@ UINT32 = st.one_of(st.integers(0, 400), st.integers(0, 2**32 - 1))
 FLOATS = st.one_of(st.floats(), st.sampled_from([0.0, -0.0, 1e-320, 1.0, 1e308, -1.0]))
 TEXT = st.one_of(st.text(max_size=20), st.sampled_from(["", "\x00", "x" * 5000, "😀" * 300]))
 LENGTHS = st.sampled_from([1, 2, 3, 64, 65, 511, 512, 513, 20_000])
+STOPS_BYTES = 5 << 20
 
 
 @st.composite
@@ -83,15 +84,19 @@ def requests(draw: st.DrawFn) -> pb.GenerateRequest:
     return message
 
 
+def repeated(text: str, times: int) -> list[str]:
+    """So often, but a few megabytes at most: more than the ingress takes, and not a hundred, which
+    would be a test of how fast this machine copies."""
+    return [text] * min(times, STOPS_BYTES // max(len(text.encode()), 1))
+
+
 FIELDS: dict[str, st.SearchStrategy[object]] = {
     "temperature": FLOATS,
     "top_k": INT32,
     "top_p": FLOATS,
     "min_p": FLOATS,
     "seed": INT64,
-    "stop": st.one_of(
-        st.lists(TEXT, max_size=3), st.builds(lambda text, n: [text] * n, TEXT, LENGTHS)
-    ),
+    "stop": st.one_of(st.lists(TEXT, max_size=3), st.builds(repeated, TEXT, LENGTHS)),
     "stop_token_ids": st.builds(lambda token, n: [token] * n, UINT32, LENGTHS),
     "ignore_eos": st.booleans(),
     "speculation": st.booleans(),
