@@ -278,10 +278,11 @@ def mlp_bytes(shape: ModelShape, tokens: int, item: int) -> int:
 
 
 def pass_bytes(shape: ModelShape, tokens: int, length: int, item: int) -> int:
-    """One forward pass but for its logits: the hidden states and the larger half of a layer."""
-    attention = attention_bytes(shape, tokens, item)
-    attention += folded_mask_bytes(shape, tokens, length, item)
-    half = max(attention, mlp_bytes(shape, tokens, item))
+    """One forward pass but for its logits: the hidden states and the larger half of a layer; all
+    layers share one folded mask."""
+    masks = folded_mask_bytes(shape, tokens, length, item)
+    attention = attention_bytes(shape, tokens, item) + masks
+    half = max(attention, mlp_bytes(shape, tokens, item) + masks // 2)
     return hidden_bytes(shape, tokens, item) + positions_bytes(shape, tokens, item) + half
 
 

@@ -118,6 +118,7 @@ class FusedDecoder:
         self._cos, self._sin = cos[0], sin[0]  # [context_len, rotated]
         self._rotate = sys.modules[type(first).__module__].apply_rotary_pos_emb
         self._in_place = self._rotates_halves()
+        self._other_half = torch.tensor([1, 0], device=self._embedding.device)
         # cos, and sin with the sign that its half gets: one look-up per pass.
         signed = torch.cat((-self._sin[:, : self._dim // 2], self._sin[:, self._dim // 2 :]), -1)
         self._table = torch.stack((self._cos, signed), dim=1)  # [context_len, 2, rotated]
@@ -131,7 +132,10 @@ class FusedDecoder:
         attend: Attend | None = None,
     ) -> torch.Tensor:  # [rows, width or logits_to_keep, vocab]
         """Logits of the window's positions; their KV entries are written on the way."""
-        further = {} if attend is None else {"in_place": attend}
+        further: dict[str, Any] = {"in_place": attend}
+        if attend is None:
+            # All layers fold the same mask.
+            further = {"folded_mask": window.folded_mask(self._heads // self._kv_heads)}
         rows, width = tokens.shape
         x = embedding(tokens.reshape(-1), self._embedding)
         positions = window.positions.reshape(-1)
@@ -160,7 +164,7 @@ class FusedDecoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
         window: Window,
-        further: dict[str, Attend],
+        further: dict[str, Any],
     ) -> torch.Tensor:  # [tokens, heads * head_dim]
         heads, turned = self._heads, self._heads + self._kv_heads
         qkv = layer.qkv(x).view(x.shape[0], -1, self._dim)
@@ -170,7 +174,7 @@ class FusedDecoder:
             both.copy_(rms_norm(both, (self._dim,), None, eps)).mul_(weight)
         if self._in_place:
             halves = both.view(-1, turned, 2, self._dim // 2)
-            swapped = halves.flip(2)
+            swapped = halves.index_select(2, self._other_half)
             both.mul_(cos)
             halves.addcmul_(swapped, sin)
         else:

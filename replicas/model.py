@@ -49,12 +49,13 @@ def paged_attention(
     attention_mask: torch.Tensor | None,  # [rows or 1, 1, width, length], 0 or -inf
     scaling: float | None = None,
     in_place: Attend | None = None,
+    folded_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim]
     """Attention for transformers' interface; query heads that share a KV head become its rows.
 
-    Folding the query group into the width spares a repeated copy of keys and values. In place they
-    are the whole cache, which is read by `in_place`.
+    Folding the query group into the width spares a repeated copy of keys and values; the mask may
+    come folded. In place keys and values are the whole cache, which is read by `in_place`.
     """
     refuse_other_maths(kwargs)
     if in_place is not None:
@@ -64,7 +65,9 @@ def paged_attention(
     group = heads // kv_heads
     if group > 1:
         query = query.reshape(rows, kv_heads, group * width, dim)
-        if attention_mask is not None and width > 1:
+        if folded_mask is not None:
+            attention_mask = folded_mask
+        elif attention_mask is not None and width > 1:
             masks, _, _, length = attention_mask.shape
             attention_mask = attention_mask.expand(masks, group, width, length).reshape(
                 masks, 1, group * width, length

@@ -117,6 +117,14 @@ class Window:
         positions = self.positions.reshape(-1)[cells][None]
         return replace(self, positions=positions, slots=self.slots[cells], cells=cells)
 
+    def folded_mask(self, group: int) -> torch.Tensor | None:  # [.., 1, group * width, length]
+        """The mask where `group` query heads that share a KV head are rows of one."""
+        if self.mask is None or group == 1 or self.width == 1:
+            return self.mask
+        masks, _, width, length = self.mask.shape
+        shape = (masks, 1, group * width, length)
+        return self.mask.expand(masks, group, width, length).reshape(shape)
+
     def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
         """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
         shape = (self.rows, self.width, *x.shape[1:])
