@@ -23,7 +23,7 @@ CLASS_TRIES = 400.0
 FIRST_GUESS = 0.6
 """Acceptance of a class of which nothing is known; a guess that lasts for a few tries."""
 _GUESS_TRIES = 4.0
-SELDOM_RIGHT = 0.1
+SELDOM_RIGHT = 0.15
 """A sequence whose acceptance falls below it is of the kind for which drafts are seldom right.
 
 Two kinds fill fewer groups than one, and real text has passages at which drafts fail for a while:

@@ -27,7 +27,7 @@ that are read, 33 % are beyond a row's own in order of arrival (w = 1), 15 % wit
 and 6 % with 4. Who falls behind for more rounds ends later, so the slowest of a hundred requests
 gain up to w = 3 and lose with more (`lockstep simulate --baseline eqspec`).
 
-Kinds. A row is of one of two kinds: the draft is often right about it, or seldom; see `acceptance`.
+Kinds. A row is of one of two kinds: the draft is right about it at times, or hardly ever; see `acceptance`.
 A step drafts as many tokens for all its rows, so rows of one kind belong together: rules 1 and 2
 look at the oldest row's kind alone, or else the other one, if there are rows enough for a group,
 and at both kinds together only if neither has.
