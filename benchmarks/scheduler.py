@@ -29,6 +29,7 @@ from statistics import fmean, median
 
 from benchmarks.report import table, write_json
 from scheduler.config import SchedulerConfig
+from scheduler.garbage import collect_seldom
 from scheduler.messages import (
     Action,
     Cancel,
@@ -298,6 +299,7 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=2000, help="orders answered per round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    collect_seldom()  # as the pool's process does
     costs: list[Cost] = []
     probes: list[float] = []
     for live in LIVE:

@@ -32,6 +32,7 @@ from cluster.protocol import (
     StopReply,
     SubmitReply,
 )
+from scheduler.garbage import collect_seldom
 from scheduler.messages import ReplicaSpec, StepFailed, StepResult, Submit
 
 log = logging.getLogger("lockstep.pool")
@@ -51,6 +52,7 @@ class PoolProcess(PoolActor):
 
     def __init__(self, config: ClusterConfig) -> None:
         log_to_stderr()
+        collect_seldom()
         super().__init__(config, process_lives, _leave, PoolMeter(ray_sink()))
         self._line = LineServer({"pull": self.pull, "submit": self.submit, "news": self.news})
 

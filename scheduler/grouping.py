@@ -27,10 +27,10 @@ that are read, 33 % are beyond a row's own in order of arrival (w = 1), 15 % wit
 and 6 % with 4. Who falls behind for more rounds ends later, so the slowest of a hundred requests
 gain up to w = 3 and lose with more (`lockstep simulate --baseline eqspec`).
 
-Kinds. A row is of one of two kinds: the draft is right about it at times, or hardly ever; see `acceptance`.
-A step drafts as many tokens for all its rows, so rows of one kind belong together: rules 1 and 2
-look at the oldest row's kind alone, or else the other one, if there are rows enough for a group,
-and at both kinds together only if neither has.
+Kinds. A row is of one of two kinds: the draft is right about it at times, or hardly ever; see
+`acceptance`. A step drafts as many tokens for all its rows, so rows of one kind belong together:
+rules 1 and 2 look at the oldest row's kind alone, or else the other one, if there are rows enough
+for a group, and at both kinds together only if neither has.
 
 Narrow rows. A request, or the config, may limit the rows of a row's group or their spread (see
 `narrowing`). G is then the groups of the free rows and those of the narrow ones. Rule 3 takes the
