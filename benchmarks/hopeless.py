@@ -50,7 +50,7 @@ def hopeless_figures(
             PLAIN: MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=0)),
             CHOSEN: MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=None)),
         }
-        asked = requests[: 2 * batch]
+        asked = requests[: 8 + 2 * batch]
         expected = ways[PLAIN](asked)
         ways[CHOSEN](asked[:1])  # warm-up
         contenders = take_turns(ways, asked, rounds, expected)
