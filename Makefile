@@ -33,12 +33,11 @@ TOGETHER := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATUR
 ALONE := $(BIN)/python -m pytest $(addprefix --ignore=,$(STEPS) $(SCHEDULES))
 
 test: $(SETUP)  ## everything that CI runs
-	$(TOGETHER) test-steps test-schedules
-	$(ALONE)
+	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; $(ALONE) || failed=1; exit $$failed
 
 test-fast: $(SETUP)  ## without the tests that start a real Ray
-	$(TOGETHER) test-steps test-schedules
-	$(ALONE) -m 'not ray'
+	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; \
+	$(ALONE) -m 'not ray' || failed=1; exit $$failed
 
 test-steps: $(SETUP)
 	$(BIN)/python -m pytest $(STEPS)

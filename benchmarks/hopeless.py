@@ -7,14 +7,13 @@ draft length differs from it by what it takes to find out, and to look again now
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measured import MeasuredWay
 from cluster.bench.compare import ratio, take_turns
@@ -28,9 +27,9 @@ PLAIN, CHOSEN = "k = 0", "k chosen"
 
 
 def random_draft(like: str, folder: Path) -> None:
-    """Save a draft of that model's shape and tokenizer with random weights into the folder."""
-    source = Path(resolve(like))
-    shutil.copytree(source, folder, dirs_exist_ok=True)
+    """Save a draft of that draft's shape and tokenizer with random weights into the folder."""
+    source = resolve(like, "draft")
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(folder)
 

@@ -180,14 +180,14 @@ class RayPool:
             actor = self._actor or await self._found()
             reply = getattr(actor, method).remote(*args)
             return await asyncio.wait_for(reply, wait_s + _ANSWER_S)
+        except RayTaskError:
+            # The pool did answer, that it has a fault; it is of the fault's own type, too.
+            raise
         except ActorDiedError as error:
             self._actor = None
             raise PoolUnreachable(str(error)) from error
         except (TimeoutError, ValueError) as error:
             raise PoolUnreachable(str(error)) from error
-        except RayTaskError:
-            # The pool did answer, that it has a fault.
-            raise
         except RayError as error:
             # There are many: the reply may have been lost with its node, the control plane restart.
             raise PoolUnreachable(str(error)) from error

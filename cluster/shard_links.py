@@ -92,18 +92,13 @@ class ShardLinks:
         most; once its link knows that it hangs, not at all.
         """
         asked = [self._ask(shard) for shard in range(len(self._pools))]
-        try:
-            waiting = [ask for ask, link in zip(asked, self.links, strict=True) if link.answered]
-            await asyncio.wait(waiting or asked, timeout=_STATUS_S)
-            while not any(_has_answered(ask) for ask in asked):
-                rest = [ask for ask in asked if not ask.done()]
-                if not rest:
-                    break
-                await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            # Whoever looks next waits for the same answer, so that a pool which hangs has not one
-            # call more to answer for every look.
-            self._asked = [None if ask.done() else ask for ask in asked]
+        waiting = [ask for ask, link in zip(asked, self.links, strict=True) if link.answered]
+        await asyncio.wait(waiting or asked, timeout=_STATUS_S)
+        while not any(_has_answered(ask) for ask in asked):
+            rest = [ask for ask in asked if not ask.done()]
+            if not rest:
+                break
+            await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
         views, silent = [], []
         for name, ask in zip(self._names, asked, strict=True):
             if _has_answered(ask):
@@ -144,7 +139,11 @@ class ShardLinks:
     def _ask(self, shard: int) -> asyncio.Task[PoolView]:
         ask = self._asked[shard]
         if ask is None or ask.done():
-            ask = asyncio.get_running_loop().create_task(self._status_of(shard))
+            # Whoever looks meanwhile waits for the same answer, so that a pool which hangs has not
+            # one call more to answer for every look.
+            ask = self._asked[shard] = asyncio.get_running_loop().create_task(
+                self._status_of(shard)
+            )
             ask.add_done_callback(_retrieved)
         return ask
 

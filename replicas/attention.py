@@ -113,7 +113,16 @@ def _chosen(model: PagedModel, role: str, config: ReplicaConfig, place: Place) -
 @torch.inference_mode()
 def quickest(model: PagedModel, makes: Mapping[str, Make], place: Place) -> str:
     """Give the model the fastest of gathering and these, leave out those that fail or differ."""
-    times = {GATHER: measured(model, place)}
+    try:
+        times = {GATHER: measured(model, place)}
+    except Exception as error:
+        # It cannot be recorded, say: it serves unrecorded, and there is nothing to compare with.
+        _log.info(
+            "attention: gather, whose passes cannot be timed: %s", str(error).splitlines()[:1]
+        )
+        model.attend(None)
+        model.clear()
+        return GATHER
     usable: dict[str, InPlace | None] = {GATHER: None}
     for name, make in makes.items():
         try:

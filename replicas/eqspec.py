@@ -104,7 +104,7 @@ def step(
         k,
         trimmed if trimmed is not None and trimmed < rows * k else None,
         Span.of(starts, k + 2, group.table, shape),
-        starts,
+        starts if group.table.device.type == "cpu" else None,
     )
     proposal = propose(target, draft, inputs, shape, watch)
     # One transfer, the step's only synchronisation.
@@ -236,6 +236,8 @@ def _most_believed(
     always hold whole beginnings of rows. Tokens beyond a row's own draft length come last.
     """
     rows, k = belief.shape
+    # A draft beyond the range of its numbers believes in nothing from there on.
+    belief = belief.nan_to_num(nan=-torch.inf)
     beyond = torch.arange(k, device=belief.device) >= draft_lens
     # A parallel sum may round a later total above an earlier one.
     falling = belief.cummin(dim=1).values.masked_fill(beyond, -torch.inf)

@@ -187,7 +187,7 @@ class Layout:
             assert span is not None, "starts on a device come with their span"
             first: Any = starts
         else:
-            span = Span.of(starts, width, table, shape)
+            span = span or Span.of(starts, width, table, shape)
             first = upload(starts, torch.int64, table.device)
         if self._on_host:
             columns, first = table.numpy(), first.numpy()

@@ -129,6 +129,11 @@ def load_parallel(config: ReplicaConfig) -> ParallelReplica:
     ranks = Ranks(others, processes)
     try:
         replica = _load(config, 0, meeting, lambda: _all_here(ranks), lambda p: _least(p, ranks))
+        parallel = ParallelReplica(replica, ranks, folder)
+        if ranks.broken is not None:
+            raise ranks.broken
+        if config.calibrate:
+            parallel.spec = dataclasses.replace(parallel.spec, timings=calibrate(parallel))
     except BaseException as error:
         for process in processes:
             process.kill()
@@ -139,9 +144,6 @@ def load_parallel(config: ReplicaConfig) -> ParallelReplica:
         if ranks.broken is not None and isinstance(error, RuntimeError):
             raise PairRefused(f"tensor_parallel: {ranks.broken}") from error
         raise
-    parallel = ParallelReplica(replica, ranks, folder)
-    if config.calibrate:
-        parallel.spec = dataclasses.replace(parallel.spec, timings=calibrate(parallel))
     return parallel
 
 

@@ -8,6 +8,7 @@ process group's timeout.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import queue
 import threading
@@ -19,6 +20,8 @@ from multiprocessing.context import SpawnProcess
 from typing import NoReturn
 
 import torch.distributed as dist
+
+_log = logging.getLogger("lockstep.replica")
 
 ALONE_S = 10.0
 """Ranks fail together or not at all: so long after one of them rank 0 has failed, too."""
@@ -156,9 +159,12 @@ class Ranks:
             self._broken = ReplicaBroken(message)
         for process in self._processes:
             process.kill()
+        for waiting in self._answers:
+            waiting.put(_Gone())
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "nccl":
             # Its sums do not notice that a peer has ended.
-            group.abort()
-        for waiting in self._answers:
-            waiting.put(_Gone())
+            try:
+                group.abort()
+            except Exception:
+                _log.exception("the group of ranks could not be aborted")

@@ -139,8 +139,8 @@ class GoodputPolicy:
 
     While 0 is chosen, a draft token is proposed now and then to see whether acceptance has changed,
     for at most PROBE_SHARE of the time. A draft length in the config, or of a request for its own
-    row, is followed, and then all drafted tokens are verified; so are they where a request of a row
-    wants it.
+    row, is followed; all drafted tokens are then verified where it is the config's or the longest
+    of its group, and where a request of a row wants it.
 
     Steps of an order: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
     much as takes the time of a step where a full group steps, of more where fewer rows do.

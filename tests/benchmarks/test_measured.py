@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from benchmarks.hopeless import random_draft
 from benchmarks.measured import MeasuredWay, longest_wait
 from benchmarks.mixed import mixed_requests
 from replicas.config import ReplicaConfig
+from replicas.demo import DRAFT_DIR
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, RowResult, StepResult
@@ -95,6 +97,8 @@ import benchmarks.engine, cluster.bench.compare, cluster.bench.engine
 
 def test_a_hopeless_draft_is_hardly_ever_right_and_changes_no_output(tmp_path: Path) -> None:
     random_draft("demo", tmp_path)
+    shape = AutoConfig.from_pretrained(tmp_path)
+    assert shape.num_hidden_layers == AutoConfig.from_pretrained(DRAFT_DIR).num_hidden_layers
     config = ReplicaConfig(device="cpu", kv_blocks=200, draft=str(tmp_path))
     replica = Replica.load(config)
     requests = [Request(str(i), tuple(range(10 * i + 1, 10 * i + 20)), 24) for i in range(4)]

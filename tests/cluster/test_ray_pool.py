@@ -149,9 +149,14 @@ def test_whatever_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(error: 
     asyncio.run(test())
 
 
-def test_a_fault_of_the_pool_is_told_as_one() -> None:
+@pytest.mark.parametrize(
+    "fault", [AssertionError("a broken invariant"), ValueError("wrong"), TimeoutError("late")]
+)
+def test_a_fault_of_the_pool_is_told_as_one(fault: Exception) -> None:
+    """Ray raises an error that is of the fault's own type as well."""
+
     async def fails() -> None:
-        raise RayTaskError("status", "its traceback", AssertionError("a broken invariant"))
+        raise RayTaskError("status", "its traceback", fault).as_instanceof_cause()
 
     async def test() -> None:
         actor = SimpleNamespace(status=SimpleNamespace(remote=fails))

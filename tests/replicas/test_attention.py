@@ -271,3 +271,15 @@ def test_prefill_gathers_where_each_of_its_shapes_would_be_compiled(
     one.forward(torch.ones((1, 7), dtype=torch.int64), window)
     assert in_place.passes == before + 1
     one.attend(None)
+
+
+def test_where_gathering_cannot_be_timed_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that cannot be recorded runs unrecorded, so that is no reason to refuse it."""
+
+    def cannot(model: PagedModel, place: Place) -> list[float]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(attention, "measured", cannot)
+    one = model(True)
+    assert quickest(one, {"good": Plain}, PLACE) == GATHER
+    assert one._in_place is None

@@ -162,6 +162,17 @@ def test_the_most_believed_draft_tokens_are_whole_beginnings(count: int, kept: l
         assert sorted(column[row == one].tolist()) == list(range(kept[one]))
 
 
+def test_a_draft_that_is_no_number_any_more_is_not_believed() -> None:
+    belief = torch.tensor([[-0.1, torch.nan, torch.nan], [-0.2, -0.3, -0.4]])
+    for count in range(1, 7):
+        row, column = _most_believed(belief, torch.tensor([[3], [3]]), count)
+        for one in (0, 1):
+            columns = sorted(column[row == one].tolist())
+            assert columns == list(range(len(columns)))
+        if count <= 4:
+            assert (row == 0).sum() == 1
+
+
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 6))
 def test_no_draft_token_is_checked_without_those_before_it(seed: int, rows: int, k: int) -> None:
     """Ties, certainties and rounding included."""

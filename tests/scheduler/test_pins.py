@@ -1,5 +1,6 @@
 """Proves that a request's pins hold in every order, narrow them and never widen, and that whoever
-pins waits no longer than the bound and makes nobody else wait longer.
+pins, and whoever steps beside it, waits no longer than the bound, in which narrow rows count as
+groups.
 """
 
 from __future__ import annotations

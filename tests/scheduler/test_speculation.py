@@ -153,7 +153,7 @@ def test_the_draft_length_comes_to_the_greatest_goodput(
     for _ in range(200):
         pair.turn(policy, rows, 1)
         chosen.append(pair.goodput(count, policy.beliefs("r").draft_len))
-    assert sum(chosen) / len(chosen) >= 0.88 * best
+    assert sum(chosen) / len(chosen) >= (0.92 if count > 1 else 0.88) * best
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
