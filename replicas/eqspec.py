@@ -71,7 +71,8 @@ class Inputs:
     """Fewer than rows * k, or None."""
     span: Span
     starts: Sequence[int] | None = None
-    """The first positions once more, where the host knows them and shapes may depend on them."""
+    """The first positions once more, where the host does the index arithmetic: on a CPU. None:
+    those of `state` are taken, and nothing is read back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +157,7 @@ def propose(
     # and the draft is fed its own last id in place of one that only the target has.
     shared = target.vocab if draft is None else min(target.vocab, draft.vocab)
     # Logits at position p choose the token of position p + 1.
-    noise = None
-    if inputs.sampling.any_sampled:
-        noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
+    noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
     proposed = [tail[:, 1:]]  # each [rows, 1], from the last committed token on
     belief = []
     for j in range(inputs.k):
