@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from replicas.config import ReplicaConfig
 from scheduler.autoscaling import AutoscalingConfig
@@ -55,13 +63,28 @@ class PoolConfig(_Settings):
     probe_s: float = Field(
         0.5, gt=0, description="How often Ray is asked whether a replica's process lives."
     )
-    tick_s: float = Field(0.05, gt=0, description="How often deadlines and leases are checked.")
+    tick_s: float = Field(
+        0.05,
+        gt=0,
+        validate_default=True,
+        description="How often deadlines and leases are checked; at most a quarter of lease_s.",
+    )
     gather_ms: float = Field(
         25.0, ge=0, description="How long news that is not urgent may wait for more of it."
     )
     idle_exit_s: float = Field(
         60.0, gt=0, description="The actor leaves when nobody has talked to it for so long."
     )
+
+    @field_validator("tick_s")
+    @classmethod
+    def _ticks_are_told_from_a_standstill(cls, tick_s: float, info: ValidationInfo) -> float:
+        # A tick that comes half a lease after the last one says that the pool's own process stood
+        # still, and then nobody's lease ends: with slow ticks it would never end.
+        lease_s = info.data.get("lease_s")
+        if lease_s is not None and tick_s > lease_s / 4:
+            raise ValueError(f"must be at most a quarter of lease_s ({lease_s:g}), is {tick_s:g}")
+        return tick_s
 
 
 class IngressConfig(_Settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,18 @@ def test_sections_and_short_names_mix() -> None:
         ({"draft_len": 2, "scheduler": {"draft_len": 3}}, "scheduler.draft_len"),
         ({"scheduler": "fast"}, "scheduler"),
         ({"scheduler": "fast", "draft_len": 2}, "draft_len"),
+        ({"pool": {"tick_s": 1.6}}, "pool.tick_s: must be at most a quarter of lease_s (3)"),
+        ({"pool": {"lease_s": 0.1}}, "pool.tick_s: must be at most a quarter of lease_s (0.1)"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(args: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(named)):
         from_args(args)
+
+
+@pytest.mark.parametrize("pool", [{"lease_s": 0.4, "tick_s": 0.1}, {"tick_s": 0.75}])
+def test_the_slowest_tick_with_which_leases_end(pool: dict[str, float]) -> None:
+    assert from_args({"pool": pool}).pool.tick_s == pool["tick_s"]
 
 
 def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
