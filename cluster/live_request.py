@@ -38,6 +38,8 @@ class LiveRequest:
     unreachable: bool = False
     shard: int = 0
     """The shard that it was handed to."""
+    full: dict[int, Reject] = field(default_factory=dict)
+    """What shards have said whose queue had no room for it."""
 
     @property
     def tokens_left(self) -> int:

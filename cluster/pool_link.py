@@ -18,7 +18,16 @@ from dataclasses import replace
 
 from cluster.live_request import LiveRequest
 from cluster.protocol import News, NewsReply, PoolLoad, PoolPort, PoolUnreachable, silence_s
-from scheduler.messages import Blamed, Finish, FinishReason, Request, Submit, Usage
+from scheduler.messages import (
+    Blamed,
+    Finish,
+    FinishReason,
+    Reject,
+    RejectCode,
+    Request,
+    Submit,
+    Usage,
+)
 from scheduler.sharding import ShardLoad
 
 log = logging.getLogger("lockstep.ingress")
@@ -45,11 +54,14 @@ class PoolLink:
         clock: Callable[[], float] = time.monotonic,
         heard: Callable[[], None] = lambda: None,
         unfinished: Callable[[], int] | None = None,
+        overloaded: Callable[[LiveRequest, Reject], Reject | None] = lambda _live, reject: reject,
     ) -> None:
         """Requests end as unreachable when the pool does not answer for `unreachable_s`.
 
         `heard` is called when the pool has said something new of itself; `unfinished` counts all
-        requests of this process, where there are more than those of this link.
+        requests of this process, where there are more than those of this link. `overloaded` is told
+        of a request that the pool's queue has no room for, which this link has forgotten; it says
+        with what the request ends, or None where it goes on elsewhere.
         """
         self._pool = pool
         self._name = name
@@ -58,6 +70,7 @@ class PoolLink:
         self._clock = clock
         self._heard = heard
         self._unfinished = unfinished or (lambda: len(self._live))
+        self._overloaded = overloaded
         self._live: dict[str, LiveRequest] = {}
         self._left: dict[str, LiveRequest] = {}
         """Requests that went on elsewhere and of which the pool has not said what they used."""
@@ -213,8 +226,15 @@ class PoolLink:
             for reject in reply.rejects:
                 self._left.pop(reject.request_id, None)
                 if (live := self._live.pop(reject.request_id, None)) is not None:
-                    live.reject = reject
-                    live.end()
+                    self._refused(live, reject)
+
+    def _refused(self, live: LiveRequest, reject: Reject) -> None:
+        last: Reject | None = reject
+        if reject.code is RejectCode.OVERLOADED and not live.cancelled:
+            last = self._overloaded(live, reject)
+        if last is not None:
+            live.reject = last
+            live.end()
 
     def _next_call(self) -> tuple[list[LiveRequest], list[str]]:
         """Requests to submit, and those to cancel; what is left goes out with the next call."""

@@ -15,8 +15,8 @@ from dataclasses import replace
 from cluster.live_request import LiveRequest
 from cluster.pool_link import PoolLink
 from cluster.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
-from scheduler.messages import Request
-from scheduler.sharding import choose_shard
+from scheduler.messages import Reject, Request
+from scheduler.sharding import choose_shard, next_shard
 
 log = logging.getLogger("lockstep.ingress")
 
@@ -56,6 +56,7 @@ class ShardLinks:
                 clock,
                 self._heard,
                 lambda: self.unfinished,
+                self._overloaded,
             )
             for shard, pool in enumerate(pools)
         ]
@@ -153,6 +154,21 @@ class ShardLinks:
     def _choose(self, tokens: int) -> int:
         self._turn += 1
         return choose_shard([link.load for link in self.links], tokens, self._turn)
+
+    def _overloaded(self, live: LiveRequest, reject: Reject) -> Reject | None:
+        """A shard's queue is full: another one is asked. Refused is what all of them refuse, to
+        come back when the first of them has room."""
+        live.full[live.shard] = reject
+        self._turn += 1
+        loads = [link.load for link in self.links]
+        shard = next_shard(loads, live.full, live.tokens_left, self._turn)
+        if shard is None:
+            return min(live.full.values(), key=lambda refused: refused.retry_after_s)
+        # No pool has accepted it: the next one may refuse it as well.
+        live.sent = False
+        live.shard = shard
+        self.links[shard].adopt(live)
+        return None
 
     def _heard(self) -> None:
         if any(link.stopping.is_set() for link in self.links):

@@ -6,7 +6,7 @@ A scheduler knows one shard and nothing of the others. Whoever brings requests c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from scheduler.messages import FinishReason
@@ -40,6 +40,25 @@ def choose_shard(loads: Sequence[ShardLoad], tokens: float = 0.0, turn: int = 0)
         return not load.answers, load.serving == 0, share, (index - turn) % len(loads)
 
     return min(range(len(loads)), key=due)
+
+
+def next_shard(
+    loads: Sequence[ShardLoad], full: Collection[int], tokens: float = 0.0, turn: int = 0
+) -> int | None:
+    """Index of the shard that is offered what the shards in `full` had no room for; None: no other.
+
+    Chosen as by `choose_shard` among those that would serve it: one that does not answer, or has no
+    replica while a full one has, would only keep it, and then hand it on past the bound of another.
+    """
+    serves = any(loads[shard].serving for shard in full)
+    rest = [
+        shard
+        for shard, load in enumerate(loads)
+        if shard not in full and load.answers and (load.serving or not serves)
+    ]
+    if not rest:
+        return None
+    return rest[choose_shard([loads[shard] for shard in rest], tokens, turn)]
 
 
 def shard_of_rank(rank: int, shards: int) -> int:

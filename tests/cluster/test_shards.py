@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from cluster import shard_links
-from cluster.config import from_args
+from cluster.config import ClusterConfig, from_args
 from cluster.live_request import LiveRequest
 from cluster.pool_actor import PoolActor
 from cluster.protocol import PoolUnreachable, PoolView
@@ -48,9 +48,9 @@ class Stuck(FakeReplica):
 class Shards:
     """Two pools that can be killed, one ingress's links to both, and replicas."""
 
-    def __init__(self) -> None:
-        self.wires = [Wire(CONFIG, seed=seed) for seed in range(2)]
-        poll_s = CONFIG.pool.poll_s
+    def __init__(self, config: ClusterConfig = CONFIG) -> None:
+        self.wires = [Wire(config, seed=seed) for seed in range(2)]
+        poll_s = config.pool.poll_s
         self.links = ShardLinks(self.wires, NAMES, "ingress", poll_s, MOVE_S, unreachable_s=5.0)
         self.runners: list[ReplicaRunner] = []
 
@@ -75,9 +75,9 @@ class Shards:
 
 
 @asynccontextmanager
-async def shards(*replicas: int) -> AsyncIterator[Shards]:
+async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterator[Shards]:
     """With so many replicas in each shard."""
-    made = Shards()
+    made = Shards(config)
     made.links.start()
     try:
         async with asyncio.timeout(30):
