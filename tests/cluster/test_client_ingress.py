@@ -86,7 +86,8 @@ def test_client_and_ingress_together_lose_and_repeat_nothing(temperature: float)
             async with AsyncClient(f"127.0.0.1:{port}", retry=QUICK) as client:
                 request = pb.GenerateRequest(
                     prompt=PROMPT,
-                    max_new_tokens=80,
+                    max_new_tokens=200,
+                    pins=pb.Pins(steps_per_order_max=1),
                     temperature=temperature,
                     stop=["qqqq"],
                     request_id="mine",
@@ -98,7 +99,7 @@ def test_client_and_ingress_together_lose_and_repeat_nothing(temperature: float)
             assert joined(chunks) == (whole.text, list(whole.token_ids))
             end = chunks[-1].end
             assert end.recovered == broken.fruitful >= 2
-            assert end.usage.completion_tokens == 80
+            assert end.usage.completion_tokens == 200
             await server.stop(None)
 
     asyncio.run(test())

@@ -151,20 +151,20 @@ def test_a_terminator_that_refuses_the_call_is_not_asked_again(code: StatusCode)
 @pytest.mark.parametrize(
     ("begun_s", "error", "says"),
     [
-        (-1.0, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
-        (-1.0, LOST, StatusCode.DEADLINE_EXCEEDED),
+        (-61.0, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
+        (-61.0, LOST, StatusCode.DEADLINE_EXCEEDED),
         # What the server says of the request itself stays as it is.
-        (-1.0, error_of(StatusCode.INVALID_ARGUMENT), StatusCode.INVALID_ARGUMENT),
+        (-61.0, error_of(StatusCode.INVALID_ARGUMENT), StatusCode.INVALID_ARGUMENT),
         # Time is left, but not for a pause: who is not reachable is not called late.
-        (-0.49, LOST, StatusCode.UNAVAILABLE),
+        (-30.0, LOST, StatusCode.UNAVAILABLE),
     ],
 )
 def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
     begun_s: float, error: grpc.RpcError, says: StatusCode
 ) -> None:
-    policy = RetryPolicy(backoff_s=5.0, backoff_s_max=5.0)
+    policy = RetryPolicy(backoff_s=100.0, backoff_s_max=100.0)
     lanes = Lanes(grpc.insecure_channel, "localhost:1", None, policy)
-    attempts = Attempts(policy, time.monotonic() + begun_s, (0.5,))
+    attempts = Attempts(policy, time.monotonic() + begun_s, (60.0,))
     with pytest.raises(grpc.RpcError) as raised:
         lanes.pause_s(lanes.current, attempts, error, streaming=False)
     assert raised.value.code() is says

@@ -24,7 +24,7 @@ from scheduler.messages import Order, Priority, Request, StepResult
 from tests.cluster import test_ingress
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_http import http
-from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
+from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream, until
 
 AWAY = "ipv4:192.0.2.7:5000"
 REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=8)
@@ -180,7 +180,7 @@ def test_a_used_up_rate_is_refused_with_the_time_to_come_back(keys: Path) -> Non
         async with ingress(step_s=0.05, config=keyed(keys)) as made:
             big = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=110)
             first = asyncio.ensure_future(made.Generate(big, Context(f"Bearer {key}")))
-            await asyncio.sleep(0.1)
+            await until(lambda: made._link.unfinished == 1)
             unary, streamed = Context(f"Bearer {key}"), Context(f"Bearer {key}")
             await made.Generate(big, unary)
             await stream(made, big, streamed)
@@ -204,6 +204,11 @@ def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with
 
     async def test() -> None:
         async with ingress(step_s=0.02, config=config) as made:
+            uses = made._door._tenants if with_key else made._door._addresses
+
+            def in_flight() -> int:
+                return sum(use.in_flight for use in uses.values())
+
             long = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
             ends = [
                 # cancelled, refused by name, past its deadline, ended by a stop string, served
@@ -221,8 +226,8 @@ def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with
                 last = asyncio.ensure_future(
                     stream(made, long if cancel else request, Context(authorization))
                 )
-                await asyncio.sleep(0.03)
                 if cancel:
+                    await until(lambda: in_flight() == 2)
                     context = Context(authorization)
                     await made.Generate(REQUEST, context)
                     assert context.code is StatusCode.RESOURCE_EXHAUSTED

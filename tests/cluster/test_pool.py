@@ -30,7 +30,7 @@ CONFIG = from_args(
     {
         "scheduler": {"rows_max": 4},
         "pool": {"lease_s": 0.5, "poll_s": 0.1, "tick_s": 0.01, "gather_ms": 2, "probe_s": 0.02},
-        "actors": {"drain_s": 2},
+        "actors": {"drain_s": 20},
     }
 )
 TIMEOUT_S = 60.0
@@ -94,7 +94,7 @@ class World:
         timeout_s = options.pop("timeout_s", TIMEOUT_S)
         return self.link.submit(Request("x", tuple(prompt), count, **options), timeout_s)
 
-    async def until(self, condition: Callable[[], bool], bound_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], bound_s: float = 20.0) -> None:
         async with asyncio.timeout(bound_s):
             while not condition():
                 await asyncio.sleep(0.01)
@@ -191,7 +191,7 @@ def test_a_restarted_pool_is_told_everything_again() -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 60) for prompt in prompts(6)]
+            requests = [w.submit(prompt, 200) for prompt in prompts(6)]
             for _ in range(2):
                 await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
                 w.wire.restart()
@@ -230,7 +230,7 @@ def test_polls_that_overtake_submits_start_nothing_over() -> None:
         async with world() as w:
             w.wire.submits_late = True
             await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 60) for prompt in prompts(6)]
+            requests = [w.submit(prompt, 200) for prompt in prompts(6)]
             await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
             assert all(live.recovered == 0 for live in requests)
             w.wire.restart()
@@ -388,11 +388,14 @@ def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
     async def lives(process: FakeReplica) -> bool:
         return process not in dead
 
+    # Longer than the test may take.
+    pool = CONFIG.pool.model_copy(update={"lease_s": 100.0})
+
     async def test() -> None:
-        async with world(probe=lives) as w:
+        async with world(config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
             runner = await w.add_replica()
             dead.append(w.fakes[0])
-            await w.until(lambda: runner.replica_id not in w.wire.actor._replicas, 0.3)
+            await w.until(lambda: runner.replica_id not in w.wire.actor._replicas)
 
     asyncio.run(test())
 
@@ -439,7 +442,7 @@ def test_a_cancelled_request_frees_its_blocks() -> None:
             assert {live.finish.reason for live in requests if live.finish} == {
                 FinishReason.CANCELLED
             }
-            await w.until(lambda: w.reserved_blocks() == 0, 1.0)
+            await w.until(lambda: w.reserved_blocks() == 0)
 
     asyncio.run(test())
 
@@ -465,17 +468,22 @@ def test_an_ingress_that_no_longer_polls_loses_its_requests() -> None:
             await w.until(lambda: w.reserved_blocks() > 0)
             for task in w.link._tasks:
                 task.cancel()
-            await w.until(lambda: w.reserved_blocks() == 0, 2.0)
+            await w.until(lambda: w.reserved_blocks() == 0)
             assert not w.wire.actor._owners
 
     asyncio.run(test())
 
 
 def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
+    ahead_s = 0.0
+
     async def test() -> None:
-        async with world() as w:
+        nonlocal ahead_s
+        async with world(clock=lambda: time.monotonic() + ahead_s) as w:
             await w.add_replica(step_s=0.02)
-            live = w.submit([3, 4], 400, timeout_s=0.3)
+            live = w.submit([3, 4], 400, timeout_s=100.0)
+            await w.until(lambda: bool(live.tokens))
+            ahead_s = 101.0
             await finish([live])
             assert live.finish is not None
             assert live.finish.reason is FinishReason.DEADLINE
@@ -629,7 +637,9 @@ def test_a_replica_whose_orders_of_a_kind_all_fail_is_unhealthy(
 class Hanging(FakeReplica):
     """Steps end when `go` is set."""
 
-    go = threading.Event()
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
 
     def step(self, order: Any, *rest: Any) -> Any:
         self.go.wait(20)
@@ -637,25 +647,23 @@ class Hanging(FakeReplica):
 
 
 def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
-    config = CONFIG.model_copy(
-        update={"actors": CONFIG.actors.model_copy(update={"order_s_max": 0.3})}
-    )
-
     async def test() -> None:
         async with world() as w:
-            runner = ReplicaRunner(config, Hanging, [w.wire], "hanging")
+            fake = Hanging()
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "hanging")
             await runner.start()
             w.runners.append(runner)
             live = w.submit([7, 8], 10)
             await w.until(lambda: runner._order_began_s is not None)
             runner.check()
+            runner._order_s_max = 0.3
             await w.until(lambda: not w.wire.actor._replicas)
             with pytest.raises(ReplicaUnhealthy, match="runs for over"):
                 runner.check()
             await w.add_replica()
             await finish([live])
             assert_perfect([live])
-            Hanging.go.set()
+            fake.go.set()
             await asyncio.to_thread(_wait_for_idle, runner)
             assert len(w.wire.actor._replicas) == 1
             with pytest.raises(ReplicaUnhealthy, match="runs for over"):
@@ -729,7 +737,8 @@ def test_an_idle_pool_leaves() -> None:
     async def test() -> None:
         actor = PoolActor(config, leave=lambda: left.append(True))
         await actor.status()
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            while not left:
+                await asyncio.sleep(0.01)
 
     asyncio.run(test())
-    assert left

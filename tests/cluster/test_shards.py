@@ -28,6 +28,8 @@ from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
 
 MOVE_S = 0.1
+BOUND_S = 20.0
+"""For what happens at once, on a machine that does a hundred other things."""
 NAMES = ("shard-a", "shard-b")
 PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
 
@@ -66,7 +68,7 @@ class Shards:
         return self.links.submit(Request("x", tuple(prompt), count), TIMEOUT_S)
 
     async def until_serving(self, *serving: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(BOUND_S):
             while tuple(link.load.serving for link in self.links.links) != serving:
                 await asyncio.sleep(0.005)
 
@@ -96,6 +98,12 @@ async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterato
         for wire in made.wires:
             if wire.actor._ticker is not None:
                 wire.actor._ticker.cancel()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def check(lives: list[LiveRequest], count: int) -> None:
@@ -148,7 +156,7 @@ def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
         async with shards(1, 1) as s:
             lives = [s.submit(prompt, 200) for prompt in PROMPTS]
             left = [live for live in lives if live.shard == 0]
-            await asyncio.sleep(0.05)
+            await until(lambda: any(live.tokens for live in left))
             s.runners[0]._puller.cancel()
             await check(lives, 200)
             assert {live.shard for live in lives} == {1}
@@ -162,8 +170,7 @@ def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
                 assert usage.steps + usage.accepted_tokens >= 200
                 assert sum(usage.accepted_at) == usage.accepted_tokens
             # What was let go there is forgotten there, too.
-            await asyncio.sleep(0.05)
-            assert s.live() == [0, 0]
+            await until(lambda: s.live() == [0, 0])
 
     asyncio.run(test())
 
@@ -234,8 +241,9 @@ def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
             lives = [s.submit(prompt, 150) for prompt in PROMPTS]
             await asyncio.sleep(0.05)
             s.wires[0].loss = 1.0
-            await asyncio.sleep(0.05)
+            await until(lambda: not s.links.links[0].load.answers)
             # New ones go past it at once, before anybody has given it up.
+            assert {live.shard for live in lives} == {0, 1}
             new = s.submit(PROMPTS[0], 20)
             assert new.shard == 1
             await check(lives, 150)
@@ -265,12 +273,14 @@ def test_requests_leave_a_pool_that_only_says_it_lives() -> None:
 
 def test_a_cancel_finds_its_request_after_a_move() -> None:
     async def test() -> None:
-        async with shards(1, 1) as s:
+        async with shards(0, 0) as s:
+            for shard in (0, 1):
+                # None ends before it is cancelled.
+                await s.add_replica(shard, FakeReplica(step_s=0.5))
+            await s.until_serving(1, 1)
             lives = [s.submit(prompt, 400) for prompt in PROMPTS]
             s.runners[0]._puller.cancel()
-            async with asyncio.timeout(5):
-                while {live.shard for live in lives} != {1}:
-                    await asyncio.sleep(0.01)
+            await until(lambda: {live.shard for live in lives} == {1})
             for live in lives:
                 s.links.cancel(live)
             for live in lives:
@@ -306,12 +316,12 @@ def test_one_shard_that_stops_stops_the_server() -> None:
     async def test() -> None:
         async with shards(1, 1) as s:
             await s.wires[1].actor.stop_accepting(60.0)
-            await asyncio.wait_for(s.links.stopping.wait(), 1.0)
+            await s.links.stopping.wait()
             # The other one's news change nothing.
             await asyncio.sleep(3 * CONFIG.pool.poll_s)
             assert s.links.stopping.is_set()
             await s.wires[1].actor.stop_accepting(0.0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(BOUND_S):
                 while s.links.stopping.is_set():
                     await asyncio.sleep(0.01)
 
@@ -337,7 +347,7 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
     async def kill(s: Shards, live: LiveRequest) -> None:
         """The only replica of the shard that holds the request dies, in an order with it."""
         actor = s.wires[live.shard].actor
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(BOUND_S):
             while not any(replica.rows_in_flight() for replica in _replicas(actor)):
                 await asyncio.sleep(0.001)
         [replica_id] = actor._replicas
@@ -354,7 +364,7 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
             for deaths, shard in enumerate((1, 0), start=1):
                 await kill(s, deadly)
                 await add_replica(s, shard)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(BOUND_S):
                     while deadly.shard != shard:
                         await asyncio.sleep(0.01)
                 assert deadly.blame.deaths == deaths
@@ -408,7 +418,7 @@ def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.Mon
             assert silent == ["shard-a"]
             assert to_status(view).ready
             hanging.let_go.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(BOUND_S):
                 while (await s.links.status()).silent:
                     await asyncio.sleep(0.001)
 

@@ -7,6 +7,7 @@ Pool, replica and ingress run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
@@ -31,24 +32,28 @@ from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
 STOPPING = "the server is stopping"
+# So long that who learns of something by his next poll learns of it after the end of the test.
+SLOW_POLLS = from_args({"pool": {"gather_ms": 2, "poll_s": 60.0, "lease_s": 200.0}})
 
 
-async def stop(made: Ingress, cut: bool = False, for_s: float = 60.0) -> int:
+def pool_of(made: Ingress) -> PoolActor:
     [pool] = made._link._pools
     assert isinstance(pool, PoolActor)
-    reply = await pool.stop_accepting(for_s, cut)
-    await asyncio.wait_for(made._link.stopping.wait(), 0.5)
+    return pool
+
+
+async def stop(made: Ingress, cut: bool = False) -> int:
+    reply = await pool_of(made).stop_accepting(60.0, cut)
+    await made._link.stopping.wait()
     return reply.unfinished
 
 
 def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
     async def test() -> None:
-        async with ingress(step_s=0.01) as made:
+        async with ingress(step_s=0.01, config=SLOW_POLLS) as made:
             context = Context()
             running = asyncio.ensure_future(stream(made, LONG, context))
-            while not made._link.unfinished:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            await until(lambda: any(live.tokens for live in made._link.links[0]._live.values()))
             assert await stop(made) == 1
             with pytest.MonkeyPatch.context() as patch:
                 # The ingress knows by itself: nobody is asked, nothing is tokenized.
@@ -73,18 +78,23 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
 
 def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
     async def test() -> None:
-        async with ingress(step_s=0.05) as made:
+        # The requests would run for longer than the whole test may.
+        async with ingress(step_s=1.0, config=SLOW_POLLS) as made:
             streamed, unary = Context(), Context()
-            running = asyncio.ensure_future(stream(made, LONG, streamed))
+            chunks: list[pb.GenerateChunk] = []
+
+            async def read() -> None:
+                async for chunk in made.GenerateStream(LONG, streamed):
+                    chunks.append(chunk)
+
+            running = asyncio.ensure_future(read())
             asking = asyncio.ensure_future(made.Generate(LONG, unary))
-            while made._link.unfinished < 2:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            await until(lambda: bool(chunks) and made._link.unfinished == 2)
             await stop(made)
             assert not running.done()
             await stop(made, cut=True)
-            chunks = await asyncio.wait_for(running, 1)
-            await asyncio.wait_for(asking, 1)
+            await running
+            await asking
             for context in (streamed, unary):
                 assert (context.code, context.details) == (StatusCode.UNAVAILABLE, STOPPING)
             assert not any(chunk.HasField("end") for chunk in chunks)
@@ -92,9 +102,8 @@ def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
             assert tokens == perfect(PROMPT_IDS, len(tokens))
             assert 0 < len(tokens) < 300
             # The pool forgets them, too, long before they would have ended.
-            async with asyncio.timeout(0.5):
-                while await stop(made, cut=True):
-                    await asyncio.sleep(0.01)
+            while await stop(made, cut=True):
+                await asyncio.sleep(0.01)
 
     asyncio.run(test())
 
@@ -102,7 +111,7 @@ def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
 @pytest.mark.parametrize("service", ["", "lockstep.v1.Lockstep", "nobody"])
 def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with ingress(config=SLOW_POLLS) as made:
             seen: list[int] = []
 
             async def watch() -> None:
@@ -114,7 +123,7 @@ def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
             while not seen:
                 await asyncio.sleep(0.01)
             await stop(made)
-            await asyncio.wait_for(watching, 0.5)
+            await watching
             known = [STATES.SERVING, STATES.NOT_SERVING]
             assert seen == ([STATES.SERVICE_UNKNOWN] if service == "nobody" else known)
             assert (await made.Check(health_pb2.HealthCheckRequest(), Context())).status == (
@@ -146,8 +155,10 @@ def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
 def test_a_stop_that_was_never_finished_heals() -> None:
     async def test() -> None:
         async with ingress() as made:
-            await stop(made, for_s=0.3)
+            await stop(made)
             assert not await made.ready()
+            # The stop is good for a minute from when it was last told.
+            pool_of(made)._clock = lambda: time.monotonic() + 61.0
             while made._link.stopping.is_set():
                 await asyncio.sleep(0.05)
             assert await made.ready()
@@ -199,7 +210,7 @@ def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -211,7 +222,7 @@ def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
     async def test() -> None:
         async with shards(0, 0) as s:
             for shard in (0, 1):
-                await s.add_replica(shard, FakeReplica(step_s=0.02))
+                await s.add_replica(shard, FakeReplica(step_s=0.04))
             await s.until_serving(1, 1)
             live = s.submit(PROMPTS[0], 200)
             here, there = live.shard, 1 - live.shard
@@ -256,7 +267,11 @@ def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
 @pytest.mark.usefixtures("ray_calls")
 def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
     async def test() -> None:
-        async with shards(1, 1) as s:
+        async with shards(0, 0) as s:
+            for shard in (0, 1):
+                # None would end within the test.
+                await s.add_replica(shard, FakeReplica(step_s=1.0))
+            await s.until_serving(1, 1)
             s.links._move_s = s.links.links[0]._unreachable_s = 60.0
             lives = [s.submit(prompt, 400) for prompt in PROMPTS]
             assert {live.shard for live in lives} == {0, 1}
