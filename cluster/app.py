@@ -26,6 +26,7 @@ from cluster.config import ClusterConfig, from_args
 from cluster.http import http_app
 from cluster.ingress import Ingress
 from cluster.metrics import IngressMeter, ray_sink
+from cluster.protocol import silence_s
 from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
 from cluster.replica_runner import HostedReplica, ReplicaRunner
 from cluster.target_text import TargetText
@@ -255,7 +256,8 @@ class ClusterRun:
         for name in self._config.pool_names:
             with contextlib.suppress(ValueError):
                 pools.append(ray.get_actor(name, namespace=self._config.pool.namespace))
-        stop_pools(pools, 0.0 if at_once else self._config.actors.drain_s)
+        grace_s = 0.0 if at_once else self._config.actors.drain_s
+        stop_pools(pools, grace_s, silence_s(self._config.pool.poll_s))
         if not (at_once and self._began_ray):
             # Before Serve as a whole: its proxies live on until the last answers are delivered.
             serve.delete(APP_NAME)

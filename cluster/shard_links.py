@@ -24,6 +24,8 @@ _LOOKS = 4
 """How often, within the time that stranded requests may wait, they are looked for."""
 _STATUS_S = 1.0
 """How long all shards' status waits for one of them, once another has answered."""
+_SILENT_STATUS_S = 0.2
+"""The same for one that is silent: its pool may answer this though its line is lost."""
 
 
 class ShardLinks:
@@ -65,6 +67,8 @@ class ShardLinks:
         """Since when a shard's requests cannot be served."""
         self._asked: list[asyncio.Task[PoolView] | None] = [None] * len(pools)
         """What a shard was asked for its status, and has not answered in time."""
+        self._asked_s = [0.0] * len(pools)
+        """When that was, by the event loop's clock."""
         self.stopping = asyncio.Event()
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
         self._told_idle = False
@@ -90,11 +94,17 @@ class ShardLinks:
         """All shards that answer, as one pool. Raises PoolUnreachable when none does.
 
         They are asked all at once, and one that hangs keeps the others' answers for a second at
-        most; once its link knows that it hangs, not at all.
+        most; once its link knows that it hangs, for a fifth of that, and not at all while it is to
+        answer an earlier look.
         """
         asked = [self._ask(shard) for shard in range(len(self._pools))]
         waiting = [ask for ask, link in zip(asked, self.links, strict=True) if link.answered]
         await asyncio.wait(waiting or asked, timeout=_STATUS_S)
+        now_s = asyncio.get_running_loop().time()
+        for ask, asked_s in zip(asked, self._asked_s, strict=True):
+            if not ask.done() and asked_s + _SILENT_STATUS_S > now_s:
+                await asyncio.wait([ask], timeout=asked_s + _SILENT_STATUS_S - now_s)
+                now_s = asyncio.get_running_loop().time()
         while not any(_has_answered(ask) for ask in asked):
             rest = [ask for ask in asked if not ask.done()]
             if not rest:
@@ -142,9 +152,9 @@ class ShardLinks:
         if ask is None or ask.done():
             # Whoever looks meanwhile waits for the same answer, so that a pool which hangs has not
             # one call more to answer for every look.
-            ask = self._asked[shard] = asyncio.get_running_loop().create_task(
-                self._status_of(shard)
-            )
+            loop = asyncio.get_running_loop()
+            self._asked_s[shard] = loop.time()
+            ask = self._asked[shard] = loop.create_task(self._status_of(shard))
             ask.add_done_callback(_retrieved)
         return ask
 

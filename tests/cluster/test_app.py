@@ -31,7 +31,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(
-        app, "stop_pools", lambda pools, grace_s: made.append(("stop_pools", *pools, grace_s))
+        app,
+        "stop_pools",
+        lambda pools, grace_s, _silent_s: made.append(("stop_pools", *pools, grace_s)),
     )
     for module, name in [(ray, "kill"), (ray, "shutdown"), (serve, "delete")]:
         monkeypatch.setattr(module, name, note(name))

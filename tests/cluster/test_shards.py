@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -421,6 +422,51 @@ def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.Mon
             async with asyncio.timeout(BOUND_S):
                 while (await s.links.status()).silent:
                     await asyncio.sleep(0.001)
+
+    asyncio.run(test())
+
+
+def test_a_pool_whose_line_is_lost_still_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_links, "_SILENT_STATUS_S", 20.0)
+
+    async def test() -> None:
+        async with shards(1, 2) as s:
+            half_dead(s.wires[0])
+            async with asyncio.timeout(10):
+                while s.links.links[0].answered:
+                    await asyncio.sleep(0.01)
+            hanging = Hanging(s.wires[0])
+            looking = asyncio.ensure_future(s.links.status())
+            while not hanging.calls:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+            hanging.let_go.set()
+            view = await looking
+            assert view.silent == ()
+            assert [shard.name for shard in view.shards] == list(NAMES)
+
+    asyncio.run(test())
+
+
+def test_a_silent_shard_keeps_one_look_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[list[asyncio.Task[PoolView]]] = []
+    wait = asyncio.wait
+
+    async def noted(asked: list[asyncio.Task[PoolView]], **options: Any) -> Any:
+        waits.append(list(asked))
+        return await wait(asked, **options)
+
+    async def test() -> None:
+        async with shards(1, 2) as s:
+            half_dead(s.wires[0])
+            async with asyncio.timeout(10):
+                while s.links.links[0].answered:
+                    await asyncio.sleep(0.01)
+            Hanging(s.wires[0])
+            monkeypatch.setattr(asyncio, "wait", noted)
+            for _ in range(3):
+                assert (await s.links.status()).silent == ("shard-a",)
+            assert [s.links._asked[0] in asked for asked in waits].count(True) == 1
 
     asyncio.run(test())
 

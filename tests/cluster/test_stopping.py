@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.config import from_args
 from cluster.ingress import Ingress
 from cluster.pool_actor import PoolActor
+from cluster.protocol import silence_s
 from cluster.ray_pool import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
-from tests.cluster.test_pool import Wire, world
+from tests.cluster.test_pool import CONFIG, Wire, world
 from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
 
 STATES = health_pb2.HealthCheckResponse
@@ -34,6 +35,7 @@ LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
 STOPPING = "the server is stopping"
 # So long that who learns of something by his next poll learns of it after the end of the test.
 SLOW_POLLS = from_args({"pool": {"gather_ms": 2, "poll_s": 60.0, "lease_s": 200.0}})
+SILENT_S = silence_s(CONFIG.pool.poll_s)
 
 
 def pool_of(made: Ingress) -> PoolActor:
@@ -189,7 +191,7 @@ class Handle:
     def end_calls(self) -> None:
         for call in self._hanging:
             if not call.done():
-                call.set_exception(GetTimeoutError())
+                call.set_exception(RayError())
 
 
 @pytest.fixture
@@ -227,7 +229,7 @@ def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
             live = s.submit(PROMPTS[0], 200)
             here, there = live.shard, 1 - live.shard
             handles = [Handle(wire) for wire in s.wires]
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 20.0))
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 20.0, SILENT_S))
             await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
             assert handles[there].asked
             [replica_id] = s.wires[here].actor._replicas
@@ -250,7 +252,7 @@ def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
             live = w.submit(PROMPT_IDS, 100)
             await until(lambda: len(live.tokens) > 1)
             handle = Handle(w.wire)
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, [handle], 20.0))
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, [handle], 20.0, SILENT_S))
             await until(lambda: handle.asked > 1)
             w.wire.loss = 1.0
             w.wire.restart()
@@ -277,7 +279,7 @@ def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
             assert {live.shard for live in lives} == {0, 1}
             s.wires[0].loss = 1.0
             handles = [Handle(wire) for wire in s.wires]
-            await asyncio.to_thread(stop_pools, handles, 0.0)
+            await asyncio.to_thread(stop_pools, handles, 0.0, SILENT_S)
             for live in lives:
                 await live.ended.wait()
                 assert live.unreachable
@@ -297,7 +299,7 @@ def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) ->
             lives = [s.submit(prompt, 400) for prompt in PROMPTS]
             handles = [Handle(wire) for wire in s.wires]
             handles[0].hangs = True
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 0.1))
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 0.1, SILENT_S))
             try:
                 for live in lives:
                     await live.ended.wait()
@@ -307,5 +309,60 @@ def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) ->
                     handles[0].end_calls()
                     await asyncio.sleep(0.01)
             assert all(live.unreachable for live in lives if live.shard == 0)
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("ray_calls")
+def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothing_left() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            lives = [s.submit(prompt, 100) for prompt in PROMPTS]
+            assert {live.shard for live in lives} == {0, 1}
+            s.wires[0].loss = 1.0
+            handles = [Handle(wire) for wire in s.wires]
+            handles[0].hangs = True
+            await asyncio.to_thread(stop_pools, handles, 40.0, SILENT_S)
+            # What it had went on in the other one, which was told of it meanwhile.
+            assert all(live.ended.is_set() for live in lives)
+            await check(lives, 100)
+            assert handles[0].asked == 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("ray_calls")
+def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
+    async def test() -> None:
+        async with shards(1, 0) as s:
+            live = s.submit(PROMPTS[0], 20)
+            s.wires[0].loss = 1.0
+            handles = [Handle(wire) for wire in s.wires]
+            handles[0].hangs = True
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 40.0, SILENT_S))
+            await until(lambda: handles[1].asked > 5)
+            assert not stopping.done()
+            assert not live.ended.is_set()
+            s.wires[0].loss = 0.0
+            await check([live], 20)
+            await stopping
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("ray_calls")
+def test_pools_of_which_none_answers_are_waited_for_to_the_end() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            handles = [Handle(wire) for wire in s.wires]
+            for handle in handles:
+                handle.hangs = True
+            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 40.0, 0.01))
+            await asyncio.sleep(0.3)
+            assert not stopping.done()
+            for handle in handles:
+                handle.hangs = False
+                handle.end_calls()
+            await stopping
 
     asyncio.run(test())
