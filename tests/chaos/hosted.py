@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -30,30 +29,18 @@ from cluster.config import ClusterConfig, from_args
 from cluster.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
+from tests.free_ports import free_port
 
-START_S = 120.0
+START_S = 240.0
 _CALL_S = 60.0
 _WORKER = "worker"
 """A resource that all nodes but the head have."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
-
-
 def cluster_config(**settings: Any) -> ClusterConfig:
     """Settings of `from_args` on free ports, on the CPU, one torch thread per replica."""
-    grpc_port, http_port = free_ports(2)
-    ports = {"grpc_port": grpc_port, "http_port": http_port}
+    ports = {"grpc_port": free_port(), "http_port": free_port()}
     return from_args({"device": "cpu", "torch_threads": 1} | ports | settings)
 
 
@@ -163,7 +150,7 @@ class HostedCluster:
     # ------------------------------------------------------------------ through gRPC
 
     def wait_for(
-        self, condition: Callable[[pb.StatusResponse], bool], bound_s: float = 60.0
+        self, condition: Callable[[pb.StatusResponse], bool], bound_s: float = 120.0
     ) -> pb.StatusResponse:
         """The first status for which `condition` holds; there is none while the pool restarts."""
         deadline_s = time.monotonic() + bound_s
@@ -179,14 +166,14 @@ class HostedCluster:
                 assert time.monotonic() < deadline_s, f"not within {bound_s} s: {seen}"
                 time.sleep(0.05)
 
-    def wait_for_replicas(self, count: int, bound_s: float = 60.0) -> pb.StatusResponse:
+    def wait_for_replicas(self, count: int, bound_s: float = 120.0) -> pb.StatusResponse:
         """Until exactly so many replicas serve."""
         return self.wait_for(
             lambda status: [replica.draining for replica in status.replicas] == [False] * count,
             bound_s,
         )
 
-    def wait_until_idle(self, bound_s: float = 10.0) -> pb.StatusResponse:
+    def wait_until_idle(self, bound_s: float = 60.0) -> pb.StatusResponse:
         """Until no sequence and no KV block is left over."""
         return self.wait_for(idle, bound_s)
 

@@ -163,7 +163,7 @@ class Striker:
         replicas = self._hosted.config.replicas
         began_s = time.monotonic()
         try:
-            self._hosted.scale(replicas - 1)
+            self._again(lambda: self._hosted.scale(replicas - 1))
             self._over.wait(2.0 + 4.0 * strike.choice)
         finally:
             self._again(lambda: self._hosted.scale(replicas))

@@ -44,7 +44,9 @@ class Wire:
         self.loss = loss
         self._draw = random.Random(seed)
         self.submits_late = False
-        self.news_are_late = False
+        self.news_flow = asyncio.Event()
+        """While it is not set, polls for news are held up on their way."""
+        self.news_flow.set()
         self.actor = self._make()
 
     def restart(self) -> None:
@@ -59,8 +61,8 @@ class Wire:
                 raise PoolUnreachable("the call was lost")
             if self.submits_late and method == "submit":
                 await asyncio.sleep(0.02)
-            if self.news_are_late and method == "news":
-                await asyncio.sleep(2 * CONFIG.pool.lease_s)
+            if method == "news":
+                await self.news_flow.wait()
             reply = await getattr(actor, method)(*args)
             if actor is not self.actor:
                 raise PoolUnreachable("the pool has died")
@@ -322,9 +324,9 @@ def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
             await w.add_replica(step_s=0.01)
             first = [w.submit(prompt, 200) for prompt in prompts(3)]
             await w.until(lambda: all(len(live.tokens) > 5 for live in first))
-            w.wire.news_are_late = True
+            w.wire.news_flow.clear()
             await w.until(lambda: not w.wire.actor._ingresses)
-            w.wire.news_are_late = False
+            w.wire.news_flow.set()
             second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
             await finish(first + second)
             assert_perfect(first + second)
@@ -338,9 +340,9 @@ def test_an_idle_ingress_that_was_lost_learns_it_from_its_next_poll() -> None:
     async def test() -> None:
         async with world() as w:
             await w.until(lambda: bool(w.wire.actor._ingresses))
-            w.wire.news_are_late = True
+            w.wire.news_flow.clear()
             await w.until(lambda: not w.wire.actor._ingresses)
-            w.wire.news_are_late = False
+            w.wire.news_flow.set()
             lost = w.link._session
             await w.until(lambda: w.link._session != lost)
             await w.until(lambda: set(w.wire.actor._ingresses) == {w.link._session})

@@ -6,8 +6,6 @@ The pair is tiny and random; the reference is transformers' own `generate` of it
 from __future__ import annotations
 
 import os
-import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,23 +15,11 @@ import pytest
 from cluster.client import Client
 from cluster.config import ClusterConfig, from_args
 from protos import lockstep_pb2 as pb
+from tests.free_ports import free_port
 from tests.integration.pairs import write_pair
 
-READY_S = 120.0
+READY_S = 240.0
 Expected = Callable[[list[str], int], list[list[int]]]
-
-
-def free_port() -> int:
-    """Below the range from which the system gives ports to whoever asks for any: of those, Ray's
-    processes take dozens between this call and the use of the port."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from tests.cluster.fakes import fake_loader, load_fake_text
 
-START_S = 90.0
-COMMAND_S = 90.0
+START_S = 240.0
+COMMAND_S = 240.0
+ANSWER_S = 180.0
 
 
 def drive(pipe: Connection, config: ClusterConfig, step_s: float) -> None:
@@ -106,18 +107,18 @@ class ElasticCluster:
         self._tell("scale", number)
 
     def status(self) -> pb.StatusResponse:
-        return self._stub.Status(pb.StatusRequest(), timeout=10)
+        return self._stub.Status(pb.StatusRequest(), timeout=60)
 
     def serving(self) -> int:
         """Replicas that have their models in memory and take sequences."""
         return sum(not replica.draining for replica in self.status().replicas)
 
     def healthy(self) -> bool:
-        answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=60)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     def generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
-        return self._stub.Generate(request, timeout=60)
+        return self._stub.Generate(request, timeout=ANSWER_S)
 
     def wait_for(self, number: int, bound_s: float) -> float:
         """Until so many replicas serve; returns how long that took."""

@@ -111,11 +111,12 @@ def test_the_same_sequence_loses_two_replicas_in_a_row(hosted: HostedCluster, st
 
 def test_a_replica_killed_while_draining(hosted: HostedCluster, stage: Stage) -> None:
     def drain_and_kill() -> None:
+        processes = hosted.processes("replica")
         stage.wait_for("speculate", SLOW_STEP)
         hosted.scale(1)
         status = hosted.wait_for(lambda status: any(r.draining for r in status.replicas))
         (draining,) = [replica.id for replica in status.replicas if replica.draining]
-        (process,) = [p for p in hosted.processes("replica") if p.name.split("#")[-1] in draining]
+        (process,) = [one for one in processes if one.name.split("#")[-1] in draining]
         kill(process.pid)
 
     # Enough slow rows that both replicas step some.
@@ -149,7 +150,6 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_finish_elsewhere(
     longest_s = max(outcome.total_s for outcome in outcomes)
     print(f"replica hung (order_s_max {ORDER_S_MAX} s): all answered after {longest_s:.2f} s")
     assert longest_s > ORDER_S_MAX, "it did not hang"
-    assert longest_s < ORDER_S_MAX + 10
     deadline_s = time.monotonic() + 60
     while any(process.pid in hung for process in hosted.processes("replica")):
         assert time.monotonic() < deadline_s, "the hanging process was not replaced"

@@ -2,7 +2,7 @@
 
 Thousands of malformed calls through real gRPC: bytes that are no message, messages that were cut or
 changed on the way, fields with wild values, and metadata that means something to Serve. None may
-end as INTERNAL or UNKNOWN, none may take a second, and afterwards the answers are still right.
+end as INTERNAL or UNKNOWN, none may take long, and afterwards the answers are still right.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ pytestmark = pytest.mark.ray
 BATCH = 25
 EXAMPLES = 200
 """BATCH * EXAMPLES calls in all."""
-ANSWER_S = 1.0
-HANG_S = 20.0
+ANSWER_S = 5.0
+"""Much more than any refusal needs: machines that do other things as well are slow at times."""
+HANG_S = 60.0
 """The calls' own deadline: a call that hangs ends as DEADLINE_EXCEEDED, and far too late."""
 
 TYPED = frozenset(

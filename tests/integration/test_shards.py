@@ -27,7 +27,9 @@ STREAMS = 24
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[HostedCluster]:
     config = cluster_config(
-        replicas=2, pool={"shards": 2}, scheduler={"rows_max": 4, "steps_per_order_max": 2}
+        replicas=2,
+        pool={"shards": 2, "poll_s": 0.2},
+        scheduler={"rows_max": 4, "steps_per_order_max": 2},
     )
     plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
     with HostedCluster(plan) as running:
@@ -44,8 +46,8 @@ def spread_as(hosted: HostedCluster, *serving: int) -> pb.StatusResponse:
 @pytest.fixture(autouse=True)
 def _one_replica_each_before_and_nothing_left_after(hosted: HostedCluster) -> Iterator[None]:
     spread_as(hosted, 1, 1)
-    # What an ingress knows of the shards may be as old as a poll.
-    time.sleep(hosted.config.pool.poll_s + 0.5)
+    # What an ingress knows of the shards may be as old as a poll, here of 0.2 s.
+    time.sleep(1.2)
     yield
     spread_as(hosted, 1, 1)
     hosted.wait_until_idle()

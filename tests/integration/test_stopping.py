@@ -25,13 +25,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.client import NO_RETRY, Client
 from protos import lockstep_pb2 as pb
-from tests.integration.conftest import free_port
+from tests.free_ports import free_port
 from tests.integration.pairs import write_pair
 
 pytestmark = pytest.mark.ray
 
 READY_S = 120.0
-GRACE_S = 20.0
+GRACE_S = 120.0
+"""Never waited for."""
+STOP_S = 60.0
+"""For Ray's end where nothing is waited for."""
+FLOW_S = 60.0
 STATES = health_pb2.HealthCheckResponse
 
 
@@ -105,7 +109,7 @@ class Streams:
         """Returns when all of them have brought text."""
         for thread in self._threads:
             thread.start()
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + FLOW_S
         while len(self.texts) < self.count:
             assert time.monotonic() < deadline_s, "the streams do not flow"
             time.sleep(0.005)
@@ -113,7 +117,7 @@ class Streams:
     def bring_more(self) -> None:
         """Returns when each of them has brought more text, or its end, and none an error."""
         before = {number: len(text) for number, text in self.texts.items()}
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + FLOW_S
         while not all(n in self.ends or len(self.texts[n]) > before[n] for n in before):
             assert not self.errors
             assert time.monotonic() < deadline_s, "the streams do not flow"
@@ -153,7 +157,7 @@ class Watch:
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + FLOW_S
         while not self.seen:
             assert time.monotonic() < deadline_s, "the watch says nothing"
             time.sleep(0.005)
@@ -173,16 +177,15 @@ class Watch:
                 self.error = error
 
 
-def refused_while(streams: Streams, bound_s: float = 3.0) -> grpc.RpcError:
+def refused_while(streams: Streams) -> grpc.RpcError:
     """The refusal of a new request, which came while a stream still ran."""
-    deadline_s = time.monotonic() + bound_s
     while True:
         try:
             streams.client.generate(pb.GenerateRequest(prompt="new", max_new_tokens=1))
         except grpc.RpcError as error:
             assert streams.running, "the streams were over before the refusal"
             return error
-        assert time.monotonic() < deadline_s, "new requests are still accepted"
+        assert streams.running, "new requests were accepted until the end"
 
 
 def ctrl_c(served: Served) -> None:
@@ -206,7 +209,7 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         refused = refused_while(streams)
         assert refused.code() is StatusCode.UNAVAILABLE
         assert refused.details() == "the server is stopping"
-        assert watch.ended_within(2.0), "the watch is still open"
+        assert watch.ended_within(STOP_S), "the watch is still open"
         assert watch.seen == [STATES.SERVING, STATES.NOT_SERVING]
         assert watch.error is None
         streams.join(GRACE_S)
@@ -226,7 +229,7 @@ def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
         streams = Streams(served.address, 8)
         streams.begin()
         ctrl_c(served)
-        streams.join(20)
+        streams.join(STOP_S)
         assert streams.errors
         for number, error in streams.errors.items():
             assert (error.code(), error.details()) == (
@@ -234,7 +237,7 @@ def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
                 "the server is stopping",
             )
             assert number not in streams.ends
-        assert served.process.wait(20) == 0, served.log.read_text(errors="replace")
+        assert served.process.wait(STOP_S) == 0, served.log.read_text(errors="replace")
 
 
 def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
@@ -248,7 +251,7 @@ def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
         assert refused_while(streams).details() == "the server is stopping"
         streams.bring_more()
         served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(20) == 1, served.log.read_text(errors="replace")
-        streams.join(20)
+        assert served.process.wait(STOP_S) == 1, served.log.read_text(errors="replace")
+        streams.join(STOP_S)
         assert streams.errors
         assert all(e.code() is StatusCode.UNAVAILABLE for e in streams.errors.values())

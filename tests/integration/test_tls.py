@@ -34,8 +34,8 @@ from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from tests.cluster.fakes import perfect
 from tests.cluster.scripted import PROMPT, PROMPT_IDS, Script, Server, joined
+from tests.free_ports import free_port
 from tests.integration.certificates import Authority
-from tests.integration.conftest import free_port
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")

@@ -31,7 +31,7 @@ def test_chaos_loses_doubles_and_changes_nothing() -> None:
     for figures in phases:
         verdicts = figures["verdicts"]
         # A run in which hardly anything was asked or hit would prove nothing.
-        assert verdicts["right"] > 50
+        assert verdicts["right"] > 20
         assert verdicts["cancelled"] > 0
         assert verdicts["deadline"] > 0
         assert figures["recovered"] > 0

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.ray
 
 PROMPTS = [f"héllo {'wörld ' * (n % 5)}{n}" for n in range(24)]
 TOKENS = 160
+SILENCE_S_MAX = 25.0
+"""Ten times what it is here, and less than what the links wait for a pool."""
 
 
 async def ask_all(
@@ -97,5 +99,5 @@ def test_a_killed_pool_loses_no_request_and_no_token(cluster: RunningCluster) ->
     assert tokens == reference
     assert all(end.recovered for end in ends if end.usage.completion_tokens == TOKENS)
     print(f"pool killed: longest silence {silence_s:.2f} s")
-    assert silence_s < 5
+    assert silence_s < SILENCE_S_MAX
     cluster.wait_for_replicas(2)
