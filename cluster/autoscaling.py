@@ -18,24 +18,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingPolicy
 
 from cluster.config import ClusterConfig
+from cluster.protocol import PoolView, merged_view
 from scheduler.autoscaling import (
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,
     pool_load,
+    unseen,
     wanted_replicas,
 )
-from scheduler.sharding import merged_status
-from scheduler.status import PoolStatus
 
 log = logging.getLogger("ray.serve")
 
 _ANSWER_S = 5.0
 """How long the pool may take to answer."""
+_SILENT_S = 0.5
+"""The same for one of several that has not answered the last time."""
 
 
 class Context(Protocol):
@@ -53,7 +56,7 @@ class PoolPolicy:
         namespace: str,
         autoscaling: Mapping[str, Any],
         rows_max: int,
-        ask: Callable[[], PoolStatus] | None = None,
+        ask: Callable[[], PoolView] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`autoscaling` holds the fields of AutoscalingConfig; `ask` may block and may raise."""
@@ -64,7 +67,7 @@ class PoolPolicy:
         self._state = ScalingState()
         # Its thread ends with this object.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-autoscaling")
-        self._answer: Future[PoolStatus] | None = None
+        self._answer: Future[PoolView] | None = None
         self._asked_s = float("-inf")
         self._answers = False
 
@@ -72,13 +75,13 @@ class PoolPolicy:
         """The number of replicas, and what Serve should remember for us: nothing."""
         wanted = context.target_num_replicas
         try:
-            status = self._news()
-            return (wanted if status is None else self._decide(status, wanted)), {}
+            view = self._news()
+            return (wanted if view is None else self._decide(view, wanted)), {}
         except Exception:
             log.exception("the autoscaling policy failed; the number of replicas stays")
             return wanted, {}
 
-    def _news(self) -> PoolStatus | None:
+    def _news(self) -> PoolView | None:
         """The pool's answer when there is a new one; asks again when it is time."""
         now_s = self._clock()
         answer = self._answer
@@ -97,10 +100,14 @@ class PoolPolicy:
                 log.info("autoscaling: the pool answers")
             else:
                 log.warning("autoscaling: the pool does not answer: %s", error)
-        return answer.result() if error is None else None
+        if error is not None:
+            self._state = unseen(self._state, now_s)
+            return None
+        return answer.result()
 
-    def _decide(self, status: PoolStatus, wanted: int) -> int:
-        load = pool_load(status, self._meter.look(status))
+    def _decide(self, view: PoolView, wanted: int) -> int:
+        status = view.status
+        load = pool_load(status, self._meter.look(status), partial=bool(view.silent))
         number, self._state = wanted_replicas(
             self._config, load, wanted, self._state, self._clock()
         )
@@ -120,18 +127,47 @@ class _Pools:
     def __init__(self, names: Sequence[str], namespace: str) -> None:
         self._names = names
         self._namespace = namespace
-        self._actors: list[Any] = []
+        self._actors: dict[str, Any] = {}
+        self._silent: dict[str, Any] = {}
+        """What those were asked that have not answered in time."""
 
-    def __call__(self) -> PoolStatus:
-        """All shards as one. Raises what Ray raises, ValueError when there is no such actor."""
-        if not self._actors:
-            self._actors = [ray.get_actor(name, namespace=self._namespace) for name in self._names]
-        try:
-            views = ray.get([actor.status.remote() for actor in self._actors], timeout=_ANSWER_S)
-        except Exception:
-            self._actors = []
-            raise
-        return merged_status([view.status for view in views])
+    def __call__(self) -> PoolView:
+        """All shards that answer as one, the others named.
+
+        Raises what Ray raises where none does, ValueError where there is no such actor.
+        """
+        views: list[PoolView] = []
+        errors: dict[str, Exception] = {}
+        asked: dict[str, Any] = {}
+        for name in self._names:
+            try:
+                asked[name] = self._silent[name] if name in self._silent else self._ask(name)
+            except Exception as error:
+                errors[name] = error
+        # One that hangs would have all the others looked at seldom.
+        well = [ask for name, ask in asked.items() if name not in self._silent]
+        waited = well or list(asked.values())
+        if waited:
+            ray.wait(waited, num_returns=len(waited), timeout=_ANSWER_S)
+        if well and len(well) < len(asked):
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SILENT_S)
+        for name, ask in asked.items():
+            self._silent.pop(name, None)
+            try:
+                views.append(ray.get(ask, timeout=0))
+            except GetTimeoutError as error:
+                self._silent[name], errors[name] = ask, error
+            except Exception as error:
+                self._actors.pop(name, None)
+                errors[name] = error
+        if not views:
+            raise next(iter(errors.values()))
+        return merged_view(views, tuple(errors))
+
+    def _ask(self, name: str) -> Any:
+        if name not in self._actors:
+            self._actors[name] = ray.get_actor(name, namespace=self._namespace)
+        return self._actors[name].status.remote()
 
 
 def serve_autoscaling(config: ClusterConfig) -> ServeAutoscaling | None:

@@ -87,6 +87,8 @@ class Load:
     """Tokens per second that all replicas have committed over the last seconds."""
     tokens_per_s: float | None = None
     """Tokens per second of work of one replica; None: not known."""
+    partial: bool = False
+    """Whether some of the pool could not be seen: there is at least so much to do."""
 
     @property
     def live(self) -> bool:
@@ -114,9 +116,12 @@ def wanted_replicas(
     """The number of replicas to have from now on, and the state for the next call.
 
     `wanted` is the number returned last time; `now_s` is of a clock that does not run backwards
-    (where it does, the delays begin again).
+    (where it does, the delays begin again). Of a load that is seen in part nothing is concluded
+    but that it is too much.
     """
     state = _not_in_the_future(state, now_s)
+    if load.partial:
+        state = unseen(state, now_s)
     if load.live or state.live_s is None:
         state = replace(state, live_s=now_s)
     wanted = min(max(wanted, config.min_replicas), config.max_replicas)
@@ -127,12 +132,22 @@ def wanted_replicas(
     if enough > wanted:
         return _up(config, load, enough, wanted, state, now_s)
     state = replace(state, high_since_s=None)
+    if load.partial:
+        return wanted, state
     if needed < wanted:
         return _down(config, needed, wanted, state, now_s)
     state = replace(state, low_since_s=None, low_most=0)
     if wanted == 1 and config.min_replicas == 0 and not load.live and state.live_s is not None:
         wanted = 0 if now_s - state.live_s >= config.idle_s else 1
     return wanted, state
+
+
+def unseen(state: ScalingState, now_s: float) -> ScalingState:
+    """The state after a look that did not see the whole pool.
+
+    A low load has not lasted, nor has there been no request, for as long as nobody has looked.
+    """
+    return replace(state, low_since_s=None, low_most=0, live_s=now_s)
 
 
 def _bounds(config: AutoscalingConfig, load: Load) -> tuple[int, int]:
@@ -259,12 +274,13 @@ def _begin(replica: ReplicaStatus) -> _Since:
     return _Since(replica.busy_s, replica.committed_tokens, replica.steps, replica.row_steps)
 
 
-def pool_load(status: PoolStatus, tokens_per_s: float) -> Load:
-    """The load as a status of the pool tells it."""
+def pool_load(status: PoolStatus, tokens_per_s: float, partial: bool = False) -> Load:
+    """The load as a status of the pool, or of a part of it, tells it."""
     return Load(
         outstanding_tokens=status.outstanding_tokens,
         waiting=status.waiting,
         serving=sum(not replica.draining for replica in status.replicas),
         committed_per_s=status.tokens_per_s,
         tokens_per_s=tokens_per_s,
+        partial=partial,
     )

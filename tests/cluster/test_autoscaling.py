@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 import yaml
 from ray import cloudpickle
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from cluster import app
-from cluster.autoscaling import PoolPolicy, serve_autoscaling
+from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
 from cluster.config import ConfigError, from_args, from_file
+from cluster.protocol import PoolView
 from scheduler.autoscaling import AutoscalingConfig
 from scheduler.status import PoolStatus
 
@@ -43,8 +46,15 @@ class Clock:
         return self.now_s
 
 
-def policy_of(ask: Callable[[], PoolStatus], clock: Callable[[], float]) -> PoolPolicy:
-    return PoolPolicy(["pool"], "lockstep", SETTINGS, rows_max=8, ask=ask, clock=clock)
+def policy_of(
+    ask: Callable[[], PoolStatus], clock: Callable[[], float], silent: Sequence[str] = ()
+) -> PoolPolicy:
+    """`silent` are read at every look."""
+
+    def view() -> PoolView:
+        return PoolView("incarnation", 1.0, 1, ask(), silent=tuple(silent))
+
+    return PoolPolicy(["pool"], "lockstep", SETTINGS, rows_max=8, ask=view, clock=clock)
 
 
 def decide(policy: PoolPolicy, target: int) -> int:
@@ -111,6 +121,110 @@ def test_a_pool_that_fails_changes_nothing_and_is_asked_again() -> None:
     clock.now_s = 1.0
     fails = False
     assert settle(policy, 0) == 1
+
+
+@pytest.mark.parametrize("hidden", ["all", "a part"])
+def test_nothing_is_removed_for_what_cannot_be_seen(hidden: str) -> None:
+    """Idle before and after, and nobody knows what was between."""
+    clock = Clock()
+    silent: list[str] = []
+    fails = False
+
+    def ask() -> PoolStatus:
+        if fails:
+            raise ValueError("no answer")
+        return pool_of(0)
+
+    policy = policy_of(ask, clock, silent)
+    seen = []
+    for now_s in (0, 10, 30, 200, 210, 211, 229, 231):
+        clock.now_s = float(now_s)
+        fails = hidden == "all" and 10 <= now_s <= 210
+        silent[:] = ["shard-b"] if hidden == "a part" and 10 <= now_s <= 210 else []
+        seen.append(settle(policy, 3))
+    assert seen == [3, 3, 3, 3, 3, 3, 3, 2]
+
+
+def test_the_last_replica_stays_while_a_shard_hangs() -> None:
+    clock = Clock()
+    silent: list[str] = []
+    policy = policy_of(lambda: pool_of(0), clock, silent)
+    seen = []
+    for now_s in (0, 50, 100, 159, 161):
+        clock.now_s = float(now_s)
+        silent[:] = ["shard-b"] if now_s in (50, 100) else []
+        seen.append(settle(policy, 1))
+    assert seen == [1, 1, 1, 1, 0]
+
+
+def test_replicas_are_added_for_what_can_be_seen() -> None:
+    clock = Clock()
+    policy = policy_of(lambda: pool_of(2500, waiting=1), clock, ["shard-b"])
+    settle(policy, 1)
+    clock.now_s = 2.0
+    assert settle(policy, 1) == 3
+
+
+class Actor:
+    """A pool as Ray shows it: answers, hangs, or has died."""
+
+    def __init__(self, tokens: int) -> None:
+        self.state = "well"
+        self.asked: list[Future[PoolView]] = []
+        self._tokens = tokens
+        self.status = SimpleNamespace(remote=self._remote)
+
+    def _remote(self) -> Future[PoolView]:
+        asked: Future[PoolView] = Future()
+        self.asked.append(asked)
+        if self.state == "well":
+            asked.set_result(PoolView("incarnation", 1.0, 1, pool_of(self._tokens)))
+        elif self.state == "dead":
+            asked.set_exception(ActorDiedError())
+        return asked
+
+
+def test_shards_that_answer_are_seen_though_another_hangs_or_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = {"a": Actor(10), "b": Actor(20)}
+    found: list[str] = []
+
+    def get_actor(name: str, namespace: str) -> Actor:
+        found.append(name)
+        return actors[name]
+
+    def get(asked: Future[PoolView], timeout: float) -> PoolView:
+        if not asked.done():
+            raise GetTimeoutError
+        return asked.result()
+
+    def wait_all(asked: list[Future[PoolView]], *, num_returns: int, timeout: float) -> None:
+        assert num_returns == len(asked)
+        wait(asked, timeout / 100)
+
+    ray = SimpleNamespace(get_actor=get_actor, get=get, wait=wait_all)
+    monkeypatch.setattr("cluster.autoscaling.ray", ray)
+    pools = _Pools(["a", "b"], "lockstep")
+    assert (pools().status.outstanding_tokens, pools().silent) == (30, ())
+    actors["b"].state = "hangs"
+    for _ in range(3):
+        view = pools()
+        assert (view.status.outstanding_tokens, view.silent) == (10, ("b",))
+    assert sum(not asked.done() for asked in actors["b"].asked) == 1, "one call to answer for"
+    actors["b"].asked[-1].set_result(PoolView("incarnation", 1.0, 1, pool_of(5)))
+    view = pools()
+    assert (view.status.outstanding_tokens, view.silent) == (15, ())
+    assert pools().silent == ("b",)
+    actors["b"].asked[-1].set_exception(ActorDiedError())
+    assert pools().silent == ("b",)
+    assert found == ["a", "b"]
+    actors["b"].state = "well"
+    assert (pools().status.outstanding_tokens, found) == (30, ["a", "b", "b"])
+    for actor in actors.values():
+        actor.state = "dead"
+    with pytest.raises(ActorDiedError):
+        pools()
 
 
 def test_figures_that_make_no_sense_change_nothing() -> None:

@@ -69,6 +69,7 @@ loads = st.builds(
     serving=st.integers(0, 15),
     committed_per_s=st.one_of(st.floats(0.0, 1e5), anything),
     tokens_per_s=st.one_of(st.none(), st.floats(1.0, 1e4), anything),
+    partial=st.booleans(),
 )
 states = st.builds(
     ScalingState,
@@ -94,6 +95,21 @@ def test_no_live_request_is_left_without_a_wanted_replica(
     load = replace(load, waiting=max(load.waiting, 1))
     number, _ = wanted_replicas(config, load, wanted, state, now_s)
     assert number >= 1
+
+
+@given(configs(), st.lists(loads, min_size=1, max_size=6), st.integers(0, 12), states, times)
+def test_nothing_is_removed_while_a_part_cannot_be_seen(
+    config: AutoscalingConfig,
+    seen: list[Load],
+    wanted: int,
+    state: ScalingState,
+    now_s: float,
+) -> None:
+    for load in seen:
+        number, state = wanted_replicas(config, replace(load, partial=True), wanted, state, now_s)
+        assert number >= min(wanted, config.max_replicas)
+        assert state.low_since_s is None
+        wanted, now_s = number, now_s + 100.0
 
 
 @given(
