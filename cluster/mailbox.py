@@ -40,6 +40,11 @@ class Mailbox(Generic[T]):
         """Whether a poll waits now."""
         return self._waiter is not None
 
+    @property
+    def kept(self) -> tuple[T, ...]:
+        """All items that nobody has acknowledged, oldest first."""
+        return tuple(self._items)
+
     def put(self, item: T, urgent: bool = True) -> None:
         """Add an item. Nobody is woken before `settle`, so that several go out together."""
         self._items.append(item)

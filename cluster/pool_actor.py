@@ -25,6 +25,7 @@ from cluster.protocol import (
     STOPPING,
     JoinReply,
     NewsReply,
+    PartReply,
     PoolLoad,
     PoolView,
     PullReply,
@@ -54,6 +55,7 @@ from scheduler.messages import (
     StepResult,
     Submit,
     Tick,
+    Usage,
 )
 from scheduler.scheduler import Scheduler
 
@@ -61,6 +63,8 @@ log = logging.getLogger("lockstep.pool")
 
 _ENDED_MAX = 4096
 """How many ended sessions of ingresses are remembered."""
+_FIGURES_MAX = 16
+"""Of how many of them it is remembered what their requests had used."""
 
 
 class PoolActor:
@@ -90,6 +94,8 @@ class PoolActor:
         self._ended: dict[str, None] = {}
         """Sessions that were lost or have left, oldest first: their mailboxes are gone, so one
         that still speaks must begin a new session."""
+        self._figures: dict[str, dict[str, Usage]] = {}
+        """What requests had used of sessions that were lost, oldest first."""
         self._touched: set[Mailbox[Any]] = set()
         self._stopping_until_s = -math.inf
         self._cut = False
@@ -220,9 +226,13 @@ class PoolActor:
             load=self._load(),
         )
 
-    async def part(self, ingress_id: str) -> None:
-        """The ingress will not ask again under this id; what it still had is cancelled."""
+    async def part(self, ingress_id: str) -> PartReply:
+        """The ingress will not ask again under this id; what it still had is cancelled.
+
+        It may go on under another one, so it is told what its requests have used up to here.
+        """
         self._lose_ingress(ingress_id, "has left")
+        return PartReply(self._figures.pop(ingress_id, {}))
 
     async def status(self) -> PoolView:
         """The scheduler's snapshot and what the actor knows beside it."""
@@ -386,5 +396,9 @@ class PoolActor:
         log.warning("ingress %s %s; %d requests cancelled", ingress_id, why, len(lost))
         ingress.mailbox.close()
         for request_id in lost:
-            self._owners.pop(request_id, None)
             self._step(Cancel(request_id))
+        # Their ends, and earlier ones of which the ingress has not said that it knows them.
+        ends = [item for item in ingress.mailbox.kept if isinstance(item, Finish)]
+        self._figures[ingress_id] = {end.request_id: end.usage for end in ends}
+        if len(self._figures) > _FIGURES_MAX:
+            del self._figures[next(iter(self._figures))]

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cluster.live_request import LiveRequest
@@ -38,6 +38,8 @@ _CALL_TOKENS_MAX = 1_000_000
 _CALL_REQUESTS_MAX = 1000
 """What goes out with one call, so that a pool which is told everything again, by every ingress,
 answers each of them in time; else they would begin again for ever."""
+_PART_S = 0.5
+"""How long a new session waits for what the pool has to say of the one before."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 
@@ -375,6 +377,7 @@ class PoolLink:
         if self._live:
             log.warning("pool: %s; %d requests start over", why, len(self._live))
         unfinished = list(self._live.values())
+        told = self._left | {live.pool_id: live for live in unfinished if live.sent}
         self._live.clear()
         self._left.clear()
         self._queue.clear()
@@ -389,8 +392,19 @@ class PoolLink:
                 self._end_here(live, FinishReason.CANCELLED)
         try:
             await self._reach()
+            # The requests wait for it, so that what the pool frees is free when they come again.
+            with contextlib.suppress(PoolUnreachable, TimeoutError):
+                await asyncio.wait_for(self._part(session, told), _PART_S)
         finally:
             self._steady.set()
+
+    async def _part(self, session: str, told: Mapping[str, LiveRequest]) -> None:
+        """End a session that was given up, in the pool, too, if that still knows it; and note what
+        the requests that it was told of had used there."""
+        reply = await self._pool.part(session)
+        for request_id, usage in reply.used.items():
+            if (live := told.get(request_id)) is not None and usage.steps:
+                live.earlier[request_id] = usage
 
     async def _reach(self) -> None:
         """Returns when the pool answers; after a pause if it did so before, to no avail."""

@@ -8,8 +8,8 @@ recognised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from scheduler.errors import LockstepError
@@ -23,6 +23,7 @@ from scheduler.messages import (
     StepFailed,
     StepResult,
     Submit,
+    Usage,
 )
 from scheduler.sharding import merged_status
 from scheduler.status import PoolStatus
@@ -115,6 +116,15 @@ class NewsReply:
 
 
 @dataclass(frozen=True, slots=True)
+class PartReply:
+    """What an ingress is told of a session that it has left."""
+
+    used: Mapping[str, Usage] = field(default_factory=dict)
+    """What requests had used that it had not been told the end of, by their ids; less where the
+    session had ended long before."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopReply:
     """What a pool that accepts nothing new has still to wait for."""
 
@@ -189,7 +199,7 @@ class PoolPort(Protocol):
         self, ingress_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
     ) -> NewsReply: ...
 
-    async def part(self, ingress_id: str) -> None: ...
+    async def part(self, ingress_id: str) -> PartReply: ...
 
     async def status(self) -> PoolView: ...
 

@@ -26,6 +26,7 @@ from cluster.pool_actor import PoolActor
 from cluster.protocol import (
     JoinReply,
     NewsReply,
+    PartReply,
     PoolUnreachable,
     PoolView,
     PullReply,
@@ -119,8 +120,9 @@ class RayPool:
         )
         return reply
 
-    async def part(self, ingress_id: str) -> None:
-        await self._call("part", ingress_id)
+    async def part(self, ingress_id: str) -> PartReply:
+        reply: PartReply = await self._call("part", ingress_id)
+        return reply
 
     async def status(self) -> PoolView:
         view: PoolView = await self._call("status")

@@ -205,6 +205,33 @@ def test_a_restarted_pool_is_told_everything_again() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("lost", ["call", "lease"])
+def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str) -> None:
+    """The pool lives on; only the session is over, by a call that got lost or by its lease."""
+
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica(step_s=0.01)
+            requests = [w.submit(prompt, 120) for prompt in prompts(6)]
+            await w.until(lambda: all(len(live.tokens) > 20 for live in requests))
+            if lost == "call":
+                await w.link._start_over(w.link._session, "a call was lost")
+            else:
+                w.wire.actor._lose_ingress(w.link._session, "is silent")
+            await finish(requests)
+            assert_perfect(requests)
+            for live in requests:
+                assert live.finish is not None
+                usage = live.finish.usage
+                # Each step commits what it accepts and one token, in whichever session.
+                assert usage.steps + usage.accepted_tokens >= 120
+                assert usage.recovered == 1
+                assert usage.completion_tokens == 120
+            assert len(w.wire.actor._ingresses) == 1
+
+    asyncio.run(test())
+
+
 def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
     config = CONFIG.model_copy(
         update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}
