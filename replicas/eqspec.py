@@ -8,9 +8,8 @@ Invariant before and after a step: a row of content length n has valid target KV
 positions; its last token has none yet. Its draft KV is valid for at least n - 2 positions.
 
 `propose` and `check` are the device part: tensors to tensors, shapes from `Inputs` alone, nothing
-read back. Where fewer draft tokens are checked than were proposed (TETRIS, arXiv 2502.15197), the
-target sees the chosen ones only, packed into one row; acceptance is by equality, so which ones are
-left out changes how many tokens a step commits and never which.
+read back. Where fewer draft tokens are checked than were proposed (`replicas.trimming`), the target
+sees the chosen ones only, packed into one row.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from replicas.model import PagedModel
 from replicas.paged_cache import CacheShape, Layout, Span
 from replicas.sampling import SamplingBatch, choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
+from replicas.trimming import trimmed
 from replicas.upload import upload
 
 _NO_TOKEN = -1
@@ -156,8 +156,10 @@ def propose(
     # Embeddings may be padded to different sizes; an id that only one model has is never proposed,
     # and the draft is fed its own last id in place of one that only the target has.
     shared = target.vocab if draft is None else min(target.vocab, draft.vocab)
-    # Logits at position p choose the token of position p + 1.
-    noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
+    noise = None
+    if inputs.sampling.any_sampled:
+        # Logits at position p choose the token of position p + 1.
+        noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
     proposed = [tail[:, 1:]]  # each [rows, 1], from the last committed token on
     belief = []
     for j in range(inputs.k):
@@ -198,20 +200,18 @@ def check(
         seen = inputs.state[:, 3:]
     else:
         assert inputs.verify_tokens is not None
-        row, column = _most_believed(proposal.belief, inputs.state[:, 3:], inputs.verify_tokens)
-        every = torch.arange(rows, device=tokens.device)
-        of_row = torch.cat((every, row))
-        cells = of_row * (k + 1) + torch.cat((every.new_zeros(rows), column + 1))
+        trim = trimmed(proposal.belief, inputs.state[:, 3:], inputs.verify_tokens)
         with watch.section("verify"):
-            packed = tokens.reshape(-1)[cells][None]
-            logits = target.forward(packed, window.packed(cells))
+            packed = tokens.reshape(-1).index_select(0, trim.cells)[None]
+            logits = target.forward(packed, window.packed(trim.cells))
         if noise is not None:
-            noise = noise.flatten(0, 1)[cells][:, None]
+            noise = noise.flatten(0, 1)[trim.cells][:, None]
         logits = logits.transpose(0, 1)
-        picked = _of_numbers(choose(logits, inputs.sampling.take(of_row), noise), logits)[:, 0]
-        chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, cells, picked)
+        sampling = inputs.sampling.take(trim.of_row)
+        picked = _of_numbers(choose(logits, sampling, noise), logits)[:, 0]
+        chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, trim.cells, picked)
         chosen = chosen.view(rows, k + 1)
-        seen = every.new_zeros(rows).index_add_(0, row, torch.ones_like(row))[:, None]
+        seen = trim.seen
     return torch.cat((seen, tokens[:, 1:], chosen), dim=1)
 
 
@@ -222,23 +222,3 @@ def _of_numbers(
     """The choices, _NO_TOKEN for those that NaN has made."""
     without = logits.gather(-1, chosen[..., None])[..., 0].isnan()
     return chosen.masked_fill(without, _NO_TOKEN)
-
-
-def _most_believed(
-    belief: torch.Tensor,  # [rows, k], the log-probability of each draft token and all before it
-    draft_lens: torch.Tensor,  # [rows, 1]
-    count: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # row and column, each [count]
-    """The draft tokens that are likeliest to be right, none without those before it.
-
-    Belief falls along a row, and of equals the earlier column comes first, so the best `count`
-    always hold whole beginnings of rows. Tokens beyond a row's own draft length come last.
-    """
-    rows, k = belief.shape
-    # A draft beyond the range of its numbers believes in nothing from there on.
-    belief = belief.nan_to_num(nan=-torch.inf)
-    beyond = torch.arange(k, device=belief.device) >= draft_lens
-    # A parallel sum may round a later total above an earlier one.
-    falling = belief.cummin(dim=1).values.masked_fill(beyond, -torch.inf)
-    best = falling.t().reshape(-1).sort(descending=True, stable=True).indices[:count]
-    return best % rows, torch.div(best, rows, rounding_mode="floor")

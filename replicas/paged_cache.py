@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,8 +114,17 @@ class Window:
 
     def packed(self, cells: torch.Tensor) -> Window:
         """The window of some of the cells only, in the order given, [tokens]."""
-        positions = self.positions.reshape(-1)[cells][None]
-        return replace(self, positions=positions, slots=self.slots[cells], cells=cells)
+        return Window(
+            positions=self.positions.reshape(-1).index_select(0, cells)[None],
+            starts=self.starts,
+            slots=self.slots.index_select(0, cells),
+            blocks=self.blocks,
+            length=self.length,
+            mask=self.mask,
+            rows=self.rows,
+            width=self.width,
+            cells=cells,
+        )
 
     def folded_mask(self, group: int) -> torch.Tensor | None:  # [.., 1, group * width, length]
         """The mask where `group` query heads that share a KV head are rows of one."""
@@ -152,13 +161,15 @@ class Span:
     """All rows start at one position."""
     inside: bool
     """Every position of every row has a column in the block table."""
+    shortest: int = 0
+    """The least start of a row, or a bound of it: positions before it are seen by every query."""
 
     @classmethod
     def of(cls, starts: Sequence[int], width: int, table: torch.Tensor, shape: CacheShape) -> Span:
         """Of rows that start at `starts` and have `width` positions each."""
         first, longest = min(starts), max(starts)
         inside = first >= 0 and (longest + width - 1) // shape.block_size < table.shape[1]
-        return cls(longest, first == longest, inside)
+        return cls(longest, first == longest, inside, max(first, 0))
 
 
 class Layout:
@@ -188,21 +199,24 @@ class Layout:
             first: Any = starts
         else:
             span = span or Span.of(starts, width, table, shape)
-            first = upload(starts, torch.int64, table.device)
-        if self._on_host:
-            columns, first = table.numpy(), first.numpy()
+            if self._on_host:
+                columns, first = table.numpy(), np.array(starts, dtype=np.int64)
+            else:
+                first = upload(starts, torch.int64, table.device)
 
-        def arange(n: int) -> Any:
-            return np.arange(n) if self._on_host else torch.arange(n, device=table.device)
+        def arange(begin: int, end: int) -> Any:
+            if self._on_host:
+                return np.arange(begin, end)
+            return torch.arange(begin, end, device=table.device)
 
         self._table = table
         self._block_size = block_size = shape.block_size
         self._longest = span.longest
         self.uniform = span.uniform
-        self._positions = first[:, None] + arange(width)  # [rows, width]
+        self._positions = first[:, None] + arange(0, width)  # [rows, width]
         self._inside = self._positions
         column = self._positions // block_size
-        every = arange(table.shape[0])[:, None]
+        every = arange(0, table.shape[0])[:, None]
         if span.inside:
             block = columns[every, column]
         else:
@@ -218,9 +232,12 @@ class Layout:
         last_seen = self._positions[:1] if self.uniform else self._positions
         if not span.inside:
             last_seen = last_seen.clip(0)
-        hidden = self._tensor(arange(length) > last_seen[:, :, None])
-        self._mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=table.device)
-        self._mask.masked_fill_(hidden, -torch.inf)  # [rows or 1, width, length]
+        # All see what lies before the shortest row's first query; nothing is computed for it.
+        ragged = min(span.shortest + 1, length)
+        hidden = self._tensor(arange(ragged, length) > last_seen[:, :, None])
+        shape_of_mask = (last_seen.shape[0], 1, width, length)
+        self._mask = torch.zeros(shape_of_mask, dtype=shape.dtype, device=table.device)
+        self._mask[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
@@ -246,7 +263,7 @@ class Layout:
             slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
             blocks=self._read[1],
             length=length,
-            mask=None if unmasked else self._mask[:, None, begin:end, :length],
+            mask=None if unmasked else self._mask[:, :, begin:end, :length],
             rows=self._table.shape[0],
             width=end - begin,
         )

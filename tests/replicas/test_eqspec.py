@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from replicas.eqspec import Group, _most_believed, step
+from replicas.eqspec import Group, step
 from replicas.paged_cache import BlockAllocator, CacheShape, Window
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -140,50 +138,6 @@ def test_the_draft_is_fed_at_most_two_tokens_at_a_time() -> None:
     run(contents, target, draft, [3, 3])
     assert draft.fed == [[[2, 3], [8, 9]], [[31], [41]], [[32], [42]]]
     assert draft.positions == [[[1, 2], [4, 5]], [[3], [6]], [[4], [7]]]
-
-
-@pytest.mark.parametrize(
-    ("count", "kept"),
-    [
-        (0, [0, 0, 0]),
-        (1, [1, 0, 0]),
-        (2, [1, 0, 1]),
-        (3, [2, 0, 1]),
-        (5, [3, 1, 1]),
-        (6, [3, 2, 1]),
-    ],
-)
-def test_the_most_believed_draft_tokens_are_whole_beginnings(count: int, kept: list[int]) -> None:
-    """Row 2 may draft one token only; what row 0 believes at its end is no more than before."""
-    belief = torch.tensor([[-0.1, -0.5, -0.5], [-2.0, -2.1, -3.0], [-0.4, -0.4, -0.4]])
-    row, column = _most_believed(belief, torch.tensor([[3], [3], [1]]), count)
-    assert torch.bincount(row, minlength=3).tolist() == kept
-    for one in range(3):
-        assert sorted(column[row == one].tolist()) == list(range(kept[one]))
-
-
-def test_a_draft_that_is_no_number_any_more_is_not_believed() -> None:
-    belief = torch.tensor([[-0.1, torch.nan, torch.nan], [-0.2, -0.3, -0.4]])
-    for count in range(1, 7):
-        row, column = _most_believed(belief, torch.tensor([[3], [3]]), count)
-        for one in (0, 1):
-            columns = sorted(column[row == one].tolist())
-            assert columns == list(range(len(columns)))
-        if count <= 4:
-            assert (row == 0).sum() == 1
-
-
-@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 6))
-def test_no_draft_token_is_checked_without_those_before_it(seed: int, rows: int, k: int) -> None:
-    """Ties, certainties and rounding included."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = torch.randint(-2, 1, (rows, k), generator=generator) * 0.1
-    belief = steps.cumsum(1) + 1e-6 * torch.rand((rows, k), generator=generator)
-    for count in range(rows * k + 1):
-        row, column = _most_believed(belief, torch.full((rows, 1), k), count)
-        for one in range(rows):
-            columns = sorted(column[row == one].tolist())
-            assert columns == list(range(len(columns)))
 
 
 def test_a_step_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
