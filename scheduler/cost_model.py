@@ -176,21 +176,22 @@ class StepPrices:
     verify: LinearCost
     packed: LinearCost
     rest: LinearCost
+    packed_rest: LinearCost
 
     def __call__(self, draft_len: int, verify_tokens: int | None = None) -> float:
         """Seconds; `verify_tokens` of the draft tokens are checked, None: all."""
         rows = self.rows
         kv = rows * (self.longest + draft_len)
         tokens = rows * (draft_len + 1)
-        rest = self.rest.fixed_s + self.rest.token_s * tokens
         if verify_tokens is None:
-            target, checked = self.verify, tokens
+            target, rest, checked = self.verify, self.rest, tokens
         else:
-            target, checked = self.packed, rows + verify_tokens
+            target, rest, checked = self.packed, self.packed_rest, rows + verify_tokens
+        rest_s = rest.fixed_s + rest.token_s * tokens
         target_s = target.fixed_s + target.token_s * checked + target.kv_s * kv
         draft = self.draft
         each_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
-        return rest + target_s + draft_len * each_s
+        return rest_s + target_s + draft_len * each_s
 
     def parabola(self) -> tuple[float, float, float]:
         """(a, b, c) such that a + b * k + c * k**2 are the seconds with k draft tokens, of which
@@ -212,6 +213,8 @@ class CostModel:
         self._verify = Fit()
         self._packed = Fit()
         self._rest = Fit()
+        self._packed_rest = Fit()
+        """Rating what was drafted and choosing among it takes longer than checking all of it."""
         self._prefill = Fit()
         self._packed_like = (LinearCost(), LinearCost())
         """A verification, and what one of some tokens is taken to cost from it."""
@@ -269,7 +272,9 @@ class CostModel:
                 parts = (verify.fixed_s, verify.token_s, verify.kv_s)
                 self._packed_like = (verify, LinearCost(*(PACKING * part for part in parts)))
             packed = self._packed_like[1]
-        return StepPrices(rows, longest, self._draft.cost(), verify, packed, self._rest.cost())
+        rest = self._rest.cost()
+        packed_rest = self._packed_rest.cost() if self._packed_rest.kinds else rest
+        return StepPrices(rows, longest, self._draft.cost(), verify, packed, rest, packed_rest)
 
     def step_s(
         self, rows: int, draft_len: int, longest: int, verify_tokens: int | None = None
@@ -307,9 +312,10 @@ class CostModel:
         tokens = rows * (draft_len + 1)
         if packed is None:
             self._verify.observe(tokens, kv_read, verify_s)
+            self._rest.observe(tokens, 0.0, rest_s)
         else:
             self._packed.observe(packed, kv_read, verify_s)
-        self._rest.observe(tokens, 0.0, rest_s)
+            self._packed_rest.observe(tokens, 0.0, rest_s)
         if draft_len:
             self._draft.observe(rows, kv_read, draft_s / draft_len)
 

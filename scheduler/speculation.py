@@ -263,7 +263,9 @@ class GoodputPolicy:
             known.choice = Choice(min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most))
             return known.choice
         per_step_s = (known.trip_s or 0.0) / known.steps
-        trims = known.trims and all(one.request.pins.trim_drafts for one in rows)
+        # Of one row the first tokens are kept, as if no more had been drafted.
+        trims = known.trims and len(rows) > 1
+        trims = trims and all(one.request.pins.trim_drafts for one in rows)
         belief = known.belief if trims else None
         expected = expected_accepted(self._acceptance.of(rows), limits, most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -145,6 +146,25 @@ def test_a_steps_time_is_the_sum_of_its_parts() -> None:
         kv = rows * (100 + draft_len)
         expected = VERIFY(rows * (draft_len + 1), kv) + draft_len * DRAFT(rows, kv) + 5e-4
         assert model.step_s(rows, draft_len, 100) == pytest.approx(expected, rel=0.03)
+
+
+def test_what_trimming_takes_beside_the_passes_counts_for_trimmed_steps_alone() -> None:
+    model = CostModel()
+    for rows in (2, 4, 8):
+        for draft_len in (0, 2, 4, 8):
+            model.observe(*answered(rows, draft_len))
+    before = model.step_s(8, 4, 100)
+    assert model.step_s(8, 4, 100, verify_tokens=32) >= before, "nothing is known of it yet"
+    for rows in (2, 4, 8):
+        for draft_len in (2, 4, 8):
+            order, result = answered(rows, draft_len)
+            order = replace(order, verify_tokens=rows * draft_len // 2)
+            times = replace(result.times, total_s=result.times.total_s + 2e-3)
+            model.observe(order, replace(result, times=times))
+    assert model.step_s(8, 4, 100) == pytest.approx(before, rel=1e-6)
+    # The trimmed results above claim the whole verification's time.
+    expected = VERIFY(40, 832) + 4 * DRAFT(8, 832) + 5e-4 + 2e-3
+    assert model.step_s(8, 4, 100, verify_tokens=16) == pytest.approx(expected, rel=0.03)
 
 
 def test_trial_steps_of_a_replica_are_as_good_as_orders() -> None:

@@ -28,7 +28,8 @@ acceptances = st.lists(
 def prices_of(rows: int, draft_s: float, token_s: float) -> StepPrices:
     verify = LinearCost(10e-3, token_s, 1e-7)
     packed = LinearCost(11e-3, token_s, 1e-7)
-    return StepPrices(rows, 100, LinearCost(draft_s), verify, packed, LinearCost(1e-4))
+    rest, packed_rest = LinearCost(1e-4), LinearCost(3e-4)
+    return StepPrices(rows, 100, LinearCost(draft_s), verify, packed, rest, packed_rest)
 
 
 def expected_of(rows: list[tuple[float, int]], most: int) -> list[float]:

@@ -119,11 +119,12 @@ def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
     return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
 
 
-def policy_for(pair: Pair | None, **settings: int) -> GoodputPolicy:
+def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> GoodputPolicy:
     """A policy that knows the pair's times, or nothing."""
     policy = GoodputPolicy(SchedulerConfig(**settings))
     timings = pair.timings() if pair else ()
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings))
+    spec = ReplicaSpec(1000, 16, 10_000, 100, timings=timings, trims_drafts=trims)
+    policy.joined("r", spec)
     return policy
 
 
@@ -154,6 +155,19 @@ def test_the_draft_length_comes_to_the_greatest_goodput(
         pair.turn(policy, rows, 1)
         chosen.append(pair.goodput(count, policy.beliefs("r").draft_len))
     assert sum(chosen) / len(chosen) >= (0.92 if count > 1 else 0.88) * best
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
+    """Of one row it would keep the first tokens, which a shorter draft length has for less."""
+    pair = Pair(CHEAP, TARGET, 0.8)
+    policy = policy_for(pair, trims=True)
+    rows = rows_of(count)
+    trimmed = 0
+    for _ in range(200):
+        trimmed += policy.plan("r", rows, 1).verify_tokens is not None
+        pair.turn(policy, rows, 1)
+    assert (trimmed > 0) == (count > 1)
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
