@@ -188,6 +188,9 @@ def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
                 calls = [pool.status() for _ in range(10)]
                 answers = await asyncio.gather(*calls, return_exceptions=True)
                 assert all(isinstance(answer, PoolUnreachable) for answer in answers)
+            # The thread may begin late.
+            while not searches:
+                await asyncio.sleep(0.001)
             assert len(searches) == 1
             found.set()
             while pool._actor is None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import grpc
 import pytest
 
 from cluster.client import Client
@@ -36,12 +37,17 @@ class RunningCluster:
 
     def wait_for_replicas(self, count: int, bound_s: float = READY_S) -> pb.StatusResponse:
         deadline_s = time.monotonic() + bound_s
+        seen: object = None
         with Client(self.address) as client:
             while True:
-                status = client.status()
-                if len(status.replicas) == count:
-                    return status
-                assert time.monotonic() < deadline_s, f"not {count} replicas: {status}"
+                try:
+                    seen = status = client.status()
+                    if len(status.replicas) == count:
+                        return status
+                except grpc.RpcError as error:
+                    # The pool may have been killed, and be late.
+                    seen = error
+                assert time.monotonic() < deadline_s, f"not {count} replicas: {seen}"
                 time.sleep(0.1)
 
 

@@ -107,7 +107,17 @@ class ElasticCluster:
         self._tell("scale", number)
 
     def status(self) -> pb.StatusResponse:
-        return self._stub.Status(pb.StatusRequest(), timeout=60)
+        """Asks until the pool answers: on a busy machine it may start for longer than a call of its
+        ingress waits for it."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return self._stub.Status(pb.StatusRequest(), timeout=60)
+            except grpc.RpcError as error:
+                late = time.monotonic() > deadline_s
+                if late or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            time.sleep(0.05)
 
     def serving(self) -> int:
         """Replicas that have their models in memory and take sequences."""

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 SHIPPED = Path(__file__).parents[2] / "deploy" / "tls"
 TOKENS = perfect(PROMPT_IDS, 40)
 REQUEST = pb.GenerateRequest(prompt=PROMPT, temperature=0.5, seed=3, stop=["none such"])
+WAIT_S = 60.0
+"""For anything that takes no time."""
 QUICK = RetryPolicy(attempts_max=3, backoff_s=0.01, reach_s=5.0)
 
 
@@ -145,7 +147,7 @@ def run_nginx(root: Path, behind: Behind, replaced: dict[str, str]) -> Iterator[
     command = [str(NGINX), "-p", str(root), "-c", str(root / "nginx.conf"), "-g", "daemon off;"]
     process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + WAIT_S
         while True:
             assert process.poll() is None, (root / "stderr.log").read_text()
             assert time.monotonic() < deadline_s, "nginx does not listen"
@@ -157,7 +159,7 @@ def run_nginx(root: Path, behind: Behind, replaced: dict[str, str]) -> Iterator[
         yield Terminator(f"localhost:{port}", root)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(WAIT_S)
         log.close()
 
 
@@ -270,7 +272,7 @@ def test_old_versions_of_tls_are_refused(
 
     def shake_hands() -> str | None:
         with (
-            socket.create_connection((host, int(port)), 5) as plain,
+            socket.create_connection((host, int(port)), WAIT_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as secured,
         ):
             return secured.version()
@@ -334,7 +336,7 @@ def test_chunks_are_not_held_back(open_to_all: Terminator, behind: Behind, scrip
         @property
         def sizes(self) -> Iterator[int]:  # type: ignore[override]
             yield 1
-            assert go_on.wait(10), "the first chunk did not arrive"
+            assert go_on.wait(WAIT_S), "the first chunk did not arrive"
             yield from [1] * len(TOKENS)
 
         @sizes.setter
@@ -366,7 +368,7 @@ def test_http_routes_pass_and_others_do_not(open_to_all: Terminator) -> None:
     def ask(path: str, body: bytes | None = None) -> dict[str, Any]:
         headers = {"authorization": "Bearer secret", "content-type": "application/json"}
         request = urllib.request.Request(base + path, body, headers)
-        with urllib.request.urlopen(request, context=context, timeout=10) as answer:
+        with urllib.request.urlopen(request, context=context, timeout=WAIT_S) as answer:
             read: dict[str, Any] = json.load(answer)
             return read
 
@@ -385,10 +387,10 @@ def test_the_closed_variant_wants_certificates_over_http_too(closed: Terminator)
     context = ssl.create_default_context(cafile=str(closed.files / "ca.crt"))
     url = f"https://{closed.address}/healthz"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(url, context=context, timeout=10)
+        urllib.request.urlopen(url, context=context, timeout=WAIT_S)
     assert caught.value.code == 401
     context.load_cert_chain(closed.files / "client.crt", closed.files / "client.key")
-    with urllib.request.urlopen(url, context=context, timeout=10) as answer:
+    with urllib.request.urlopen(url, context=context, timeout=WAIT_S) as answer:
         assert answer.status == 200
 
 
