@@ -21,7 +21,7 @@ from replicas.config import ReplicaConfig
 from tests.chaos.answers import Answer, cut, fake_bases
 from tests.cluster import fakes
 
-ANSWER_S_MAX = 120.0
+ANSWER_S_MAX = 240.0
 """A request that has no end after so long hangs, and counts as lost."""
 PLAIN = 2
 """A first token of prompts that asks fakes for no trouble."""

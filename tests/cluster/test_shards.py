@@ -69,9 +69,10 @@ class Shards:
         return self.links.submit(Request("x", tuple(prompt), count), TIMEOUT_S)
 
     async def until_serving(self, *serving: int) -> None:
-        async with asyncio.timeout(BOUND_S):
-            while tuple(link.load.serving for link in self.links.links) != serving:
-                await asyncio.sleep(0.005)
+        """And all pools have answered lately, as one that stood still with its world has not."""
+        wanted = [(each, True) for each in serving]
+        links = self.links.links
+        await until(lambda: [(link.load.serving, link.load.answers) for link in links] == wanted)
 
     def live(self) -> list[int]:
         return [wire.actor._scheduler.snapshot().live for wire in self.wires]

@@ -37,7 +37,7 @@ from tests.integration.pairs import write_pair
 
 pytestmark = pytest.mark.ray
 
-START_S = 120.0
+START_S = 240.0
 STOP_S = 60.0
 CALL_S = 60.0
 COUNTS_S = 30.0

@@ -29,7 +29,7 @@ def test_cancels_leave_nothing_over(cluster: RunningCluster, expected: Expected)
     async def run() -> tuple[Counter[str], dict[str, int], list[int]]:
         async with AsyncClient(cluster.address) as client:
             ends = await cancel_many(client, prompts, rng, CANCELS, in_flight=32)
-            left = await left_over(client)
+            left = await left_over(client, 60.0)
             again = await client.generate(pb.GenerateRequest(prompt="after", max_new_tokens=20))
             return ends, left, list(again.token_ids)
 

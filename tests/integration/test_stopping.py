@@ -30,7 +30,7 @@ from tests.integration.pairs import write_pair
 
 pytestmark = pytest.mark.ray
 
-READY_S = 120.0
+READY_S = 240.0
 GRACE_S = 120.0
 """Never waited for."""
 STOP_S = 60.0

@@ -53,7 +53,7 @@ async def ask_all(
         return tokens, end
 
     # The cluster itself must keep its promise, without a client that tries again.
-    async with AsyncClient(cluster.address, retry=NO_RETRY) as client, asyncio.timeout(120):
+    async with AsyncClient(cluster.address, retry=NO_RETRY) as client, asyncio.timeout(300):
         streams = [asyncio.ensure_future(one(client, prompt)) for prompt in PROMPTS]
         await all_flow.wait()
         await asyncio.to_thread(disturb)
