@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import add
 from types import MappingProxyType
 
 from scheduler.messages import FinishReason, Request, RowResult, Usage
@@ -92,8 +91,49 @@ RESIDENT = frozenset({State.PREFILLING, State.PARTIAL, State.READY, State.STEPPI
 """States in which blocks of a replica are reserved."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Row:
+    """What every order reads or writes of its rows.
+
+    Python lays out the slots of a base class first and together, those of one class by their names.
+    Of many sequences none is in a cache when its turn comes, and three lines of memory are fetched
+    sooner than seven: an order misses every cache a seventh less often.
+    """
+
+    state: State = State.WAITING
+    committed: list[int] = field(default_factory=list)
+    order_id: int | None = None
+    """The order in flight that holds the row, else None."""
+    blocks: int = 0
+    """Blocks reserved on its replica."""
+    limits: Limits | None = None
+    """What the groups that it steps in are limited to, beyond those of others."""
+    rows_limit: int | None = None
+    """It is a suspect: it runs in orders of at most so many rows, of suspects only, with nothing
+    else in flight on the replica. None: it is not. See `blame`."""
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    tried: float = 0.0
+    """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
+    agreed: float = 0.0
+    """Those of them that the target agreed with."""
+    kind: int = 0
+    """Rows of one kind step together where there are enough: 0 where drafts are often right."""
+    # Of the request, or worked out from it: they would have to be looked up elsewhere.
+    id: str = field(init=False)
+    length: int = field(init=False)
+    """Content length: prompt and committed tokens, padding never."""
+    length_max: int = field(init=False)
+    """Content length when the limit is reached."""
+    greedy: bool = field(init=False)
+    draft_len: int | None = field(init=False)
+    """The request's own."""
+    stop_token_ids: tuple[int, ...] = field(init=False)
+
+
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(_Row):
     """The pool's record of one accepted request."""
 
     request: Request
@@ -101,15 +141,7 @@ class Sequence:
     """Rises with every accepted request: the order of arrival."""
     arrived_s: float = 0.0
     deadline_s: float | None = None
-    limits: Limits | None = None
-    """What the groups that it steps in are limited to, beyond those of others."""
-    state: State = State.WAITING
-    committed: list[int] = field(default_factory=list)
     replica_id: str | None = None
-    order_id: int | None = None
-    """The order in flight that holds the row, else None."""
-    blocks: int = 0
-    """Blocks reserved on its replica."""
     filled: int = 0
     """While it is being filled: its valid KV positions once the order in flight is done."""
     overtaken: int = 0
@@ -131,42 +163,20 @@ class Sequence:
     """Replicas that died with it in flight, ever."""
     kills: int = 0
     """Those of them that died with nothing else in flight."""
-    rows_limit: int | None = None
-    """It is a suspect: it runs in orders of at most so many rows, of suspects only, with nothing
-    else in flight on the replica. None: it is not. See `blame`."""
     broke_at: int = 0
     """Content length up to which the last replica that died with it in flight may have got."""
     suspect_until: int = 0
     """It stays a suspect until its content is longer than that."""
     shuns: list[str] = field(default_factory=list)
     """Replicas on which it failed alone; it goes to others while there are any."""
-    steps: int = 0
-    draft_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
     cached_tokens: int = 0
-    tried: float = 0.0
-    """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
-    agreed: float = 0.0
-    """Those of them that the target agreed with."""
-    kind: int = 0
-    """Rows of one kind step together where there are enough: 0 where drafts are often right."""
     left: int = 0
     """How often a replica left it to another that has its prefix."""
     keys: tuple[Key, ...] = ()
     """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
     keys_size: int = 0
-    # Read many times in every order, and so kept instead of computed.
-    id: str = field(init=False)
-    length: int = field(init=False)
-    """Content length: prompt and committed tokens, padding never."""
-    length_max: int = field(init=False)
-    """Content length when the limit is reached."""
-    greedy: bool = field(init=False)
-    draft_len: int | None = field(init=False)
-    """The request's own."""
-    stop_token_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = self.request.id
@@ -240,14 +250,20 @@ class Sequence:
         accepted_at, more = self.accepted_at, row.accepted_at
         if len(more) > len(accepted_at):
             accepted_at.extend([0] * (len(more) - len(accepted_at)))
-        accepted_at[: len(more)] = map(add, accepted_at, more)
-        if kept and self.length > self.broke_at:
+        for position, count in enumerate(more):
+            if count:
+                accepted_at[position] += count
+        if self.rows_limit is not None and kept:
+            self._got_further()
+        return kept, reason
+
+    def _got_further(self) -> None:
+        """A suspect has new tokens: beyond where it broke something they speak for it."""
+        if self.length > self.broke_at:
             self.failures = self.attempts = 0
             if self.length > self.suspect_until:
                 self.rows_limit = None
-                if self.shuns:
-                    self.shuns.clear()
-        return kept, reason
+                self.shuns.clear()
 
     def usage(self) -> Usage:
         return Usage(
