@@ -42,14 +42,6 @@ class _Class:
     def acceptance(self) -> float:
         return self.agreed / self.tried
 
-    def add(self, tried: int, agreed: int) -> None:
-        self.tried += tried
-        self.agreed += agreed
-        if self.tried > CLASS_TRIES:
-            fade = CLASS_TRIES / self.tried
-            self.tried *= fade
-            self.agreed *= fade
-
 
 class Acceptance:
     """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
@@ -85,10 +77,14 @@ class Acceptance:
             sequence.agreed = agreed_lately = keep * sequence.agreed + agreed
             # By its own tries: towards the others' acceptance both kinds would come to look alike.
             known = self._greedy if sequence.greedy else self._sampled
-            acceptance = (agreed_lately + known.agreed / known.tried) / (tried_lately + 1.0)
+            class_tried, class_agreed = known.tried, known.agreed
+            acceptance = (agreed_lately + class_agreed / class_tried) / (tried_lately + 1.0)
             if acceptance < SELDOM_RIGHT or sequence.draft_len == 0:
                 sequence.kind = 1
             elif acceptance > OFTEN_RIGHT:
                 sequence.kind = 0
             if tried:
-                known.add(tried, agreed)
+                class_tried += tried
+                fade = CLASS_TRIES / class_tried if class_tried > CLASS_TRIES else 1.0
+                known.tried = fade * class_tried
+                known.agreed = fade * (class_agreed + agreed)

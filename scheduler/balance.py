@@ -45,8 +45,7 @@ def rows_to_move(replica: Replica, target: Replica, config: SchedulerConfig) -> 
     turns = groups_needed(replica.load, config.rows_max)
     turns_there = groups_needed(target.load + config.prefill_rows_max, config.rows_max)
     most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
-    ready = (replica.residents[one] for one in replica.ready)
-    gains = [(_gain(one, turns, turns_there), one) for one in ready]
+    gains = [(_gain(one, turns, turns_there), one) for one in replica.ready]
     gains.sort(key=lambda pair: (-pair[0], pair[1].number))
     rows: list[Sequence] = []
     tokens = blocks = 0

@@ -190,8 +190,7 @@ class Dispatcher:
     def _step_ready(
         self, replica: Replica, size: int, rows_max: int, someone_waits: bool
     ) -> Order | None:
-        residents = replica.residents
-        rows = [residents[one] for one in self._choose(replica, size, rows_max)]
+        rows = self._choose(replica, size, rows_max)
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
         # first token waits for no second one.
         alone = not (someone_waits or replica.stepping or replica.prefilling)
@@ -202,7 +201,7 @@ class Dispatcher:
             steps_most = min([steps_most, *(steps for steps in pinned if steps is not None)])
         return self._step(replica, rows, steps_most)
 
-    def _choose(self, replica: Replica, size: int, rows_max: int) -> list[str]:
+    def _choose(self, replica: Replica, size: int, rows_max: int) -> list[Sequence]:
         """The rows of the next group."""
         groups = replica.groups(rows_max)
         return replica.ready.choose(size, rows_max, groups, self._config.wait_rounds)
@@ -210,12 +209,11 @@ class Dispatcher:
     def _is_whole(self, replica: Replica, size: int, rows_max: int, beside: int) -> bool:
         """Whether the next group, where there are narrow rows, need not wait for any that steps:
         it has free rows for a group of theirs, or none that steps fits."""
-        group = Group(rows_max)
+        group: Group[Sequence] = Group(rows_max)
         free = 0
-        for row in self._choose(replica, size, rows_max):
-            sequence = replica.residents[row]
+        for sequence in self._choose(replica, size, rows_max):
             free += sequence.limits is None
-            group.add(row, sequence.length, sequence.limits)
+            group.add(sequence, sequence.length, sequence.limits)
         if free and free >= beside:
             return True
         return not any(
@@ -226,15 +224,14 @@ class Dispatcher:
 
     def _step_suspects(self, replica: Replica) -> Order | None:
         limit = replica.rows_max(self._config.rows_max)
-        group = Group(limit)
+        group: Group[Sequence] = Group(limit)
         for sequence in replica.suspects.values():
             assert sequence.rows_limit is not None
             limit = min(limit, sequence.rows_limit)
             if len(group.rows) >= limit:
                 break
-            group.add(sequence.id, sequence.length, sequence.limits)
-        rows = [replica.suspects[one] for one in group.rows]
-        rows.sort(key=lambda one: one.length)
+            group.add(sequence, sequence.length, sequence.limits)
+        rows = sorted(group.rows, key=lambda one: one.length)
         order = self._step(replica, rows, steps_most=1)
         if order is not None:
             replica.alone = order.id

@@ -1,6 +1,6 @@
 """Which rows step together: the tightest window of a replica's ready rows, with a bounded wait.
 
-Knows lengths, ages and limits of rows, nothing else of a sequence.
+Knows lengths, ages and limits of rows; a row itself is any object that a dict takes as a key.
 
 Groups. Let R be the rows of a replica that step (ready or stepping) and G = ceil(R / rows_max) the
 least number of groups that hold them. A group is full: rows_max rows. With less than two full
@@ -54,10 +54,11 @@ EQSPEC without grouping does (arXiv 2510.22876).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from heapq import merge
 from itertools import islice
 from operator import sub
+from typing import Generic, TypeVar
 
 from scheduler.narrowing import Group, Limits
 
@@ -77,9 +78,11 @@ one behind it when it becomes ready."""
 NARROW = 2
 """Kind of the ready rows that are narrow; see `narrowing`."""
 
-_Key = tuple[int, int, str, int, int]
-"""(length, ready number, sequence id, orders so far, kind): within one length the oldest comes
-first."""
+Row = TypeVar("Row", bound=Hashable)
+
+_Key = tuple[int, int, Row, int, int]
+"""(length, ready number, row, orders so far, kind): within one length the oldest comes first, and
+as no number comes twice rows are never compared."""
 
 
 def groups_needed(rows: int, rows_max: int) -> int:
@@ -125,10 +128,10 @@ def may_step(
     return 2 * ready >= min(ready + joining, rows_max)
 
 
-class _Shelf:
+class _Shelf(Generic[Row]):
     """Rows by length."""
 
-    def __init__(self, keys: Iterable[_Key] = ()) -> None:
+    def __init__(self, keys: Iterable[_Key[Row]] = ()) -> None:
         self.keys = list(keys)
         self.lengths = [key[0] for key in self.keys]
         """The lengths alone: a window is sought in every order, among all rows."""
@@ -136,28 +139,33 @@ class _Shelf:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def remove(self, key: _Key) -> None:
-        at = bisect_left(self.keys, key)
+    def _index(self, key: _Key[Row]) -> int:
+        """Where the key stands; most lengths are there once, and then no other key is looked at."""
+        first = bisect_left(self.lengths, key[0])
+        return bisect_left(self.keys, key, first, bisect_right(self.lengths, key[0], first))
+
+    def remove(self, key: _Key[Row]) -> None:
+        at = self._index(key)
         del self.keys[at], self.lengths[at]
 
-    def remove_all(self, keys: list[_Key]) -> None:
+    def remove_all(self, keys: list[_Key[Row]]) -> None:
         """Some of its rows, in order."""
-        first = bisect_left(self.keys, keys[0])
+        first = self._index(keys[0])
         last = first + len(keys)
-        if self.keys[last - 1 : last] == keys[-1:]:
+        if last <= len(self.keys) and self.keys[last - 1] is keys[-1]:
             # A window, nearly always.
             del self.keys[first:last], self.lengths[first:last]
             return
         for key in keys:
             self.remove(key)
 
-    def window(self, size: int, anchor: _Key | None) -> list[_Key]:
+    def window(self, size: int, anchor: _Key[Row] | None) -> list[_Key[Row]]:
         """With an anchor the tightest window that holds it, else that of rule 1."""
         lengths = self.lengths
         size = min(size, len(lengths))
         first, last = 0, len(lengths) - size
         if anchor is not None:
-            at = bisect_left(self.keys, anchor)
+            at = self._index(anchor)
             first, last = max(first, at - size + 1), min(last, at)
         else:
             tight = LEVEL * (lengths[-1] - lengths[0]) * size / len(lengths)
@@ -192,17 +200,17 @@ class _Shelf:
         return min(found)[1]
 
 
-class ReadyRows:
+class ReadyRows(Generic[Row]):
     """The ready rows of one replica, by kind and length, and by age."""
 
     def __init__(self) -> None:
-        self._shelves = (_Shelf(), _Shelf(), _Shelf())
+        self._shelves: tuple[_Shelf[Row], ...] = (_Shelf(), _Shelf(), _Shelf())
         """Free rows of kind 0 and 1, and narrow ones."""
-        self._by_age: dict[str, _Key] = {}
+        self._by_age: dict[Row, _Key[Row]] = {}
         """The oldest first."""
-        self._narrow: dict[str, Limits] = {}
+        self._narrow: dict[Row, Limits] = {}
         """Limits of the narrow rows, the oldest first."""
-        self._new: dict[str, None] = {}
+        self._new: dict[Row, None] = {}
         """Rows whose first token somebody waits for, the oldest first."""
         self._ready_number = 0
         self.orders = 0
@@ -211,11 +219,11 @@ class ReadyRows:
     def __len__(self) -> int:
         return len(self._by_age)
 
-    def __contains__(self, sequence_id: object) -> bool:
-        return sequence_id in self._by_age
+    def __contains__(self, row: object) -> bool:
+        return row in self._by_age
 
-    def __iter__(self) -> Iterator[str]:
-        """Sequence ids, the oldest first."""
+    def __iter__(self) -> Iterator[Row]:
+        """The oldest first."""
         return iter(self._by_age)
 
     def lengths(self) -> list[int]:
@@ -224,7 +232,7 @@ class ReadyRows:
 
     def add(
         self,
-        sequence_id: str,
+        row: Row,
         length: int,
         kind: int = 0,
         new: bool = False,
@@ -233,29 +241,29 @@ class ReadyRows:
         """The row is ready, from now on the youngest. Takes O(log n) comparisons."""
         if limits is not None:
             kind = NARROW
-            self._narrow[sequence_id] = limits
+            self._narrow[row] = limits
         self._ready_number += 1
-        key = (length, self._ready_number, sequence_id, self.orders, kind)
+        key = (length, self._ready_number, row, self.orders, kind)
         shelf = self._shelves[kind]
         # It is the youngest, so it stands behind all of its length.
         at = bisect_right(shelf.lengths, length)
         shelf.lengths.insert(at, length)
         shelf.keys.insert(at, key)
-        self._by_age[sequence_id] = key
+        self._by_age[row] = key
         if new:
-            self._new[sequence_id] = None
+            self._new[row] = None
 
-    def remove(self, sequence_id: str) -> None:
-        key = self._by_age.pop(sequence_id)
+    def remove(self, row: Row) -> None:
+        key = self._by_age.pop(row)
         self._shelves[key[4]].remove(key)
-        self._new.pop(sequence_id, None)
-        self._narrow.pop(sequence_id, None)
+        self._new.pop(row, None)
+        self._narrow.pop(row, None)
 
-    def passes(self, sequence_id: str) -> int:
+    def passes(self, row: Row) -> int:
         """How often the row was passed over since it became ready."""
-        return self.orders - self._by_age[sequence_id][3]
+        return self.orders - self._by_age[row][3]
 
-    def choose(self, size: int, rows_max: int, groups: int, wait_rounds: int) -> list[str]:
+    def choose(self, size: int, rows_max: int, groups: int, wait_rounds: int) -> list[Row]:
         """The next group, shortest row first; nothing is changed.
 
         `size` is that of a group, `groups` is G; the group has min(size, ready) rows, or
@@ -278,7 +286,7 @@ class ReadyRows:
 
     def _choose_narrowly(
         self, size: int, rows_max: int, groups: int, wait_rounds: int
-    ) -> list[str]:
+    ) -> list[Row]:
         """The next group where narrow rows are ready; O(n log n) for n ready rows."""
         by_age = self._by_age
         key = next(iter(by_age.values()))
@@ -300,21 +308,21 @@ class ReadyRows:
                 key = by_age[new]
             window = self._shelf(key[4], size, anchored).window(size, key if anchored else None)
             row_order = [*(key[2] for key in window), *self._narrow]
-        group = Group(rows_max)
+        group: Group[Row] = Group(rows_max)
         for row in row_order:
             if group.full:
                 break
             group.add(row, by_age[row][0], self._narrow.get(row))
         return [key[2] for key in sorted(by_age[row] for row in group.rows)]
 
-    def _nearest(self, anchor: str) -> list[str]:
+    def _nearest(self, anchor: Row) -> list[Row]:
         """All rows by their distance from this one, the oldest first where it is equal."""
         length = self._by_age[anchor][0]
         others = sorted(self._by_age, key=lambda row: abs(self._by_age[row][0] - length))
         others.remove(anchor)
         return [anchor, *others]
 
-    def _shelf(self, kind: int, size: int, anchored: bool) -> _Shelf:
+    def _shelf(self, kind: int, size: int, anchored: bool) -> _Shelf[Row]:
         """Where the next group is sought, `kind` being that of the oldest row or of the anchor."""
         own, other = self._shelves[kind], self._shelves[1 - kind]
         if len(own) >= size or not other.keys:
@@ -324,32 +332,28 @@ class ReadyRows:
         # Sorting two runs is merging them.
         return _Shelf(sorted(own.keys + other.keys))
 
-    def take(self, sequence_ids: Iterable[str]) -> None:
-        """Removes the rows of an order that is dispatched: it passes the others over."""
+    def take(self, rows: Iterable[Row]) -> None:
+        """Removes the rows of an order that is dispatched, as `choose` gave them: it passes the
+        others over."""
         self.orders += 1
-        by_age = self._by_age
-        taken: tuple[list[_Key], list[_Key], list[_Key]] = ([], [], [])
-        for sequence_id in sequence_ids:
-            key = by_age.pop(sequence_id)
-            taken[key[4]].append(key)
-            if self._new:
-                self._new.pop(sequence_id, None)
-        for shelf, keys in zip(self._shelves, taken, strict=True):
-            if keys:
-                shelf.remove_all(sorted(keys))
-        for key in taken[NARROW]:
-            del self._narrow[key[2]]
+        keys = list(map(self._by_age.pop, rows))
+        for kind in {key[4] for key in keys}:
+            self._shelves[kind].remove_all([key for key in keys if key[4] == kind])
+        for rare in (self._new, self._narrow):
+            if rare:
+                for key in keys:
+                    rare.pop(key[2], None)
 
     def check_integrity(self) -> None:
-        ids = set()
+        rows = set()
         for kind, shelf in enumerate(self._shelves):
             assert shelf.keys == sorted(shelf.keys), "ready rows are out of order"
-            assert shelf.lengths == [key[0] for key in shelf.keys], "lengths of ready rows"
+            assert list(shelf.lengths) == [key[0] for key in shelf.keys], "lengths of ready rows"
             for key in shelf.keys:
                 assert self._by_age[key[2]] is key, "ready rows differ"
                 assert key[4] == kind, "kinds of ready rows"
-                ids.add(key[2])
-        assert ids == set(self._by_age), "ready rows differ"
+                rows.add(key[2])
+        assert rows == set(self._by_age), "ready rows differ"
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
         narrow = [row for row, key in self._by_age.items() if key[4] == NARROW]
         assert narrow == list(self._narrow), "narrow rows"

@@ -118,11 +118,11 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
         assert count == sum(one.state is state for one in residents), f"{name}: count of {state}"
     partial = {one.id for one in residents if one.state is State.PARTIAL}
     assert set(replica.partial) == partial, f"{name}: rows that are filled in part"
-    ready = {one.id: one.length for one in residents if one.state is State.READY}
-    suspects = {one.id for one in residents if one.state is State.READY and one.rows_limit}
-    assert set(replica.suspects) == suspects, f"{name}: suspects"
-    assert set(replica.ready) == set(ready) - suspects, f"{name}: ready rows"
-    lengths = sorted(length for row, length in ready.items() if row not in suspects)
+    ready = {one for one in residents if one.state is State.READY}
+    suspects = {one for one in ready if one.rows_limit}
+    assert set(replica.suspects.values()) == suspects, f"{name}: suspects"
+    assert set(replica.ready) == ready - suspects, f"{name}: ready rows"
+    lengths = sorted(one.length for one in ready - suspects)
     assert replica.ready.lengths() == lengths, f"{name}: lengths of ready rows"
     most = sum(replica.blocks_limit(one) for one in residents)
     assert replica.blocks_most == most, f"{name}: blocks at the limit"

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Pins
+
+Row = TypeVar("Row")
 
 
 class Limits(NamedTuple):
@@ -43,13 +45,13 @@ def narrow_groups(rows: Iterable[Limits], rows_max: int) -> int:
     return groups
 
 
-class Group:
-    """A group in the making."""
+class Group(Generic[Row]):
+    """A group in the making, of rows of any type."""
 
     def __init__(self, rows_max: int) -> None:
         """`rows_max`: of the replica."""
-        self.rows: list[str] = []
-        """Ids, in the order in which they were added."""
+        self.rows: list[Row] = []
+        """In the order in which they were added."""
         self._rows_most = rows_max
         self._spread_most = math.inf
         self._shortest = self._longest = 0
@@ -69,7 +71,7 @@ class Group:
         spread = max(self._longest, length) - min(self._shortest, length)
         return len(self.rows) < rows_most and spread <= spread_most
 
-    def add(self, row: str, length: int, limits: Limits | None) -> bool:
+    def add(self, row: Row, length: int, limits: Limits | None) -> bool:
         """The row joins if it fits; whether it did."""
         if not self.fits(length, limits):
             return False

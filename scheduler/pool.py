@@ -128,7 +128,7 @@ class Pool:
         `lacking` are those of them that get more blocks, and how many they have then.
         """
         if rows[0].rows_limit is None:
-            replica.ready.take([one.id for one in rows])
+            replica.ready.take(rows)
         else:
             for sequence in rows:
                 del replica.suspects[sequence.id]
@@ -175,8 +175,8 @@ class Pool:
         elif after is State.PARTIAL:
             replica.partial[sequence.id] = sequence
         if before is State.READY:
-            if sequence.id in replica.ready:
-                replica.ready.remove(sequence.id)
+            if sequence in replica.ready:
+                replica.ready.remove(sequence)
             else:
                 del replica.suspects[sequence.id]
         elif after is State.READY:

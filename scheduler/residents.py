@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from scheduler.admission import blocks_needed
 from scheduler.cost_model import filled_tokens
@@ -19,9 +18,6 @@ from scheduler.near_lengths import NearLengths
 from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
-
-_STEPS, _DRAFT_TOKENS = attrgetter("steps"), attrgetter("draft_tokens")
-_ACCEPTED_AT = attrgetter("accepted_at")
 
 CAP_ORDERS = 64
 """Orders after which a lowered number of rows is doubled again."""
@@ -63,10 +59,14 @@ class ReplicaFigures:
         self.committed_tokens += committed_tokens
         self.kv_positions_own += result.kv_positions_own
         self.kv_positions_read += result.kv_positions_read
-        rows = result.rows
-        self.row_steps += sum(map(_STEPS, rows))
-        self.draft_tokens += sum(map(_DRAFT_TOKENS, rows))
-        self.accepted_tokens += sum(map(sum, map(_ACCEPTED_AT, rows)))
+        row_steps = draft_tokens = accepted_tokens = 0
+        for row in result.rows:
+            row_steps += row.steps
+            draft_tokens += row.draft_tokens
+            accepted_tokens += sum(row.accepted_at)
+        self.row_steps += row_steps
+        self.draft_tokens += draft_tokens
+        self.accepted_tokens += accepted_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ class Replica:
     """Those whose groups are limited more than others'; see `narrowing`."""
     lengths: NearLengths = field(default_factory=NearLengths)
     """Content lengths of the residents; what 'near length' is measured against."""
-    ready: ReadyRows = field(default_factory=ReadyRows)
+    ready: ReadyRows[Sequence] = field(default_factory=ReadyRows)
     """Ready rows, but for suspects."""
     suspects: dict[str, Sequence] = field(default_factory=dict)
     """Ready rows that may not run with others; see `blame`. The one that waits longest first."""
@@ -199,7 +199,7 @@ class Replica:
         return [
             one.limits
             for one in self.narrow.values()
-            if one.limits is not None and (one.state is State.STEPPING or one.id in self.ready)
+            if one.limits is not None and (one.state is State.STEPPING or one in self.ready)
         ]
 
     def groups(self, rows_max: int) -> int:
@@ -242,7 +242,7 @@ class Replica:
         add = self.ready.add
         for one in sequences:
             if one.rows_limit is None:
-                add(one.id, one.length, one.kind, not one.committed, one.limits)
+                add(one, one.length, one.kind, not one.committed, one.limits)
             else:
                 self.suspects[one.id] = one
 

@@ -368,8 +368,8 @@ class Scheduler:
 
     def _hand_back(self, replica: Replica) -> None:
         """A draining replica's rows wait again, but for those that orders hold."""
-        rows = (*replica.partial, *replica.ready, *replica.suspects)
-        self._send_back(replica, [replica.residents[row] for row in rows])
+        rows = [*replica.partial.values(), *replica.ready, *replica.suspects.values()]
+        self._send_back(replica, rows)
 
     def _balance(self, replica: Replica) -> None:
         """Moves ready rows to a replica with far fewer, where that is worth their prefill."""

@@ -98,7 +98,7 @@ class Watcher:
                 scheduler.config.wait_rounds,
                 self.narrow_peak[replica.id],
             )
-            assert passes <= bound, f"{oldest} was passed over {passes} times, bound {bound}"
+            assert passes <= bound, f"{oldest.id} was passed over {passes} times, bound {bound}"
 
 
 def random_pins(rng: Random) -> Pins:
