@@ -5,8 +5,9 @@
 One run, the same prompts everywhere: Lockstep at batch 1, 8, ... and several draft lengths;
 transformers' `generate` of the target at the same batch size, and its assisted generation with the
 same draft; whether all outputs are equal; and what choosing the draft length by measurement gains
-where easy and hard prompts are mixed. All take turns, round by round: ratios are taken within a
-round, and the median of the rounds is reported. Needs no Ray.
+where easy and hard prompts are mixed. Lockstep's own ways run side by side, those of transformers
+in turns with the default one, round by round: ratios are taken within a round, and the median of
+the rounds is reported. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.abreast import abreast
 from benchmarks.hopeless import hopeless_figures
 from benchmarks.measured import MeasuredWay
 from benchmarks.mixed import mixed_figures, mixed_requests
@@ -85,8 +87,11 @@ def main() -> None:
     print(f"assisted generation is fastest with {assistance}", flush=True)
     print("the reference: transformers' generate at batch 1 over all prompts", flush=True)
     expected = models.batched(requests, 1)
-    contenders, figures = greedy(args, models, measured, requests, expected, assistance)
-    identical = {each.name: f"{each.identical} of {each.prompts}" for each in contenders}
+    draft_lens, batches, against = greedy(args, models, measured, requests, expected, assistance)
+    figures = summary(draft_lens, batches, against, measured, args)
+    identical = {
+        each.name: f"{each.identical} of {each.prompts}" for each in (*draft_lens, *against)
+    }
     sampled, sampled_identical = sampled_runs(replica, requests[: args.alone_limit])
     mixed = mixed_figures(
         replica,
@@ -117,13 +122,18 @@ def main() -> None:
             "assistance": str(assistance),
             "figures": figures,
             "identical": identical | sampled_identical,
-            "runs": [asdict(each) | {"median": each.speed} for each in contenders],
+            "draft_lens": _runs(draft_lens),
+            "batches": _runs(batches),
+            "against": _runs(against),
             "steps": {name: asdict(way.figures) for name, way in measured.items()},
             "sampled": sampled,
             "mixed": mixed,
             "hopeless": hopeless,
         },
     )
+
+
+Contenders = tuple[Contender, ...]
 
 
 def greedy(
@@ -133,73 +143,98 @@ def greedy(
     requests: Sequence[Request],
     expected: Sequence[Sequence[int]],
     assistance: Assistance,
-) -> tuple[tuple[Contender, ...], dict[str, float | str]]:
-    """All greedy runs in turns, and the figures of the summary."""
-    ways: dict[str, Way] = {}
-    counts: dict[str, int] = {}
-    for batch in args.batches:
-        ways[transformers_name(batch)] = partial(models.batched, batch=batch)
-        if batch == 1:
-            ways[ASSISTED] = lambda asked: models.assisted(asked, assistance)
-        for k in args.draft_lens:
-            ways[lockstep_name(batch, k)] = measured[lockstep_name(batch, k)]
-        if batch == 1:
-            counts = dict.fromkeys(ways, args.alone_limit)
-    for way in ways.values():
+) -> tuple[Contenders, Contenders, Contenders]:
+    """All greedy runs: the draft lengths of each batch size side by side, so the batch sizes, and
+    last against transformers in turns."""
+    draft_lens: Contenders = ()
+    ours: dict[int, str] = {}
+    counts = {lockstep_name(1, k): args.alone_limit for k in args.draft_lens}
+    for way in measured.values():
         way(requests[:2])  # warm-up
-    contenders = take_turns(
-        ways,
+    for batch in args.batches:
+        names = [lockstep_name(batch, k) for k in args.draft_lens]
+        print(f"side by side: {', '.join(names)}", flush=True)
+        ways = {name: measured[name] for name in names}
+        here = abreast(ways, requests, args.rounds, expected, counts)
+        for each in here:
+            _show(each, measured[each.name])
+        draft_lens += here
+        ours[batch] = default_name(here, batch, args.draft_lens)
+    print(f"side by side: {', '.join(ours.values())}", flush=True)
+    ways = {name: measured[name] for name in ours.values()}
+    batches = abreast(ways, requests, args.rounds, expected, counts)
+    others: dict[str, Way] = {}
+    for batch in args.batches:
+        others[transformers_name(batch)] = partial(models.batched, batch=batch)
+        if batch == 1:
+            others[ASSISTED] = lambda asked: models.assisted(asked, assistance)
+            counts |= dict.fromkeys(others, args.alone_limit)
+        others[ours[batch]] = measured[ours[batch]]
+    for name in others.keys() - measured.keys():
+        others[name](requests[:2])  # warm-up
+    total = len(others) * args.rounds
+    against = take_turns(
+        others,
         requests,
         args.rounds,
         expected,
         counts,
-        lambda name, done: print(
-            f"run {done + 1} of {len(ways) * args.rounds}: {name}", flush=True
-        ),
+        lambda name, done: print(f"run {done + 1} of {total}: {name}", flush=True),
     )
-    for each in contenders:
+    for each in against:
         _show(each, measured.get(each.name))
-    return contenders, summary(contenders, measured, args.batches, args.draft_lens)
+    return draft_lens, batches, against
+
+
+def best_fixed(contenders: Contenders, batch: int, draft_lens: Sequence[int | None]) -> int:
+    """The fixed draft length with the highest median."""
+    speed = {each.name: each.speed for each in contenders}
+    fixed = [k for k in draft_lens if k is not None]
+    return max(fixed, key=lambda k: speed[lockstep_name(batch, k)])
+
+
+def default_name(contenders: Contenders, batch: int, draft_lens: Sequence[int | None]) -> str:
+    """Lockstep with the draft length chosen, where that was run, else with the best fixed one."""
+    chosen = None in draft_lens
+    return lockstep_name(batch, None if chosen else best_fixed(contenders, batch, draft_lens))
 
 
 def summary(
-    contenders: Sequence[Contender],
+    draft_lens: Contenders,
+    batches: Contenders,
+    against: Contenders,
     measured: Mapping[str, MeasuredWay],
-    batches: Sequence[int],
-    draft_lens: Sequence[int | None],
+    args: argparse.Namespace,
 ) -> dict[str, float | str]:
-    """The ratios that matter; a fixed k is the best of a batch when its median is the highest.
-
-    "Lockstep" is with the draft length chosen where that was run, else with the best fixed one.
-    """
-    speed = {each.name: each.speed for each in contenders}
-    fixed = [k for k in draft_lens if k is not None]
-    ours: dict[int, str] = {}
+    """The ratios that matter, each of contenders that ran beside one another."""
+    speed = {each.name: each.speed for each in draft_lens}
     figures: dict[str, float | str] = {}
 
-    def put(name: str, above: str, below: str) -> None:
-        made = ratio(contenders, above, below)
+    def put(name: str, among: Contenders, above: str, below: str) -> None:
+        made = ratio(among, above, below)
         if made is not None:
             figures[name] = made.median
 
-    for batch in batches:
-        best = max(fixed, key=lambda k: speed[lockstep_name(batch, k)])
-        best_name = lockstep_name(batch, best)
-        ours[batch] = lockstep_name(batch, None) if None in draft_lens else best_name
+    first = args.batches[0]
+    default = {batch: default_name(draft_lens, batch, args.draft_lens) for batch in args.batches}
+    for batch, ours in default.items():
+        best = best_fixed(draft_lens, batch, args.draft_lens)
+        fixed = lockstep_name(batch, best)
         figures[f"best fixed k, batch {batch}"] = str(best)
-        figures[f"tokens/s, batch {batch}"] = speed[ours[batch]]
-        put(f"over k = 0, batch {batch}", ours[batch], lockstep_name(batch, 0))
-        if None in draft_lens:
-            put(f"chosen k over the best fixed k, batch {batch}", ours[batch], best_name)
-        put(f"over transformers' generate, batch {batch}", ours[batch], transformers_name(batch))
+        figures[f"tokens/s, batch {batch}"] = speed[ours]
+        put(f"over k = 0, batch {batch}", draft_lens, ours, lockstep_name(batch, 0))
+        if ours != fixed:
+            put(f"chosen k over the best fixed k, batch {batch}", draft_lens, ours, fixed)
+        name = transformers_name(batch)
+        put(f"over transformers' generate, batch {batch}", against, ours, name)
         if batch == 1:
-            put("over transformers' assisted generation, batch 1", ours[batch], ASSISTED)
-        steps = measured[ours[batch]].figures
+            put("over transformers' assisted generation, batch 1", against, ours, ASSISTED)
+        steps = measured[ours].figures
         figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
         figures[f"padding, batch {batch}"] = steps.padding
         figures[f"longest wait in rounds, batch {batch}"] = steps.wait_rounds
-        if batch != batches[0]:
-            put(f"batch {batch} over batch {batches[0]}", ours[batch], ours[batches[0]])
+        if batch != first:
+            put(f"batch {batch} over batch {first}", batches, ours, default[first])
     return figures
 
 
@@ -236,7 +271,7 @@ def _arguments() -> argparse.Namespace:
         "--draft-lens",
         type=_draft_len,
         nargs="+",
-        default=[None, 0, 4, 6],
+        default=[None, 0, 2, 4, 6],
         help="'auto' chooses by measurement; 0 has to be among them",
     )
     parser.add_argument("--rounds", type=int, default=3)
@@ -255,6 +290,10 @@ def _arguments() -> argparse.Namespace:
     if 0 not in args.draft_lens:
         parser.error("--draft-lens: 0 has to be among them")
     return args
+
+
+def _runs(contenders: Contenders) -> list[dict[str, Any]]:
+    return [asdict(each) | {"median": each.speed} for each in contenders]
 
 
 def _draft_len(text: str) -> int | None:

@@ -15,8 +15,9 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.abreast import abreast
 from benchmarks.measured import MeasuredWay
-from cluster.bench.compare import ratio, take_turns
+from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
 from replicas.pair import resolve
 from replicas.replica import Replica
@@ -37,7 +38,7 @@ def random_draft(like: str, folder: Path) -> None:
 def hopeless_figures(
     config: ReplicaConfig, requests: Sequence[Request], batches: Sequence[int], rounds: int
 ) -> dict[str, object]:
-    """The chosen draft length over k = 0 at each batch, in turns, with such a draft."""
+    """The chosen draft length over k = 0 at each batch, side by side, with such a draft."""
     assert config.draft is not None, "the shape of a draft is needed"
     with TemporaryDirectory() as folder:
         random_draft(config.draft, Path(folder))
@@ -52,7 +53,7 @@ def hopeless_figures(
         asked = requests[: 8 + 2 * batch]
         expected = ways[PLAIN](asked)
         ways[CHOSEN](asked[:1])  # warm-up
-        contenders = take_turns(ways, asked, rounds, expected)
+        contenders = abreast(ways, asked, rounds, expected)
         compared = ratio(contenders, CHOSEN, PLAIN)
         assert compared is not None, "both ways run here"
         name = f"hopeless draft: chosen k over k = 0, batch {batch}"

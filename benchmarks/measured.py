@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -36,21 +36,47 @@ class MeasuredWay:
     All requests are submitted at the start.
     """
 
-    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self._runner = runner
         self._config = config
-        self._results: list[StepResult] = []
-        self._seconds = 0.0
+        self._clock = clock
+        self._engine: LocalEngine | None = None
+        self.seconds = 0.0
+        """That the last run has taken so far."""
         self.outputs: list[Output] = []
         """Of the last run, in the requests' order."""
 
     def __call__(self, requests: Sequence[Request]) -> list[list[int]]:
-        begun_s = perf_counter()
-        engine = LocalEngine(self._runner, self._config)
-        self.outputs = engine.generate(requests)
-        self._seconds = perf_counter() - begun_s
-        self._results = engine.results
+        self.begin(requests)
+        while self.advance():
+            pass
         return [output.tokens for output in self.outputs]
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Start a run, for `advance` to go on with; the one before is forgotten."""
+        begun_s = self._clock()
+        self._engine = LocalEngine(self._runner, self._config)
+        self.outputs = [self._engine.submit(request) for request in requests]
+        self.seconds = self._clock() - begun_s
+
+    def advance(self) -> bool:
+        """Run one order; False when the run has ended, and then every request has finished."""
+        assert self._engine is not None, "begin() comes first"
+        begun_s = self._clock()
+        more = self._engine.advance()
+        self.seconds += self._clock() - begun_s
+        if not more:
+            self._engine.check_finished()
+        return more
+
+    @property
+    def _results(self) -> list[StepResult]:
+        return [] if self._engine is None else self._engine.results
 
     @property
     def figures(self) -> StepFigures:
@@ -75,7 +101,7 @@ class MeasuredWay:
             acceptance=sum(sum(row.accepted_at) for row in rows) / drafted if drafted else None,
             overhead=1 - forward / in_steps,
             padding=1 - own / read,
-            between_orders=1 - inside / self._seconds,
+            between_orders=1 - inside / self.seconds,
         )
 
 

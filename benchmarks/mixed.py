@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from benchmarks.abreast import abreast
 from benchmarks.measured import MeasuredWay
-from cluster.bench.compare import ratio, take_turns
+from cluster.bench.compare import ratio
 from cluster.bench.workload import Lengths, synthetic_prompts
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -44,7 +45,7 @@ def mixed_requests(easy: Sequence[Request], vocab_size: int, new_tokens: int) ->
 def mixed_figures(
     replica: Replica, requests: Sequence[Request], draft_lens: Sequence[int | None], rounds: int
 ) -> dict[str, object]:
-    """Speeds of fixed draft lengths and of the chosen one, in turns, at batch 8; whether outputs
+    """Speeds of fixed draft lengths and of the chosen one at batch 8, side by side; whether outputs
     agree with those of k = 0; acceptance of both halves at the longest fixed k."""
     ways = {
         f"k = {k}": MeasuredWay(replica, SchedulerConfig(rows_max=BATCH, draft_len=k))
@@ -53,7 +54,7 @@ def mixed_figures(
     if None in draft_lens:
         ways[CHOSEN] = MeasuredWay(replica, SchedulerConfig(rows_max=BATCH, draft_len=None))
     expected = ways["k = 0"](requests)
-    contenders = take_turns(ways, requests, rounds, expected)
+    contenders = abreast(ways, requests, rounds, expected)
     fixed = [each for each in contenders if each.name != CHOSEN]
     best = max(fixed, key=lambda each: each.speed)
     longest = [output.usage for output in ways[f"k = {FIXED[-1]}"].outputs]

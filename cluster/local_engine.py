@@ -104,6 +104,10 @@ class LocalEngine:
         """Run until every request has finished."""
         while self.advance():
             pass
+        self.check_finished()
+
+    def check_finished(self) -> None:
+        """With no order left, every request has its end."""
         unfinished = [key for key, output in self.outputs.items() if output.reason is None]
         assert not unfinished, f"the scheduler left {len(unfinished)} requests without an order"
 

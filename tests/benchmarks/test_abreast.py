@@ -1,0 +1,76 @@
+"""Proves: ways that run side by side take turns to their end, each pays for its own orders only,
+and each is compared with what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.abreast import abreast
+from benchmarks.measured import MeasuredWay
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request
+from tests.tiny_pairs import tiny_replica
+
+REQUESTS = [Request(str(n), tuple(range(3, 9 + n)), 10) for n in range(3)]
+
+
+class Steps:
+    """A clock that goes on by a way's own seconds with each of its orders, and who ran when."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.order: list[str] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def way(self, name: str, draft_len: int, order_s: float) -> MeasuredWay:
+        steps = self
+
+        class Noted(MeasuredWay):
+            def begin(self, requests: Sequence[Request]) -> None:
+                super().begin(requests)
+                advance = self._engine.advance  # type: ignore[union-attr]
+
+                def noted() -> bool:
+                    steps.order.append(name)
+                    more = advance()
+                    steps.now_s += order_s if more else 0.0
+                    return more
+
+                self._engine.advance = noted  # type: ignore[union-attr, method-assign]
+
+        return Noted(REPLICA, SchedulerConfig(rows_max=1, draft_len=draft_len), clock=self.clock)
+
+
+REPLICA = tiny_replica("llama")
+EXPECTED = MeasuredWay(REPLICA, SchedulerConfig(rows_max=1, draft_len=0))(REQUESTS)
+
+
+def test_ways_take_turns_and_pay_for_their_own_orders() -> None:
+    steps = Steps()
+    ways = {"a": steps.way("a", 0, 1.0), "b": steps.way("b", 0, 2.0)}
+    a, b = abreast(ways, REQUESTS, 2, EXPECTED, slice_s=2.0)
+    assert a.tokens_per_s == pytest.approx([2 * value for value in b.tokens_per_s])
+    assert a.tokens_per_s[0] == a.tokens_per_s[1] == 30 / ways["a"].seconds
+    assert (a.identical, b.identical, a.prompts) == (3, 3, 3)
+    # Two orders of a for each of b, and every other turn the other way round.
+    assert "".join(steps.order).startswith("aabbaaaabbaa")
+    assert steps.order.count("a") == steps.order.count("b")
+
+
+def test_every_way_runs_to_its_end_with_its_own_requests() -> None:
+    steps = Steps()
+    ways = {"short": steps.way("short", 3, 1.0), "long": steps.way("long", 0, 1.0)}
+    short, long = abreast(ways, REQUESTS, 1, EXPECTED, counts={"short": 1}, slice_s=1.0)
+    assert (short.prompts, short.identical, long.prompts, long.identical) == (1, 1, 3, 3)
+    assert [len(output.tokens) for output in ways["long"].outputs] == [10] * 3
+
+
+def test_what_differs_from_the_expected_is_told() -> None:
+    steps = Steps()
+    wrong = [EXPECTED[0], [*EXPECTED[1][:-1], -1], EXPECTED[2]]
+    (only,) = abreast({"only": steps.way("only", 0, 1.0)}, REQUESTS, 2, wrong)
+    assert only.identical == 2
