@@ -35,9 +35,11 @@ for a group, and at both kinds together only if neither has.
 Narrow rows. A request, or the config, may limit the rows of a row's group or their spread (see
 `narrowing`). G is then the groups of the free rows and those of the narrow ones. Rule 3 takes the
 oldest row, then those with the same limits, then the others, each if it fits. Before it, the oldest
-narrow row anchors a group of its nearest neighbours, as far as they fit, once in a round, or where
-there is no full group of free rows. Otherwise free rows go by rules 1 and 2, and narrow ones that
-fit have the places that are left.
+narrow row anchors a group once in a round, or where there is no full group of free rows: of those
+with the same limits, then of narrow ones that are no narrower, then of free and of narrower ones,
+always the nearest, as far as they fit. So narrow rows need few orders, and free ones step in full
+groups. Otherwise free rows go by rules 1 and 2, and narrow ones that fit have the places that are
+left.
 
 The bound. No row is passed over more than w * G - 1 times in a row, G taken at its largest during
 the wait: a round, in which every row could step once, is G orders, so none waits for more than w
@@ -316,9 +318,22 @@ class ReadyRows(Generic[Row]):
         return [key[2] for key in sorted(by_age[row] for row in group.rows)]
 
     def _nearest(self, anchor: Row) -> list[Row]:
-        """All rows by their distance from this one, the oldest first where it is equal."""
+        """All rows, those first who would otherwise need another small group, by their distance
+        from this narrow one; the oldest first where that is equal."""
         length = self._by_age[anchor][0]
-        others = sorted(self._by_age, key=lambda row: abs(self._by_age[row][0] - length))
+        own = self._narrow[anchor]
+
+        def rank(row: Row) -> tuple[int, int]:
+            limits = self._narrow.get(row)
+            distance = abs(self._by_age[row][0] - length)
+            if limits is None:
+                return 2, distance
+            if not limits.as_wide_as(own):
+                # It would make the group smaller.
+                return 3, distance
+            return int(limits != own), distance
+
+        others = sorted(self._by_age, key=rank)
         others.remove(anchor)
         return [anchor, *others]
 

@@ -25,6 +25,10 @@ class Limits(NamedTuple):
     spread_max: float = math.inf
     """Longest minus shortest row, in tokens, when an order begins."""
 
+    def as_wide_as(self, other: Limits) -> bool:
+        """Whether a group that obeys the other limits obeys these, too."""
+        return self.rows_max >= other.rows_max and self.spread_max >= other.spread_max
+
 
 def limits_of(pins: Pins, config: SchedulerConfig) -> Limits | None:
     """The narrower of the request's and the config's limits; None for a free row."""

@@ -82,6 +82,33 @@ def test_who_pins_one_row_among_many_groups_has_one_order_of_a_round() -> None:
     assert own == 20
 
 
+@pytest.mark.parametrize("others", [2, 3])
+def test_narrow_rows_step_with_each_other_and_free_ones_in_full_groups(others: int) -> None:
+    """Though a free row is always nearer. A round is two full groups and one for each narrow pair;
+    a pair is of equal limits, or of limits that the narrower one's group obeys anyway."""
+    hand = Hand(rows_max=4, prefill_rows_max=16)
+    hand.join(kv_blocks=10_000)
+    for row in range(8):
+        hand.submit(f"free{row}", length=10 * row + 3, max_new_tokens=400)
+    for row in range(4):
+        pins = Pins(rows_max=others if row % 2 else 2)
+        hand.submit(f"narrow{row}", length=20 * row + 4, max_new_tokens=400, pins=pins)
+    steps = [rows_of(order) for order in play(hand, 76)[-60:]]
+    small = [rows for rows in steps if any(row.startswith("narrow") for row in rows)]
+    assert all(len(rows) == 4 for rows in steps if rows not in small)
+    assert all(sum(row.startswith("narrow") for row in rows) == 2 for rows in small)
+    assert len(small) == 30
+
+
+def test_a_narrower_row_does_not_make_the_group_of_a_wider_one_small() -> None:
+    ready = ReadyRows()
+    ready.add("wide", 10, limits=Limits(4, 100))
+    ready.add("pair", 10, limits=Limits(2))
+    for row in range(3):
+        ready.add(f"free{row}", 20 + row)
+    assert ready.choose(4, 4, 3, 4) == ["wide", "free0", "free1", "free2"]
+
+
 def test_the_configs_spread_holds_for_all() -> None:
     hand = Hand(rows_max=8, spread_max=10)
     hand.join()
