@@ -246,8 +246,10 @@ def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
 
 @pytest.mark.usefixtures("ray_calls")
 def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
+    stands_at_s: list[float] = []
+
     async def test() -> None:
-        async with world() as w:
+        async with world(clock=lambda: stands_at_s[0] if stands_at_s else time.monotonic()) as w:
             await w.add_replica(step_s=0.02)
             live = w.submit(PROMPT_IDS, 100)
             await until(lambda: len(live.tokens) > 1)
@@ -255,10 +257,14 @@ def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
             stopping = asyncio.create_task(asyncio.to_thread(stop_pools, [handle], 20.0, SILENT_S))
             await until(lambda: handle.asked > 1)
             w.wire.loss = 1.0
+            # The new pool is young until it has been told again, however long that takes here.
+            stands_at_s.append(time.monotonic())
             w.wire.restart()
             asked = handle.asked
             await until(lambda: handle.asked > asked + 3 or stopping.done())
             w.wire.loss = 0.0
+            await until(lambda: bool(w.wire.actor._owners) or stopping.done())
+            stands_at_s.clear()
             await stopping
             assert live.finish is not None
             assert live.tokens == perfect(PROMPT_IDS, 100)

@@ -207,12 +207,14 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         told_s = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
         refused = refused_while(streams)
+        print(f"refused after {time.monotonic() - told_s:.2f} s")
         assert refused.code() is StatusCode.UNAVAILABLE
         assert refused.details() == "the server is stopping"
         assert watch.ended_within(STOP_S), "the watch is still open"
         assert watch.seen == [STATES.SERVING, STATES.NOT_SERVING]
         assert watch.error is None
         streams.join(GRACE_S)
+        print(f"the streams ended after {time.monotonic() - told_s:.2f} s")
         assert not streams.errors
         assert streams.texts == undisturbed.texts
         assert all(end.finish_reason == pb.FINISH_REASON_LENGTH for end in streams.ends.values())
