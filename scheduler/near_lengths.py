@@ -61,6 +61,16 @@ class NearLengths:
         above = lengths[at] - length
         return min(length - lengths[at - 1], above) if at else above
 
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Asserts that these are the ones and that none has grown unsaid, and changes nothing: who
+        asks next will be told of their lengths. O(all of them)."""
+        assert set(self._known) == set(sequences), "lengths of others"
+        assert self._rising == sorted(self._known.values()), "lengths are out of order"
+        if not self._anew:
+            grown = {one for some in self._grown for one in some}
+            for one, length in self._known.items():
+                assert one.length == length or one in grown, f"{one.id} has grown, nobody said so"
+
     def _update(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             before = self._known.get(sequence)

@@ -30,7 +30,7 @@ class Pool:
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
         self.waiting = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, Replica] = {}
-        self._by_load = OpenReplicas(config)
+        self.by_load = OpenReplicas(config)
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
         """A heap of (deadline, sequence number, id); finished ones go when they come up."""
@@ -71,12 +71,12 @@ class Pool:
     @property
     def open(self) -> list[tuple[int, str]]:
         """(load, id) of the replicas that take sequences, the lightest first."""
-        return self._by_load.open()
+        return self.by_load.open()
 
     @property
     def free(self) -> list[tuple[int, str]]:
         """The same for those of them that have a place for an order."""
-        return self._by_load.free()
+        return self.by_load.free()
 
     def place(self, sequence: Sequence, replica: Replica) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
@@ -97,7 +97,7 @@ class Pool:
         replica.blocks_used += sequence.blocks
         replica.blocks_most += replica.blocks_limit(sequence)
         replica.lengths.add(sequence)
-        self._by_load.changed(replica)
+        self.by_load.changed(replica)
 
     def fill(self, replica: Replica, given: list[tuple[Sequence, int, int]], order_id: int) -> None:
         """A prefill order takes these placed sequences, (sequence, begin, until)."""
@@ -231,7 +231,7 @@ class Pool:
         sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
         sequence.order_id = None
-        self._by_load.changed(replica)
+        self.by_load.changed(replica)
 
     # ----------------------------------------------------------------- claims
 
@@ -254,14 +254,14 @@ class Pool:
     def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
         replica = Replica(replica_id, spec, self.config.kv_reserve)
         self.replicas[replica_id] = replica
-        self._by_load.changed(replica)
+        self.by_load.changed(replica)
         return replica
 
     def drain(self, replica: Replica) -> None:
         """No new sequence from now on. O(1) but for the index."""
         replica.draining = True
         self._clear_claim(replica)
-        self._by_load.changed(replica)
+        self.by_load.changed(replica)
 
     def lose(self, replica: Replica) -> None:
         """Forgets the replica and its orders; its live residents wait again. O(residents)."""
@@ -274,7 +274,7 @@ class Pool:
             if not sequence.live:
                 self.let_go(sequence)
         self.send_back([sequence for sequence in residents if sequence.live])
-        self._by_load.changed(replica)
+        self.by_load.changed(replica)
         del self.replicas[replica.id]
 
     def add_order(self, replica: Replica, order: Order, now_s: float) -> None:
@@ -285,7 +285,7 @@ class Pool:
         if order.steps > 1:
             replica.long = order.id
         replica.last_kind = order.kind
-        self._by_load.changed(replica)
+        self.by_load.changed(replica)
 
     def end_order(self, replica: Replica, order_id: int) -> Order | None:
         """Takes an order out of flight; None for one that is unknown."""
@@ -294,7 +294,7 @@ class Pool:
             replica.alone = None
         if replica.long == order_id:
             replica.long = None
-        self._by_load.changed(replica)
+        self.by_load.changed(replica)
         return order
 
     # ----------------------------------------------------------------- deadlines

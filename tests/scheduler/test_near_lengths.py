@@ -27,8 +27,26 @@ def test_it_says_what_a_search_of_all_says(seed: int) -> None:
             for one in some:
                 one.length += rng.randint(0, 4)
             index.grown(some)
+            index.check_integrity(inside)
         else:
             length = rng.randint(1, 60)
             away = [abs(one.length - length) for one in inside]
             assert index.distance(length) == min(away, default=0)
             assert index.rising() == sorted(one.length for one in inside)
+
+
+def test_a_look_finds_what_nobody_has_told_and_changes_nothing() -> None:
+    index = NearLengths()
+    one, other = (Sequence(Request(name, (1, 2), 500), 1) for name in "ab")
+    index.add(one)
+    index.add(other)
+    one.length += 1
+    with pytest.raises(AssertionError, match="a has grown"):
+        index.check_integrity([one, other])
+    index.grown([one])
+    index.check_integrity([one, other])
+    assert index._rising == [2, 2]
+    assert index.rising() == [2, 3]
+    index.check_integrity([one, other])
+    with pytest.raises(AssertionError, match="lengths of others"):
+        index.check_integrity([one])
