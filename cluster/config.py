@@ -61,7 +61,10 @@ class PoolConfig(_Settings):
     )
     poll_s: float = Field(1.0, gt=0, description="Longest wait of one poll; below lease_s.")
     probe_s: float = Field(
-        0.5, gt=0, description="How often Ray is asked whether a replica's process lives."
+        0.5,
+        gt=0,
+        description="How often Ray is asked whether a replica's process lives, where the "
+        "connection to it does not say so.",
     )
     tick_s: float = Field(
         0.05,

@@ -23,7 +23,8 @@ import secrets
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, cast
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol, cast
 
 from cluster.packing import pack, unpack
 
@@ -43,6 +44,14 @@ _PROOF_S = 5.0
 """Whoever has not proved by then that he knows the secret is hung up on."""
 
 Method = Callable[..., Awaitable[Any]]
+
+
+class Connection(Protocol):
+    """What a method may know of the connection that its caller has to this process."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended, as it does at once with the caller's process."""
 
 
 class LineLost(ConnectionError):
@@ -140,6 +149,13 @@ class _Frames(asyncio.Protocol, ABC):
 
 # --------------------------------------------------------------------------- the one who is called
 
+_connection: ContextVar[Connection | None] = ContextVar("connection", default=None)
+
+
+def connection() -> Connection | None:
+    """That of the call which the running task answers; None for a task that answers none."""
+    return _connection.get()
+
 
 class LineServer:
     """Answers calls of the given methods by whoever knows the secret."""
@@ -179,6 +195,7 @@ class _Caller(_Frames):
         super().__init__(secret, _NONCE_BYTES + _PROOF_BYTES)
         self._methods = methods
         self._calls: set[asyncio.Task[None]] = set()
+        self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -204,10 +221,12 @@ class _Caller(_Frames):
         call.add_done_callback(self._calls.discard)
 
     def connection_lost(self, _error: Exception | None) -> None:
+        self.lost = True
         for call in self._calls:
             call.cancel()
 
     async def _answer(self, number: int, message: bytes) -> None:
+        _connection.set(self)
         try:
             name, args = unpack(message)
             reply = (False, await self._methods[name](*args))

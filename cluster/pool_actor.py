@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.config import ClusterConfig
+from cluster.line import connection
 from cluster.mailbox import Mailbox
 from cluster.metrics import PoolMeter
 from cluster.pool_peers import IngressPeer, Probe, ReplicaPeer
@@ -135,6 +136,7 @@ class PoolActor:
         if replica is None:
             return PullReply(known=False)
         replica.heard_s = self._clock()
+        replica.connection = connection()
         for result in results:
             # A result comes again when the reply to its pull was lost.
             if result.order_id in replica.orders:
@@ -364,7 +366,9 @@ class PoolActor:
                 # answer from the process: then it is stuck, or dead and Ray does not know it yet.
                 stuck = replica.is_stuck(now_s)
                 self._lose_replica(replica_id, f"is silent for {silent_s:.1f} s", stuck)
-            elif replica.is_dead(self._probe, now_s, self._config.probe_s):
+            elif replica.is_dead(
+                self._probe, now_s, self._config.probe_s, silent_s > self._config.lease_s / 2
+            ):
                 self._lose_replica(replica_id, "has died", blamed=True)
         for ingress_id, ingress in list(self._ingresses.items()):
             silent_s = 0.0 if ingress.mailbox.polled else now_s - ingress.heard_s

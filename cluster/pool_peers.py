@@ -7,10 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.line import Connection
 from cluster.mailbox import Mailbox
 from cluster.protocol import News, ReleaseNote
 from scheduler.messages import Blamed, Finish, Interrupt, Order, ReplicaSpec
 
+_LOST_ASKS = 5
+"""How often Ray is asked about a process whose connection has ended, in the time between two
+questions about others: it knows of a death a moment later than the connection."""
 _STUCK_S = 1.0
 """A process that leaves Ray's question unanswered for so long does nothing."""
 
@@ -30,19 +34,29 @@ class ReplicaPeer:
     orders: set[int] = field(default_factory=set)
     """Dispatched and not answered."""
     draining: bool = False
+    connection: Connection | None = None
+    """That of its last pull; None where it came another way."""
     _asked: asyncio.Task[bool] | None = None
     _asked_s: float = 0.0
 
-    def is_dead(self, probe: Probe | None, now_s: float, every_s: float) -> bool:
-        """The lease finds every death; asking Ray, every so often, finds a killed process sooner.
+    def is_dead(self, probe: Probe | None, now_s: float, every_s: float, quiet: bool) -> bool:
+        """The lease finds every death; asking Ray finds a killed process sooner.
 
-        Never waits: the answer to one call's question is found by a later one.
+        Ray is asked every so often, for a question costs both processes a millisecond and more.
+        Not about one whose connection is there, for that ends with the process, unless it is
+        `quiet`: it may hang, or its machine be gone. Never waits: the answer to one call's question
+        is found by a later one.
         """
         if probe is None or self.process is None:
             return False
         if self._asked is not None and self._asked.done():
             answer, self._asked = self._asked, None
             return not answer.cancelled() and answer.exception() is None and not answer.result()
+        if self.connection is not None:
+            if self.connection.lost:
+                every_s /= _LOST_ASKS
+            elif not quiet:
+                return False
         if self._asked is None and now_s - self._asked_s > every_s:
             self._asked_s = now_s
             self._asked = asyncio.ensure_future(probe(self.process))

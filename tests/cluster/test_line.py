@@ -14,7 +14,17 @@ import pytest
 import uvloop
 
 from cluster import line as line_module
-from cluster.line import Door, Line, LineError, LineLost, LineRefused, LineServer, connect
+from cluster.line import (
+    Connection,
+    Door,
+    Line,
+    LineError,
+    LineLost,
+    LineRefused,
+    LineServer,
+    connect,
+    connection,
+)
 
 HOST = "127.0.0.1"
 
@@ -26,11 +36,15 @@ class Methods:
         self.called: list[Any] = []
         self.cancelled = 0
         self.forever = asyncio.Event()
+        self.connections: list[Connection | None] = []
 
     async def echo(self, value: Any, delay_s: float = 0.0) -> Any:
         self.called.append(value)
         await asyncio.sleep(delay_s)
         return value
+
+    async def come(self) -> None:
+        self.connections.append(connection())
 
     async def fail(self) -> None:
         raise ValueError("not like this")
@@ -46,7 +60,8 @@ class Methods:
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Methods, Door]]:
     methods = Methods()
-    server = LineServer({"echo": methods.echo, "fail": methods.fail, "hang": methods.hang})
+    names = ("echo", "come", "fail", "hang")
+    server = LineServer({name: getattr(methods, name) for name in names})
     async with asyncio.timeout(10):
         yield methods, await server.door(HOST)
         await server.close()
@@ -172,6 +187,27 @@ def test_a_lost_line_ends_the_calls_on_both_sides() -> None:
         while not methods.cancelled:
             await asyncio.sleep(0.001)
         assert methods.called == [1]
+
+    run(test)
+
+
+def test_a_method_knows_its_callers_connection_and_that_one_when_it_has_ended() -> None:
+    async def test(methods: Methods, door: Door) -> None:
+        lines = [await connect(door) for _ in range(2)]
+        for line in (*lines, lines[0]):
+            await call(line, "come")
+        first, second, again = methods.connections
+        assert first is not None
+        assert second is not None
+        assert first is again
+        assert first is not second
+        assert not first.lost
+        lines[0].close()
+        while not first.lost:
+            await asyncio.sleep(0.001)
+        assert not second.lost
+        assert connection() is None
+        lines[1].close()
 
     run(test)
 

@@ -13,14 +13,17 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.config import ClusterConfig, from_args
 from cluster.live_request import LiveRequest
+from cluster.mailbox import Mailbox
 from cluster.pool_actor import PoolActor
 from cluster.pool_link import PoolLink
+from cluster.pool_peers import ReplicaPeer
 from cluster.protocol import PoolUnreachable
 from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
 from scheduler.messages import FinishReason, OrderKind, RejectCode, Request, Submit
@@ -425,6 +428,53 @@ def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
             runner = await w.add_replica()
             dead.append(w.fakes[0])
             await w.until(lambda: runner.replica_id not in w.wire.actor._replicas)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("lost", "quiet", "asks_per_s"),
+    [
+        pytest.param(None, False, 2, id="no connection"),
+        pytest.param(False, False, 0, id="a connection"),
+        pytest.param(False, True, 2, id="a connection, and silence"),
+        pytest.param(True, False, 10, id="the connection has ended"),
+    ],
+)
+def test_ray_is_asked_for_a_process_whose_connection_does_not_say_that_it_lives(
+    lost: bool | None, quiet: bool, asks_per_s: int
+) -> None:
+    async def test() -> None:
+        asked = 0
+
+        async def lives(_process: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return True
+
+        connection = None if lost is None else SimpleNamespace(lost=lost)
+        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, Mailbox(), connection=connection)
+        for tick in range(1, 1001):
+            assert not peer.is_dead(lives, 10 + tick / 100, 0.5, quiet)
+            await asyncio.sleep(0)
+        # A question is answered before the next tick, and begins with one.
+        assert asks_per_s * 9 <= asked <= asks_per_s * 10
+
+    asyncio.run(test())
+
+
+def test_a_process_whose_connection_has_ended_is_asked_for_at_once() -> None:
+    async def test() -> None:
+        async def dead(_process: object) -> bool:
+            return False
+
+        connection = SimpleNamespace(lost=False)
+        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, Mailbox(), connection=connection)
+        assert not peer.is_dead(dead, 10.0, 0.5, quiet=False)
+        connection.lost = True
+        assert not peer.is_dead(dead, 10.05, 0.5, quiet=False)
+        await asyncio.sleep(0)
+        assert peer.is_dead(dead, 10.1, 0.5, quiet=False)
 
     asyncio.run(test())
 
