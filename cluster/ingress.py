@@ -127,8 +127,11 @@ class Ingress(HealthService):
         with self._cancelled_with_the_client(call):
             chunk = pb.GenerateChunk(request_id=call.ask.client_id, seed=call.ask.seed)
             async for text, tokens in self._pieces(call):
-                chunk.text = text
+                chunk.text += text
                 chunk.token_ids.extend(tokens)
+                if call.live.ended.is_set():
+                    # It goes with the end: a chunk costs both processes on its way.
+                    continue
                 self._meter.chunk()
                 yield chunk
                 chunk = pb.GenerateChunk()
@@ -138,7 +141,7 @@ class Ingress(HealthService):
                 refuse(grpc_context, refused.refusal)
                 yield chunk
                 return
-            chunk.text = text
+            chunk.text += text
             chunk.end.CopyFrom(self._to_end(call, finish))
             refusal = None if call.stop else refusal_of_finish(finish, call.ask.client_id)
             if refusal is not None:
@@ -269,7 +272,8 @@ class Ingress(HealthService):
             yield text, tokens
             if call.stop is None and not live.ended.is_set():
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(live.ended.wait(), self._pause_s())
+                    async with asyncio.timeout(self._pause_s()):
+                        await live.ended.wait()
         if call.stop is None:
             text, tokens = self._take(call)
             if tokens:

@@ -5,6 +5,7 @@ A meter without a `sink` counts nothing, so that everything else runs without Ra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -139,32 +140,39 @@ class PoolMeter:
         self._sink = sink
         self._every_s = every_s
         self._next_s = 0.0
-        self._tokens = 0
+        self._sums: Counter[str] = Counter()
+        """By the name of a counter, since the last observation."""
+        self._reasons: Counter[str] = Counter()
+        """Requests finished since then, by reason."""
         self._preempted = self._moved = 0
         """Sums at the last observation."""
 
     def committed(self, tokens: int) -> None:
-        self._tokens += tokens
+        self._sums["lockstep_tokens_committed"] += tokens
 
     def finished(self, finish: Finish) -> None:
-        usage = finish.usage
-        self._sink("lockstep_requests_finished", 1, {"reason": finish.reason.value})
-        self._sink("lockstep_requests_recovered", usage.recovered, {})
-        self._sink("lockstep_prompt_tokens", usage.prompt_tokens, {})
-        self._sink("lockstep_cached_tokens", usage.cached_tokens, {})
-        self._sink("lockstep_draft_tokens", usage.draft_tokens, {})
-        self._sink("lockstep_accepted_tokens", usage.accepted_tokens, {})
+        usage, sums = finish.usage, self._sums
+        self._reasons[finish.reason.value] += 1
+        sums["lockstep_requests_recovered"] += usage.recovered
+        sums["lockstep_prompt_tokens"] += usage.prompt_tokens
+        sums["lockstep_cached_tokens"] += usage.cached_tokens
+        sums["lockstep_draft_tokens"] += usage.draft_tokens
+        sums["lockstep_accepted_tokens"] += usage.accepted_tokens
 
     def rejected(self, reject: Reject) -> None:
         self._sink("lockstep_requests_rejected", 1, {"code": reject.code.value})
 
     def observe(self, scheduler: Scheduler, now_s: float) -> None:
-        """Write the gauges, at most every `every_s`."""
+        """Write the sums and the gauges, at most every `every_s`."""
         if now_s < self._next_s or self._sink is _nowhere:
             return
         self._next_s = now_s + self._every_s
-        tokens, self._tokens = self._tokens, 0
-        self._sink("lockstep_tokens_committed", tokens, {})
+        sums, self._sums = self._sums, Counter()
+        for name, total in sums.items():
+            self._sink(name, total, {})
+        reasons, self._reasons = self._reasons, Counter()
+        for reason, requests in reasons.items():
+            self._sink("lockstep_requests_finished", requests, {"reason": reason})
         status = scheduler.snapshot()
         self._sink("lockstep_sequences_preempted", status.preempted - self._preempted, {})
         self._sink("lockstep_sequences_moved", status.moved - self._moved, {})
@@ -242,14 +250,19 @@ class IngressMeter:
 
     def __init__(self, sink: Sink = _nowhere) -> None:
         self._sink = sink
+        self._chunks = 0
+        """Not written yet: to write costs more than to count."""
 
     def chunk(self) -> None:
-        self._sink("lockstep_streamed_chunks", 1, {})
+        self._chunks += 1
 
     def refused(self, code: StatusCode) -> None:
         self._sink("lockstep_calls_refused", 1, {"status": code.name})
 
     def answered(self, status: str, first_token_s: float, total_s: float) -> None:
+        if self._chunks:
+            chunks, self._chunks = self._chunks, 0
+            self._sink("lockstep_streamed_chunks", chunks, {})
         if first_token_s > 0:
             self._sink("lockstep_first_token_seconds", first_token_s, {})
         self._sink("lockstep_request_seconds", total_s, {"status": status})

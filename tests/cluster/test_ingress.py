@@ -363,6 +363,18 @@ def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_the_last_tokens_come_with_the_end(count: int) -> None:
+    async def test() -> None:
+        async with ingress(step_s=0.002) as made:
+            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=count, ignore_eos=True)
+            chunks = await stream(made, request, Context())
+            assert all(chunk.token_ids for chunk in chunks)
+            assert chunks[-1].HasField("end")
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_call_that_is_cancelled_cancels_its_request(streaming: bool) -> None:
     async def test() -> None:
