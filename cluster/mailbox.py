@@ -1,7 +1,9 @@
 """Items for one remote reader that fetches them by long polls. Pure asyncio.
 
 An item stays until a later poll acknowledges its number, so a reply that is lost on its way loses
-nothing. A newer poll makes an older one that still waits return empty: the reader has moved on.
+nothing. A newer poll makes an older one that still waits return empty: the reader has moved on. But
+if what came with the newer one is about to be returned by the older one, the newer one waits for
+what comes later: a reader that says something and gets its answer then has one poll for each.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ class Mailbox(Generic[T]):
         self._delivered = 0
         """Number of the newest item that a poll has returned."""
         self._waiter: asyncio.Future[bool] | None = None
+        self._returning: asyncio.Future[bool] | None = None
+        """Of a poll that waited and is about to return with all items."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -75,7 +79,10 @@ class Mailbox(Generic[T]):
             self._first += 1
         self._resolve(False)
         again = bool(self._items) and self._first <= self._delivered
-        if wait_s > 0 and not (again or (self._items and self._urgent)):
+        if self._returning is not None:
+            if wait_s <= 0 or not await self._wait(wait_s):
+                return self._first, []
+        elif wait_s > 0 and not (again or (self._items and self._urgent)):
             patience_s = min(wait_s, self._gather_s) if self._items else wait_s
             if patience_s > 0 and not await self._wait(patience_s):
                 return self._first, []
@@ -90,8 +97,16 @@ class Mailbox(Generic[T]):
         timer = loop.call_later(wait_s, _set, waiter, True)
         try:
             return await waiter
+        except asyncio.CancelledError:
+            if self._returning is waiter:
+                # It was to return the items; now a newer poll does, if one waits.
+                self._returning = None
+                self.settle()
+            raise
         finally:
             timer.cancel()
+            if self._returning is waiter:
+                self._returning = None
             if self._waiter is waiter:
                 self._resolve(False)
 
@@ -101,6 +116,8 @@ class Mailbox(Generic[T]):
             self._timer = None
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
+            if newest and not waiter.done():
+                self._returning = waiter
             _set(waiter, newest)
 
 

@@ -72,6 +72,66 @@ def test_a_newer_poll_makes_the_older_one_return_empty() -> None:
     run(test)
 
 
+async def say(box: Mailbox[str], item: str, acknowledged: int, wait_s: float) -> Any:
+    """A poll that brings what the item is the answer to."""
+    box.put(item)
+    box.settle()
+    return await box.poll(acknowledged, wait_s)
+
+
+def test_an_item_goes_with_the_older_poll_and_the_newer_one_waits_for_the_next() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        poll = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0)
+        for number, item in enumerate("abc"):
+            older, poll = poll, asyncio.ensure_future(say(box, item, number, 5))
+            assert await older == (number + 1, [item])
+            await asyncio.sleep(0.01)
+            assert box.polled
+            assert not poll.done()
+        box.close()
+        assert await poll == (3, [])
+
+    run(test)
+
+
+def test_a_poll_that_cannot_wait_leaves_the_item_to_the_older_one() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        older = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0)
+        assert await say(box, "a", 0, 0) == (1, [])
+        assert await older == (1, ["a"])
+
+    run(test)
+
+
+def test_what_an_older_poll_was_to_return_goes_with_the_newer_one_if_it_is_cancelled() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        older = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0)
+        newer = asyncio.ensure_future(say(box, "a", 0, 5))
+        asyncio.get_running_loop().call_soon(older.cancel)
+        assert await newer == (1, ["a"])
+        assert older.done()
+
+    run(test)
+
+
+def test_what_an_older_poll_has_returned_comes_again_if_it_is_not_acknowledged() -> None:
+    async def test() -> None:
+        box: Mailbox[str] = Mailbox()
+        older = asyncio.ensure_future(box.poll(0, 5))
+        await asyncio.sleep(0)
+        newer = asyncio.ensure_future(say(box, "a", 0, 0.05))
+        assert await older == (1, ["a"])
+        assert await newer == (1, ["a"])
+
+    run(test)
+
+
 @pytest.mark.parametrize("urgent", [True, False])
 def test_only_what_is_not_urgent_waits_for_more(urgent: bool) -> None:
     async def test() -> None:

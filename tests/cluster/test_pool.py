@@ -10,6 +10,7 @@ import asyncio
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -50,6 +51,7 @@ class Wire:
         self.news_flow = asyncio.Event()
         """While it is not set, polls for news are held up on their way."""
         self.news_flow.set()
+        self.calls: Counter[str] = Counter()
         self.actor = self._make()
 
     def restart(self) -> None:
@@ -60,6 +62,7 @@ class Wire:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         async def call(*args: Any) -> Any:
             actor = self.actor
+            self.calls[method] += 1
             if self._draw.random() < self.loss:
                 raise PoolUnreachable("the call was lost")
             if self.submits_late and method == "submit":
@@ -410,6 +413,21 @@ def test_a_silent_replica_loses_its_residents_to_another() -> None:
             await finish(requests)
             assert_perfect(requests)
             assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
+
+    asyncio.run(test())
+
+
+def test_an_order_takes_one_pull_where_no_other_can_be_given_meanwhile() -> None:
+    settings = {"pool": {"lease_s": 30, "poll_s": 10}, "scheduler": {"steps_per_order_max": 1}}
+
+    async def test() -> None:
+        async with world(config=from_args(settings)) as w:
+            await w.add_replica()
+            requests = [w.submit(prompt, 60, draft_len=0) for prompt in prompts(1)]
+            await finish(requests)
+            assert_perfect(requests)
+            # The prefill, and a step for each token; the first poll came before there was any.
+            assert 61 <= w.wire.calls["pull"] <= 64
 
     asyncio.run(test())
 
