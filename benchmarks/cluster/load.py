@@ -61,6 +61,10 @@ class Served:
     """CPU time by kind of process; `client` is this one. Empty where it was not asked for."""
     orders: int = 0
     """Orders that the pool gave meanwhile."""
+    first_s: tuple[float, ...] = ()
+    """From a request's sending to its first token, of streams."""
+    chunks: int = 0
+    """Of all streams together."""
 
     def figures(self) -> dict[str, Any]:
         """What is written of it."""
@@ -69,6 +73,9 @@ class Served:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "latency_s": percentiles(self.latencies_s),
         }
+        if self.chunks:
+            found["first_token_s"] = percentiles(self.first_s)
+            found["chunks_per_request"] = round(self.chunks / requests, 1)
         if self.orders:
             found["orders"] = self.orders
             found["cpu_ms_per_request"] = {
@@ -149,8 +156,11 @@ async def through_grpc(
     """The load once, over one client; with the processes' CPU time if orders are counted."""
     places = asyncio.Semaphore(load.in_flight)
     latencies: dict[int, float] = {}
+    first: dict[int, float] = {}
+    chunks = 0
 
     async def one(number: int, prompt: Sequence[int]) -> list[int]:
+        nonlocal chunks
         request = pb.GenerateRequest(
             prompt_token_ids=pb.TokenIds(ids=prompt),
             max_new_tokens=load.new_tokens,
@@ -161,7 +171,10 @@ async def through_grpc(
             tokens: list[int] = []
             if stream:
                 async for chunk in client.stream(request):
+                    chunks += 1
                     tokens.extend(chunk.token_ids)
+                    if tokens and number not in first:
+                        first[number] = perf_counter() - start
             else:
                 tokens.extend((await client.generate(request)).token_ids)
             latencies[number] = perf_counter() - start
@@ -180,6 +193,8 @@ async def through_grpc(
         outputs,
         {kind: after[kind] - before[kind] for kind in after},
         count_orders() - orders if count_orders else 0,
+        tuple(first.values()),
+        chunks,
     )
 
 
