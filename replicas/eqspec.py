@@ -196,7 +196,9 @@ def check(
     if proposal.belief is None:
         with watch.section("verify"):
             logits = target.forward(tokens, window)
-        chosen = _of_numbers(choose(logits, inputs.sampling, noise), logits)  # [rows, k + 1]
+        chosen = _of_numbers(
+            choose(logits, inputs.sampling, noise), logits, inputs.sampling
+        )  # [rows, k + 1]
         seen = inputs.state[:, 3:]
     else:
         assert inputs.verify_tokens is not None
@@ -208,7 +210,7 @@ def check(
             noise = noise.flatten(0, 1)[trim.cells][:, None]
         logits = logits.transpose(0, 1)
         sampling = inputs.sampling.take(trim.of_row)
-        picked = _of_numbers(choose(logits, sampling, noise), logits)[:, 0]
+        picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)[:, 0]
         chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, trim.cells, picked)
         chosen = chosen.view(rows, k + 1)
         seen = trim.seen
@@ -218,7 +220,16 @@ def check(
 def _of_numbers(
     chosen: torch.Tensor,  # [rows, width], int64
     logits: torch.Tensor,  # [rows, width, vocab]
+    sampling: SamplingBatch,
 ) -> torch.Tensor:  # [rows, width], int64
-    """The choices, _NO_TOKEN for those that NaN has made."""
-    without = logits.gather(-1, chosen[..., None])[..., 0].isnan()
-    return chosen.masked_fill(without, _NO_TOKEN)
+    """The choices, _NO_TOKEN for those of logits with a NaN, or of none but -inf.
+
+    argmax takes a NaN for the greatest, so a greedy choice shows it. A sampled one does not: one
+    NaN spreads to all scores there, and any token may be the first of them.
+    """
+    best = (
+        logits.amax(dim=-1)
+        if sampling.any_sampled
+        else logits.gather(-1, chosen[..., None])[..., 0]
+    )
+    return chosen.masked_fill((best > -torch.inf).logical_not(), _NO_TOKEN)

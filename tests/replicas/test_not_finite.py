@@ -17,9 +17,10 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.deterministic import make_deterministic
-from replicas.eqspec import NotFinite
+from replicas.eqspec import NotFinite, _of_numbers
 from replicas.pair import Pair
 from replicas.replica import Replica
+from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import Order, OrderKind, PrefillRow, SamplingParams, StepRow
 from tests.tiny_pairs import tiny_pair
 
@@ -152,3 +153,37 @@ def test_what_a_row_drafted_beyond_its_own_length_cannot_fail_it() -> None:
     alone.prefill(b=INNOCENT["b"], c=INNOCENT["c"])
     alone.steps(0, "cb")
     assert client.contents == alone.contents
+
+
+KINDS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.7, seed=3),
+    "top_k": SamplingParams(temperature=0.7, top_k=5, seed=4),
+    "top_p": SamplingParams(temperature=0.7, top_p=0.9, seed=5),
+    "min_p": SamplingParams(temperature=0.7, min_p=0.1, seed=6),
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("others", [["greedy"], list(KINDS)])
+@pytest.mark.parametrize("guilty", KINDS)
+@pytest.mark.parametrize("bad", ["one NaN", "all NaN", "all -inf"])
+def test_no_token_is_chosen_from_logits_that_are_no_numbers(
+    guilty: str, others: list[str], static: bool, bad: str
+) -> None:
+    """One NaN among many logits is enough, wherever it stands and however the row is sampled."""
+    params = [KINDS[name] for name in (*others, guilty)]
+    sampling = SamplingBatch.of(params, torch.device("cpu"), whole=True, static=static)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn((len(params), 2, 50), generator=generator)
+    positions = torch.arange(2).expand(len(params), 2) + 7
+    noise = sampling.noise(positions, 50)
+    well = _of_numbers(choose(logits, sampling, noise), logits, sampling)
+    assert bool((well >= 0).all())
+    broken = logits.clone()
+    where = slice(33, 34) if bad == "one NaN" else slice(None)
+    broken[-1, 1, where] = -torch.inf if bad == "all -inf" else torch.nan
+    got = _of_numbers(choose(broken, sampling, noise), broken, sampling)
+    assert got[-1, 1] < 0
+    got[-1, 1] = well[-1, 1]
+    assert torch.equal(got, well), "the others' choices stay"
