@@ -46,6 +46,9 @@ class Group:
     verify_tokens: int | None = None
     """Draft tokens of all rows together that the target checks; None: all. Needs a `whole`
     SamplingBatch."""
+    parts: Sequence[int] = ()
+    """Rows of each part that attention reads together, in order; see `replicas.parts`. Empty: all.
+    Steps of fixed shapes read all."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Inputs:
     starts: Sequence[int] | None = None
     """The first positions once more, where the host does the index arithmetic: on a CPU. None:
     those of `state` are taken, and nothing is read back."""
+    parts: Sequence[int] = ()
+    """The group's; they need `starts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ def step(
         trimmed if trimmed is not None and trimmed < rows * k else None,
         Span.of(starts, k + 2, group.table, shape),
         starts if group.table.device.type == "cpu" else None,
+        group.parts,
     )
     proposal = propose(target, draft, inputs, shape, watch)
     # One transfer, the step's only synchronisation.
@@ -151,7 +157,7 @@ def propose(
 ) -> Proposal:
     """Draft k tokens per row."""
     starts = inputs.state[:, 2] if inputs.starts is None else inputs.starts
-    layout = Layout(inputs.table, starts, inputs.k + 2, shape, inputs.span)
+    layout = Layout(inputs.table, starts, inputs.k + 2, shape, inputs.span, inputs.parts)
     tail = inputs.state[:, :2]
     # Embeddings may be padded to different sizes; an id that only one model has is never proposed,
     # and the draft is fed its own last id in place of one that only the target has.

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from replicas.in_place import Attend
-from replicas.paged_cache import PagedCache, Window
+from replicas.paged_cache import PagedCache, Part, Window
 from replicas.products import Product
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -132,10 +132,12 @@ class FusedDecoder:
         attend: Attend | None = None,
     ) -> torch.Tensor:  # [rows, width or logits_to_keep, vocab]
         """Logits of the window's positions; their KV entries are written on the way."""
-        further: dict[str, Any] = {"in_place": attend}
+        # Each with what its attention is told besides; all layers fold the same masks.
+        parts: list[tuple[Part, dict[str, Any]]] = [(window, {"in_place": attend})]
         if attend is None:
-            # All layers fold the same mask.
-            further = {"folded_mask": window.folded_mask(self._heads // self._kv_heads)}
+            group = self._heads // self._kv_heads
+            read = window.parts or (window,)
+            parts = [(part, {"folded_mask": part.folded_mask(group)}) for part in read]
         rows, width = tokens.shape
         x = embedding(tokens.reshape(-1), self._embedding)
         positions = window.positions.reshape(-1)
@@ -145,9 +147,7 @@ class FusedDecoder:
         else:
             cos, sin = self._cos[positions], self._sin[positions]
         for index, layer in enumerate(self._layers):
-            out = self._attention(
-                index, layer, layer.before_attention(x), cos, sin, window, further
-            )
+            out = self._attention(index, layer, layer.before_attention(x), cos, sin, window, parts)
             x = _added(x, out, layer.out, layer.after_attention)
             gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, -1)
             x = _added(x, layer.activation(gate).mul_(up), layer.down, layer.after_mlp)
@@ -164,7 +164,7 @@ class FusedDecoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
         window: Window,
-        further: dict[str, Any],
+        parts: list[tuple[Part, dict[str, Any]]],
     ) -> torch.Tensor:  # [tokens, heads * head_dim]
         heads, turned = self._heads, self._heads + self._kv_heads
         qkv = layer.qkv(x).view(x.shape[0], -1, self._dim)
@@ -187,18 +187,22 @@ class FusedDecoder:
             both[:, :heads] = query[0].transpose(0, 1)
             both[:, heads:] = key[0].transpose(0, 1)
         self._cache.write(index, qkv[:, heads:].view(-1, 2, self._kv_heads, self._dim))
-        keys, values = self._cache.read(index)
         grid = window.unpack(qkv[:, :heads])  # [rows, width, heads, head_dim]
-        out, _ = self._attend(
-            layer.attention,
-            grid.transpose(1, 2),
-            keys,
-            values,
-            window.mask,
-            scaling=self._scaling,
-            **further,
-        )
-        return window.pack(out).flatten(1)
+        outs = []
+        grids = grid.split_with_sizes([part.rows for part, _ in parts])
+        for queries, (of, further) in zip(grids, parts, strict=True):
+            keys, values = self._cache.read(index, of)
+            out, _ = self._attend(
+                layer.attention,
+                queries.transpose(1, 2),
+                keys,
+                values,
+                of.mask,
+                scaling=self._scaling,
+                **further,
+            )
+            outs.append(out)
+        return window.pack(outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
     def _joined(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

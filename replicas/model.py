@@ -131,6 +131,14 @@ class PagedModel:
         return self._fused is not None
 
     @property
+    def part_positions(self) -> int | None:
+        """KV positions whose reading takes about as long as reading a window in one more part;
+        None: it reads all rows as one."""
+        if self._fused is None or self._in_place is not None or self.device.type != "cpu":
+            return None
+        return self._cache.part_positions
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self._model.device
         return device

@@ -22,6 +22,10 @@ from replicas.upload import upload
 SCRAP_BLOCK = 0
 """A block nobody owns: padding of ragged rows is written there and never attended to."""
 
+PART_NUMBERS = 8192
+"""Numbers (keys and values of one layer) whose reading takes about as long as reading in one more
+part: a few calls of some microseconds each."""
+
 
 class OutOfBlocks(Exception):
     """More KV blocks were asked for than are free; the pool's reservation prevents it."""
@@ -96,18 +100,34 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """Where one forward pass of a group reads and writes: made by `Layout`."""
+class Part:
+    """What some rows of a forward pass read: as far as the longest of them."""
 
-    positions: torch.Tensor  # [rows, width], int64, within the context
-    starts: torch.Tensor  # [rows], int64: position of the first column, which may lie outside
-    slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
     blocks: torch.Tensor  # [rows * blocks of the longest], int64: blocks to read
     length: int
     """KV positions read per row: those before the window and the window itself."""
     mask: torch.Tensor | None  # [rows or 1, 1, width, length], 0 or -inf; None: nothing is masked
     rows: int
     width: int
+
+    def folded_mask(self, group: int) -> torch.Tensor | None:  # [.., 1, group * width, length]
+        """The mask where `group` query heads that share a KV head are rows of one."""
+        if self.mask is None or group == 1 or self.width == 1:
+            return self.mask
+        masks, _, width, length = self.mask.shape
+        shape = (masks, 1, group * width, length)
+        return self.mask.expand(masks, group, width, length).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Part):
+    """Where one forward pass of a group reads and writes: made by `Layout`."""
+
+    positions: torch.Tensor  # [rows, width], int64, within the context
+    starts: torch.Tensor  # [rows], int64: position of the first column, which may lie outside
+    slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
+    parts: tuple[Part, ...] = ()
+    """The same rows in several parts, in order, for whoever reads them so; empty: all as one."""
     cells: torch.Tensor | None = None  # [tokens], int64; None: every cell of the grid, in order
     """Of a packed window, which holds some cells of the grid of rows and positions only: the cell
     row * width + column of each token. Its positions are [1, tokens] and its slots [tokens]."""
@@ -123,16 +143,9 @@ class Window:
             mask=self.mask,
             rows=self.rows,
             width=self.width,
+            parts=self.parts,
             cells=cells,
         )
-
-    def folded_mask(self, group: int) -> torch.Tensor | None:  # [.., 1, group * width, length]
-        """The mask where `group` query heads that share a KV head are rows of one."""
-        if self.mask is None or group == 1 or self.width == 1:
-            return self.mask
-        masks, _, width, length = self.mask.shape
-        shape = (masks, 1, group * width, length)
-        return self.mask.expand(masks, group, width, length).reshape(shape)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
         """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
@@ -188,8 +201,12 @@ class Layout:
         width: int,
         shape: CacheShape,
         span: Span | None = None,
+        parts: Sequence[int] = (),
     ) -> None:
-        """A span is needed with starts that are a tensor already, so that none is read back."""
+        """A span is needed with starts that are a tensor already, so that none is read back.
+
+        `parts` are the rows of each part that windows are read in, in order; see `replicas.parts`.
+        """
         self._on_host = table.device.type == "cpu" and not isinstance(starts, torch.Tensor)
         # numpy's operations on small arrays take a tenth of the time of torch's.
         xp: Any = np if self._on_host else torch
@@ -226,7 +243,16 @@ class Layout:
         if not span.inside or span.longest + width > shape.context_len:
             self._inside = self._positions.clip(0, shape.context_len - 1)
         self._slots = block * block_size + self._positions % block_size
-        self._read: tuple[int, torch.Tensor] = (0, table)  # blocks per row, and which
+        self._read: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        """Blocks per row and which, by rows: the windows of a step mostly read the same ones."""
+        self._parts: list[tuple[int, int, int]] = []
+        """First row, the row after the last, and the greatest start of each part."""
+        end = 0
+        for rows in parts:
+            assert not isinstance(starts, torch.Tensor), "parts are of starts on the host"
+            self._parts.append((end, end + rows, max(starts[end : end + rows])))
+            end += rows
+        assert end in (0, table.shape[0]), "parts hold all rows"
         length = self._longest + width
         # Every query sees a key, so that padding stays finite.
         last_seen = self._positions[:1] if self.uniform else self._positions
@@ -249,24 +275,44 @@ class Layout:
     def window(self, begin: int, end: int) -> Window:
         """The pass over positions starts + begin .. starts + end - 1."""
         length = self._longest + end
-        blocks = -(-length // self._block_size)
-        if blocks != self._read[0]:  # the windows of a step mostly read the same ones
-            table = self._table[:, :blocks]
-            missing = blocks - table.shape[1]
-            if missing > 0:
-                table = torch.nn.functional.pad(table, (0, missing), value=SCRAP_BLOCK)
-            self._read = (blocks, table.reshape(-1))
         unmasked = self.uniform and end - begin == 1
+        rows = self._table.shape[0]
         return Window(
             positions=self._tensor(self._inside[:, begin:end]),
             starts=self._tensor(self._positions[:, begin]),
             slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
-            blocks=self._read[1],
+            blocks=self._blocks(0, rows, length),
             length=length,
             mask=None if unmasked else self._mask[:, :, begin:end, :length],
-            rows=self._table.shape[0],
+            rows=rows,
             width=end - begin,
+            parts=tuple(
+                [
+                    Part(
+                        blocks=self._blocks(first, after, longest + end),
+                        length=longest + end,
+                        mask=self._mask[first:after, :, begin:end, : longest + end],
+                        rows=after - first,
+                        width=end - begin,
+                    )
+                    for first, after, longest in self._parts
+                ]
+            ),
         )
+
+    def _blocks(self, first: int, after: int, length: int) -> torch.Tensor:
+        """Blocks of these rows' first positions, [rows * blocks of a row]."""
+        blocks = -(-length // self._block_size)
+        known = self._read.get((first, after))
+        if known is not None and known[0] == blocks:
+            return known[1]
+        table = self._table[first:after, :blocks]
+        missing = blocks - table.shape[1]
+        if missing > 0:
+            table = torch.nn.functional.pad(table, (0, missing), value=SCRAP_BLOCK)
+        read = table.reshape(-1)
+        self._read[first, after] = (blocks, read)
+        return read
 
 
 class PagedCache:
@@ -294,6 +340,8 @@ class PagedCache:
         self._overflows = dtype is torch.float16
         shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.part_positions = max(1, PART_NUMBERS // (2 * kv_heads * head_dim))
+        """KV positions whose reading takes about as long as reading in one more part."""
         # One layer is read at a time: a standing buffer spares the page faults of fresh memory. A
         # GPU has none, and a recorded pass must not read from a buffer that others replace.
         self._standing = device.type == "cpu"
@@ -330,24 +378,25 @@ class PagedCache:
             fresh = fresh.nan_to_num()
         self._layers[layer_idx].flatten(0, 1).index_copy_(0, self._window.slots, fresh)
 
-    def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all positions that the rows read, [rows, kv_heads, length, head_dim].
+    def read(self, layer_idx: int, part: Part | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all positions that the rows read, [rows, kv_heads, length, head_dim];
+        of a part of the window, or of all its rows.
 
-        They stay valid until the next layer is read. In place it is the layer's whole cache, each
+        They stay valid until the next time. In place it is the layer's whole cache, each
         [blocks + 1, block_size, kv_heads, head_dim], and nothing is copied.
         """
-        window = self._window
-        assert window is not None, "enter() comes before a forward pass"
+        part = part or self._window
+        assert part is not None, "enter() comes before a forward pass"
         store = self._layers[layer_idx]
         if self._in_place:
             keys, values = store.unbind(2)
             return keys, values
         if self._standing:
-            read = self._gathered[: window.blocks.shape[0]]
-            torch.index_select(store, 0, window.blocks, out=read)
+            read = self._gathered[: part.blocks.shape[0]]
+            torch.index_select(store, 0, part.blocks, out=read)
         else:
-            read = store.index_select(0, window.blocks)
-        read = read.view(window.rows, -1, *store.shape[2:])[:, : window.length]
+            read = store.index_select(0, part.blocks)
+        read = read.view(part.rows, -1, *store.shape[2:])[:, : part.length]
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 

@@ -21,6 +21,7 @@ from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
+from replicas.parts import part_rows, positions_read
 from replicas.prefill import PASS_COST_TOKENS, prefill
 from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.resident import Resident, Tally, commit
@@ -318,6 +319,8 @@ class Replica:
             whole=verify is not None or self._runner is not None,
             static=self._runner is not None,
         )
+        # Steps of fixed shapes read all rows as one.
+        part_positions = None if self._runner is not None else self._target.part_positions
         own = read = done = 0
         try:
             for done in range(1, order.steps + 1):  # noqa: B007, the count outlives the loop
@@ -329,10 +332,11 @@ class Replica:
                 if k > 0:
                     self._catch_up(ids, rows, watch)
                 lengths = [len(resident.content) for resident in rows]
+                parts = part_rows(lengths, part_positions)
                 own += sum(lengths) + len(rows) * k
-                read += (max(lengths) + k) * len(rows)
+                read += positions_read(lengths, parts) + len(rows) * k
                 contents = [resident.content for resident in rows]
-                group = Group(contents, caps, sampling, table, verify)
+                group = Group(contents, caps, sampling, table, verify, parts)
                 if self._runner is None:
                     outcome = step(self._target, self._draft, group, self._shape, watch)
                 else:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from replicas import products
 from replicas.fused import TOLERANCE
 from replicas.model import ATTENTION, PagedModel
-from replicas.paged_cache import CacheShape, Layout, PagedCache
+from replicas.paged_cache import CacheShape, Layout, PagedCache, Part
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model
 
 CPU = torch.device("cpu")
@@ -118,6 +118,45 @@ def test_a_packed_window_gives_its_tokens_what_the_grid_gives_them(
     limit = TOLERANCE[torch.float32] * grid.abs().max()
     assert (packed[0] - grid.view(12, -1)[cells]).abs().max() <= limit
     assert (next_after_packed - next_after_grid).abs().max() <= limit
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
+@torch.inference_mode()
+def test_rows_that_read_in_parts_get_what_they_get_as_one(architecture: str) -> None:
+    """All cells and some, a few positions and one; each part reads no further than its rows."""
+    model = paged(uneven_model(architecture), fuse=True)
+    read: list[int] = []
+    cache = model._cache
+    plain = cache.read
+
+    def noted(layer_idx: int, part: Part | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = plain(layer_idx, part)
+        read.append(keys.shape[0] * keys.shape[2])
+        return keys, values
+
+    cache.read = noted  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(4)
+    table = torch.arange(1, 1 + 4 * 15).view(4, 15)
+    tokens = torch.randint(VOCAB, (4, 50), generator=generator)
+    model.forward(tokens, Layout(table, [0] * 4, 50, SHAPE).window(0, 50))
+    starts = [6, 9, 31, 50]
+    for width in (4, 1):
+        fresh = torch.randint(VOCAB, (4, width), generator=generator)
+        whole = Layout(table, starts, width, SHAPE).window(0, width)
+        divided = Layout(table, starts, width, SHAPE, parts=[2, 1, 1]).window(0, width)
+        cells = torch.arange(4 * width).flip(0)[: 4 * width - 1]
+        for packed in (False, True):
+            passes = []
+            for window in (whole, divided):
+                read.clear()
+                given = fresh.view(-1)[cells][None] if packed else fresh
+                logits = model.forward(given, window.packed(cells) if packed else window)
+                passes.append((logits, sum(read) / model._model.config.num_hidden_layers))
+            (expected, of_whole), (got, of_parts) = passes
+            limit = TOLERANCE[torch.float32] * expected.abs().max()
+            assert (got - expected).abs().max() <= limit
+            assert of_whole == 4 * (50 + width)
+            assert of_parts == 2 * (9 + width) + (31 + width) + (50 + width)
 
 
 def test_weights_are_joined_and_not_doubled() -> None:

@@ -91,6 +91,34 @@ def test_padding_is_written_to_the_scrap_block_only() -> None:
     assert layout([60], 8).window(0, 8).positions.max() == SHAPE.context_len - 1
 
 
+@given(
+    st.lists(st.lists(st.integers(-1, 50), min_size=1, max_size=4), min_size=2, max_size=4),
+    st.integers(1, 6),
+)
+def test_a_part_of_a_window_is_that_of_its_rows_alone(parts: list[list[int]], width: int) -> None:
+    """Blocks, length and mask; also with rows that begin before 0 or are padded beyond blocks."""
+    starts = [start for part in parts for start in part]
+    allocator = BlockAllocator(blocks=400, block_size=4)
+    ids = [str(i) for i in range(len(starts))]
+    for name, start in zip(ids, starts, strict=True):
+        allocator.grow(name, start + 3)
+    table = allocator.table(ids, CPU)
+    divided = Layout(table, starts, width, SHAPE, parts=[len(part) for part in parts])
+    for begin, end in ((0, width), (width - 1, width)):
+        window = divided.window(begin, end)
+        assert len(window.parts) == len(parts)
+        first = 0
+        for part, rows in zip(window.parts, parts, strict=True):
+            after = first + len(rows)
+            alone = Layout(table[first:after], rows, width, SHAPE).window(begin, end)
+            assert (part.rows, part.width, part.length) == (len(rows), end - begin, alone.length)
+            assert torch.equal(part.blocks, alone.blocks)
+            assert part.mask is not None
+            hidden = torch.zeros(()) if alone.mask is None else alone.mask
+            assert torch.equal(part.mask, hidden.expand_as(part.mask))
+            first = after
+
+
 def test_rows_of_any_length_read_back_what_was_written() -> None:
     """I1 and I2: what a row reads is its own content at its own positions, however ragged."""
     torch.manual_seed(0)

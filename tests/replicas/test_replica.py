@@ -282,6 +282,24 @@ def test_padding_read_is_counted_by_length() -> None:
     assert (mixed.kv_positions_own, mixed.kv_positions_read) == (11 + 4, 2 * 11)
 
 
+def test_rows_far_apart_read_in_parts_and_are_counted_so() -> None:
+    """Not where steps have fixed shapes, and not by a model whose layers are its own."""
+    prompts = {"a": prompt(4), "b": prompt(9), "c": prompt(200), "d": prompt(180)}
+    own = 5 + 10 + 201 + 181 - 4 + 4 * 2
+    for settings, read in (
+        ({}, 2 * (9 + 2) + 2 * (200 + 2)),
+        ({"graphs": "on"}, 4 * (200 + 2)),
+        ({"fuse_layers": False}, 4 * (200 + 2)),
+    ):
+        client = Client(tiny_replica("llama", **settings))
+        client.prefill(**prompts)
+        result = client.steps(2)
+        assert (result.kv_positions_own, result.kv_positions_read) == (own, read)
+        for name, tokens in prompts.items():
+            got = client.new_tokens(name)
+            assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
+
+
 def test_accepted_tokens_are_counted_per_position() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(new=60, a=prompt(10), b=prompt(4))
