@@ -119,13 +119,25 @@ def load_parallel(config: ReplicaConfig) -> ParallelReplica:
     context = multiprocessing.get_context("spawn")
     others: list[Connection] = []
     processes: list[SpawnProcess] = []
-    for rank in range(1, count):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_follow, args=(config, rank, meeting, theirs), daemon=True)
-        process.start()
-        theirs.close()  # or its end would not be noticed
-        others.append(ours)
-        processes.append(process)
+    try:
+        for rank in range(1, count):
+            ours, theirs = context.Pipe()
+            others.append(ours)
+            with theirs:  # closed here, or its end would not be noticed
+                process = context.Process(
+                    target=_follow, args=(config, rank, meeting, theirs), daemon=True
+                )
+                process.start()
+            processes.append(process)
+    except BaseException:
+        # Those that have begun meet nobody.
+        for process in processes:
+            process.kill()
+            process.join()
+        for ours in others:
+            ours.close()
+        folder.cleanup()
+        raise
     ranks = Ranks(others, processes)
     try:
         replica = _load(config, 0, meeting, lambda: _all_here(ranks), lambda p: _least(p, ranks))
@@ -211,7 +223,7 @@ def _follow(config: ReplicaConfig, rank: int, meeting: str, caller: Connection) 
     try:
         try:
             replica = _load(config, rank, meeting, lambda: caller.send(_HERE), agree)
-        except (ValueError, OSError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, nobody else can say it
             caller.send(Failure.of(error))
             raise
         while True:

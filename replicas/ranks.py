@@ -111,15 +111,18 @@ class Ranks:
         raise self._broken
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks. A second time it does nothing."""
+        if self._stop.closed:
+            return
         self._stop.send(None)
         self._watcher.join()
-        for connection in self._connections:
+        for connection in (*self._connections, self._stop, self._stopped):
             connection.close()
         for process in self._processes:
             process.join(_LEAVE_S)
             if process.is_alive():
                 process.kill()
+                process.join()
 
     # ------------------------------------------------------------------ watcher
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,8 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, meeting: str, caller: 
     def loaded(*args: object) -> Replica:
         if how == "refuses":
             raise PairRefused("nothing here")
+        if how == "lacks":
+            raise KeyError("q_proj")
         replica = load(*args)  # type: ignore[arg-type]
         forward = replica._target.forward
 
@@ -181,11 +185,51 @@ def test_an_error_of_all_ranks_breaks_nothing(loaded: list[ParallelReplica]) -> 
     assert len(run(double, 2, 2)) == 5
 
 
-def test_what_a_rank_refuses_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("how", "message"), [("refuses", "PairRefused: nothing here"), ("lacks", "KeyError: 'q_proj'")]
+)
+def test_what_a_rank_fails_with_while_it_loads_is_told(
+    how: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 waits to meet it."""
-    monkeypatch.setattr(parallel, "_follow", partial(_breaking, "refuses"))
-    with pytest.raises(PairRefused, match="rank 1 failed with PairRefused: nothing here"):
+    monkeypatch.setattr(parallel, "_follow", partial(_breaking, how))
+    with pytest.raises(PairRefused, match=f"rank 1 failed with {message}"):
         load_parallel(config("tiny", tensor_parallel=2))
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_ranks_that_are_closed_leave_no_pipe_open(broken: bool) -> None:
+    before = open_files()
+    ours, theirs = Pipe()
+    closed = Ranks([ours], [])
+    if broken:
+        with pytest.raises(ReplicaBroken, match="differs"):
+            closed.fail("rank 1 differs")
+    for _ in range(2):
+        closed.close()
+    theirs.close()
+    assert open_files() == before
+
+
+def test_a_rank_that_cannot_be_started_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(_process: SpawnProcess) -> None:
+        raise BlockingIOError("no process left")
+
+    monkeypatch.setattr(SpawnProcess, "start", no_more)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = open_files()
+    with pytest.raises(BlockingIOError, match="no process left") as raised:
+        load_parallel(config("tiny", tensor_parallel=2))
+    # Whoever keeps the error keeps all that its frames held.
+    assert raised.tb is not None
+    assert open_files() == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_disagrees_breaks_the_replica_for_good() -> None:
