@@ -32,7 +32,7 @@ from replicas.config import ReplicaConfig
 from tests.free_ports import free_port
 
 START_S = 240.0
-_CALL_S = 60.0
+_CALL_S = 120.0
 _WORKER = "worker"
 """A resource that all nodes but the head have."""
 _ROOT = Path(__file__).resolve().parents[2]

@@ -26,8 +26,8 @@ PROMPTS = 48
 REAL_PROMPTS = 24
 """Fewer: each one's answer is generated before, one token a step."""
 _PROGRESS_S = 60.0
-_IDLE_S = 20.0
-_REPLICAS_S = 120.0
+_IDLE_S = 60.0
+_REPLICAS_S = 240.0
 
 
 @dataclass(frozen=True)
