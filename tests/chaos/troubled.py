@@ -51,7 +51,7 @@ class Stage:
                 found.append(Doing(pid, what, tuple(firsts), serial))
         return found
 
-    def wait_for(self, what: str, first: int, other_than: int = 0, bound_s: float = 30.0) -> Doing:
+    def wait_for(self, what: str, first: int, other_than: int = 0, bound_s: float = 120.0) -> Doing:
         """Until a fake, another than the process given, does `what` to such a row."""
         deadline_s = time.monotonic() + bound_s
         while True:

@@ -53,7 +53,7 @@ def kill_pool(hosted: HostedCluster) -> None:
     os.kill(hosted.process("pool").pid, signal.SIGKILL)
 
 
-def wait_for_tokens(hosted: HostedCluster, more: int, bound_s: float = 30.0) -> None:
+def wait_for_tokens(hosted: HostedCluster, more: int, bound_s: float = 120.0) -> None:
     """Until the pool, whichever incarnation, has committed so many tokens from now on."""
     start = hosted.wait_for(lambda _status: True, bound_s)
     hosted.wait_for(
