@@ -4,8 +4,9 @@ Gathering runs anywhere and is what the others are held against: on the loaded m
 different lengths in blocks out of order, logits must be equal but for rounding. Of those that are,
 `auto` takes the one whose passes were fastest, timed as they will run: recorded, where steps are.
 
-Called while nobody owns a block. What a trial leaves in the cache is cleared where it may be no
-number: rows read masked positions, too.
+Called while nobody owns a block, and within the memory that is planned for steps and prefill: no
+pass has more positions than those, nor logits of more, but for a single row's. What a trial leaves
+in the cache is cleared where it may be no number: rows read masked positions, too.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Place:
     rows_most: int
     draft_len: int
     """Draft tokens per row, at most."""
+    pass_tokens: int
+    """Positions of a prefill pass, at most."""
     fixed_shapes: bool
     """Whether steps are padded to a few shapes; on a GPU they are recorded then."""
 
@@ -63,6 +66,11 @@ class Place:
     def widths(self) -> tuple[int, ...]:
         """Of the passes that steps consist of: one token, and a few to verify."""
         return tuple(dict.fromkeys((1, min(_VERIFY_WIDTH, self.draft_len + 1))))
+
+    @property
+    def checked_tokens(self) -> int:
+        """Positions whose logits a step may compute."""
+        return self.rows_most * (self.draft_len + 1)
 
     def room(self, rows: int) -> int:
         """Positions that each of so many rows can have."""
@@ -184,15 +192,21 @@ def checked(model: PagedModel, make: Make, place: Place) -> InPlace:
         return torch.randint(model.vocab, (rows, width), generator=generator).to(model.device)
 
     model.attend(None)
-    for begin in range(0, longest, _FILL_CHUNK):
-        width = min(_FILL_CHUNK, longest - begin)
+    chunk = max(1, min(_FILL_CHUNK, place.pass_tokens // rows))
+    for begin in range(0, longest, chunk):
+        width = min(chunk, longest - begin)
         window = Layout(table, [begin] * rows, width, place.shape).window(0, width)
         model.fill(tokens(width), window)
     for width in widths:
-        window = Layout(table, starts, width, place.shape).window(0, width)
         fed = tokens(width)
-        passes = [(fed, window)]
+        together = min(rows, max(1, place.checked_tokens // width))
+        passes = []
+        for row in range(0, rows, together):
+            some = slice(row, row + together)
+            layout = Layout(table[some], starts[some], width, place.shape)
+            passes.append((fed[some], layout.window(0, width)))
         if model.packs and width > 1:
+            window = Layout(table, starts, width, place.shape).window(0, width)
             cells = torch.arange(rows * width, device=model.device)
             cells = cells[cells % width <= cells // width]  # of row i its first i + 1
             passes.append((fed.view(-1)[cells][None], window.packed(cells)))

@@ -86,7 +86,8 @@ class Replica:
             torch.cuda.empty_cache()
         draft_len_max = plan.draft_len_max(DRAFT_LEN_MAX)
         fixed_shapes = config.graphs == "on" or (config.graphs == "auto" and on_gpu)
-        place = Place(blocks, self._shape, plan.work.rows, plan.work.draft_len, fixed_shapes)
+        sizes = (plan.work.rows, plan.work.draft_len, plan.work.pass_tokens)
+        place = Place(blocks, self._shape, *sizes, fixed_shapes)
         self.attention = choose_attention(paged, config, place)
         """Of target and draft: `gather`, `flex` or `varlen`."""
         self._runner: StepRunner | None = None

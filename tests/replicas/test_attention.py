@@ -28,7 +28,7 @@ from tests.oracle.worlds import mixed_requests, run_staggered, sampled
 from tests.replicas.test_fused import BLOCKS, SHAPE, paged, uneven_model
 from tests.tiny_pairs import VOCAB, tiny_replica
 
-PLACE = Place(BLOCKS, SHAPE, rows_most=4, draft_len=4, fixed_shapes=False)
+PLACE = Place(BLOCKS, SHAPE, rows_most=4, draft_len=4, pass_tokens=64, fixed_shapes=False)
 
 
 # --------------------------------------------------------------------------- the choice
@@ -138,6 +138,38 @@ def test_every_mistake_shows_in_the_trial(mistake: str, dtype: torch.dtype) -> N
     assert one._in_place is None, "it gathers again"
 
 
+@pytest.mark.parametrize(("draft_len", "pass_tokens"), [(4, 64), (0, 5), (8, 4096)])
+def test_a_trial_stays_within_what_is_planned_for_steps_and_prefill(
+    draft_len: int, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single row's passes are the least there can be."""
+    one = paged(uneven_model("qwen3"), True)
+    place = replace(PLACE, draft_len=draft_len, pass_tokens=pass_tokens)
+    checked_tokens: list[tuple[int, ...]] = []
+    filled: list[int] = []
+    wide: set[int] = set()
+    forward, fill = one.forward, one.fill
+
+    def noted(tokens: torch.Tensor, window: Window, logits_to_keep: int = 0) -> torch.Tensor:
+        checked_tokens.append(tuple(tokens.shape))
+        if window.width == 33 and tokens.shape[1] == 33:
+            wide.update(window.starts.tolist())
+        return forward(tokens, window, logits_to_keep)
+
+    def noted_fill(tokens: torch.Tensor, window: Window) -> None:
+        filled.append(tokens.numel())
+        fill(tokens, window)
+
+    monkeypatch.setattr(one, "forward", noted)
+    monkeypatch.setattr(one, "fill", noted_fill)
+    checked(one, Plain, place)
+    most = place.rows_most * (draft_len + 1)
+    for rows, width in checked_tokens:
+        assert rows * width <= most or rows == 1
+    assert max(filled) <= pass_tokens
+    assert len(wide) == place.rows_most, "every row is tried"
+
+
 class NoNumbers(Plain):
     def enter(self, window: Window) -> Attend:
         attend = super().enter(window)
@@ -159,7 +191,7 @@ def test_the_smallest_caches_are_tried_and_timed_as_well(
     blocks: int, context_len: int, rows_most: int
 ) -> None:
     shape = replace(SHAPE, context_len=context_len)
-    place = Place(blocks, shape, rows_most, draft_len=4, fixed_shapes=False)
+    place = Place(blocks, shape, rows_most, draft_len=4, pass_tokens=64, fixed_shapes=False)
     one = model(True)
     in_place = checked(one, Plain, place)
     assert isinstance(in_place, Plain)
