@@ -59,6 +59,7 @@ class _Cell:
     kv: float
     seconds: float
     count: int
+    """How many, as far as that matters."""
     seen: int
     """Number of the fit's observation that was its last."""
 
@@ -69,6 +70,8 @@ class Fit:
     Observations of like work fall into one cell, so what happens a thousand times does not outweigh
     what happens seldom, and a cost that changes is followed.
     """
+
+    __slots__ = ("_cells", "_cost", "_kinds", "_seen", "_solved_at")
 
     def __init__(self) -> None:
         self._cells: dict[tuple[int, int], _Cell] = {}
@@ -93,9 +96,10 @@ class Fit:
             cell = self._cells[key] = _Cell(tokens, kv, seconds, 0, 0)
         elif cell.count >= 4 and seconds > OUTLIER * cell.seconds:
             seconds = OUTLIER * cell.seconds
-        cell.count = count = cell.count + 1
+        if cell.count < _COUNT_RECENT:
+            cell.count += 1
+        rate = RECENT if cell.count == _COUNT_RECENT else 1.0 / cell.count
         cell.seen = self._seen
-        rate = RECENT if count >= _COUNT_RECENT else 1.0 / count
         cell.tokens += rate * (tokens - cell.tokens)
         cell.kv += rate * (kv - cell.kv)
         cell.seconds += rate * (seconds - cell.seconds)
@@ -206,6 +210,16 @@ class StepPrices:
 
 class CostModel:
     """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use."""
+
+    __slots__ = (
+        "_draft",
+        "_packed",
+        "_packed_like",
+        "_packed_rest",
+        "_prefill",
+        "_rest",
+        "_verify",
+    )
 
     def __init__(self, timings: Sequence[StepTiming] = ()) -> None:
         """`timings` are those that the replica measured before it joined."""

@@ -133,6 +133,8 @@ def may_step(
 class _Shelf(Generic[Row]):
     """Rows by length."""
 
+    __slots__ = ("keys", "lengths")
+
     def __init__(self, keys: Iterable[_Key[Row]] = ()) -> None:
         self.keys = list(keys)
         self.lengths = [key[0] for key in self.keys]
@@ -204,6 +206,8 @@ class _Shelf(Generic[Row]):
 
 class ReadyRows(Generic[Row]):
     """The ready rows of one replica, by kind and length, and by age."""
+
+    __slots__ = ("_by_age", "_narrow", "_new", "_ready_number", "_shelves", "orders")
 
     def __init__(self) -> None:
         self._shelves: tuple[_Shelf[Row], ...] = (_Shelf(), _Shelf(), _Shelf())

@@ -15,6 +15,8 @@ from scheduler.sequence import Sequence
 class NearLengths:
     """Lengths of some sequences; told of each that comes, may have grown or goes."""
 
+    __slots__ = ("_anew", "_grown", "_grown_count", "_known", "_rising")
+
     def __init__(self) -> None:
         self._rising: list[int] = []
         """The values of `_known`."""
