@@ -111,6 +111,7 @@ def best_choice(
     a step costs beside its run; without `belief` all drafted tokens are verified.
     """
     rows, last_len = prices.rows, last.draft_len
+    last_full = last_len if last.share == 1.0 else None
     # Shares are learned, so with them the curve need not be smooth.
     falls = 1 if belief is None else 2
     # Asked for every draft length in turn: in full a step's time is that of a parabola.
@@ -120,15 +121,15 @@ def best_choice(
     falling = 0
     so_far: list[float] = []
     for draft_len, accepted in enumerate(expected):
-        so_far.append(accepted)
         falling += 1
         goodput = (rows + accepted) / (none_s + draft_len * (slope_s + draft_len * bend_s))
-        if draft_len == last_len and last.share == 1.0:
+        if draft_len == last_full:
             stay_goodput = goodput
         if goodput > best_goodput:
             best_len, best_share, best_goodput, falling = draft_len, 1.0, goodput, 0
-        if belief is not None and draft_len > 1:
-            for share in SHARES:
+        if belief is not None:
+            so_far.append(accepted)
+            for share in SHARES if draft_len > 1 else ():
                 choice = Choice(draft_len, share)
                 seconds = prices(draft_len, verify_tokens(rows, choice)) + per_step_s
                 goodput = (rows + belief.kept(so_far, choice)) / seconds
