@@ -19,6 +19,8 @@ import torch
 
 from replicas.upload import upload
 
+_NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
+"""Dtypes of masks that numpy has, too."""
 SCRAP_BLOCK = 0
 """A block nobody owns: padding of ragged rows is written there and never attended to."""
 
@@ -260,17 +262,22 @@ class Layout:
             last_seen = last_seen.clip(0)
         # All see what lies before the shortest row's first query; nothing is computed for it.
         ragged = min(span.shortest + 1, length)
-        hidden = self._tensor(arange(ragged, length) > last_seen[:, :, None])
-        shape_of_mask = (last_seen.shape[0], 1, width, length)
-        self._mask = torch.zeros(shape_of_mask, dtype=shape.dtype, device=table.device)
-        self._mask[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
+        hidden = arange(ragged, length) > last_seen[:, :, None]
+        size = (last_seen.shape[0], 1, width, length)
+        dtype = _NUMPY.get(shape.dtype) if self._on_host else None
+        if dtype is not None:
+            self._mask: Any = np.zeros(size, dtype)
+            np.copyto(self._mask[..., ragged:], -np.inf, where=hidden[:, None])
+        else:
+            self._mask = torch.zeros(size, dtype=shape.dtype, device=table.device)
+            self._mask[..., ragged:].masked_fill_(self._tensor(hidden)[:, None], -torch.inf)
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
         return self._tensor(self._positions)
 
     def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array) if self._on_host else array
+        return torch.from_numpy(array) if isinstance(array, np.ndarray) else array
 
     def window(self, begin: int, end: int) -> Window:
         """The pass over positions starts + begin .. starts + end - 1."""
@@ -283,7 +290,7 @@ class Layout:
             slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
             blocks=self._blocks(0, rows, length),
             length=length,
-            mask=None if unmasked else self._mask[:, :, begin:end, :length],
+            mask=None if unmasked else self._tensor(self._mask[:, :, begin:end, :length]),
             rows=rows,
             width=end - begin,
             parts=tuple(
@@ -291,7 +298,7 @@ class Layout:
                     Part(
                         blocks=self._blocks(first, after, longest + end),
                         length=longest + end,
-                        mask=self._mask[first:after, :, begin:end, : longest + end],
+                        mask=self._tensor(self._mask[first:after, :, begin:end, : longest + end]),
                         rows=after - first,
                         width=end - begin,
                     )
