@@ -56,7 +56,7 @@ def read(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
 
 def read_async(address: str, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
     async def test() -> list[pb.GenerateChunk]:
-        async with AsyncClient(address, retry=QUICK) as client, asyncio.timeout(20):
+        async with AsyncClient(address, retry=QUICK) as client, asyncio.timeout(100):
             return [chunk async for chunk in client.stream(request)]
 
     return asyncio.run(test())

@@ -69,7 +69,7 @@ async def ingress(
         ReplicaRunner(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
     ]
     made = Ingress(config, [pool], load_fake_text(ReplicaConfig()), "ingress")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         for runner in runners:
             await runner.start()
         while len(pool._replicas) < replicas:
@@ -264,7 +264,7 @@ def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The figures come with the pool's answer to the cancel, which is waited for no longer.
-    monkeypatch.setattr("cluster.ingress._USAGE_WAIT_S", 20.0)
+    monkeypatch.setattr("cluster.ingress._USAGE_WAIT_S", 100.0)
 
     async def test() -> None:
         async with ingress(step_s=0.002) as made:

@@ -62,7 +62,7 @@ async def served() -> AsyncIterator[tuple[Methods, Door]]:
     methods = Methods()
     names = ("echo", "come", "fail", "hang")
     server = LineServer({name: getattr(methods, name) for name in names})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         yield methods, await server.door(HOST)
         await server.close()
 
@@ -117,7 +117,7 @@ async def hears_nothing(reader: asyncio.StreamReader) -> None:
         await reader.readexactly(1)
 
 
-async def call(line: Line, name: str, *args: Any, answer_s: float = 5.0) -> Any:
+async def call(line: Line, name: str, *args: Any, answer_s: float = 1000.0) -> Any:
     return await line.call(name, args, answer_s)
 
 

@@ -11,10 +11,14 @@ import pytest
 
 from cluster.mailbox import Mailbox
 
+BOUND_S = 100.0
+FOREVER_S = 10 * BOUND_S
+"""Longer than a test may take."""
+
 
 def run(test: Callable[[], Awaitable[Any]]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(BOUND_S):
             return await test()
 
     return asyncio.run(bounded())
@@ -47,7 +51,7 @@ def test_a_lost_reply_is_given_again() -> None:
 def test_a_waiting_poll_returns_with_the_first_item() -> None:
     async def test() -> None:
         box: Mailbox[str] = Mailbox()
-        poll = asyncio.ensure_future(box.poll(0, 5))
+        poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0.01)
         assert box.polled
         box.put("a")
@@ -61,9 +65,9 @@ def test_a_waiting_poll_returns_with_the_first_item() -> None:
 def test_a_newer_poll_makes_the_older_one_return_empty() -> None:
     async def test() -> None:
         box: Mailbox[str] = Mailbox()
-        older = asyncio.ensure_future(box.poll(0, 5))
+        older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
-        newer = asyncio.ensure_future(box.poll(0, 5))
+        newer = asyncio.ensure_future(box.poll(0, FOREVER_S))
         assert await older == (1, [])
         box.put("a")
         box.settle()
@@ -82,10 +86,10 @@ async def say(box: Mailbox[str], item: str, acknowledged: int, wait_s: float) ->
 def test_an_item_goes_with_the_older_poll_and_the_newer_one_waits_for_the_next() -> None:
     async def test() -> None:
         box: Mailbox[str] = Mailbox()
-        poll = asyncio.ensure_future(box.poll(0, 5))
+        poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         for number, item in enumerate("abc"):
-            older, poll = poll, asyncio.ensure_future(say(box, item, number, 5))
+            older, poll = poll, asyncio.ensure_future(say(box, item, number, FOREVER_S))
             assert await older == (number + 1, [item])
             await asyncio.sleep(0.01)
             assert box.polled
@@ -99,7 +103,7 @@ def test_an_item_goes_with_the_older_poll_and_the_newer_one_waits_for_the_next()
 def test_a_poll_that_cannot_wait_leaves_the_item_to_the_older_one() -> None:
     async def test() -> None:
         box: Mailbox[str] = Mailbox()
-        older = asyncio.ensure_future(box.poll(0, 5))
+        older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         assert await say(box, "a", 0, 0) == (1, [])
         assert await older == (1, ["a"])
@@ -110,9 +114,9 @@ def test_a_poll_that_cannot_wait_leaves_the_item_to_the_older_one() -> None:
 def test_what_an_older_poll_was_to_return_goes_with_the_newer_one_if_it_is_cancelled() -> None:
     async def test() -> None:
         box: Mailbox[str] = Mailbox()
-        older = asyncio.ensure_future(box.poll(0, 5))
+        older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
-        newer = asyncio.ensure_future(say(box, "a", 0, 5))
+        newer = asyncio.ensure_future(say(box, "a", 0, FOREVER_S))
         asyncio.get_running_loop().call_soon(older.cancel)
         assert await newer == (1, ["a"])
         assert older.done()
@@ -123,7 +127,7 @@ def test_what_an_older_poll_was_to_return_goes_with_the_newer_one_if_it_is_cance
 def test_what_an_older_poll_has_returned_comes_again_if_it_is_not_acknowledged() -> None:
     async def test() -> None:
         box: Mailbox[str] = Mailbox()
-        older = asyncio.ensure_future(box.poll(0, 5))
+        older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         newer = asyncio.ensure_future(say(box, "a", 0, 0.05))
         assert await older == (1, ["a"])
@@ -136,9 +140,9 @@ def test_what_an_older_poll_has_returned_comes_again_if_it_is_not_acknowledged()
 def test_only_what_is_not_urgent_waits_for_more(urgent: bool) -> None:
     async def test() -> None:
         # What is urgent does not wait for it: the test would be over before.
-        gather_s = 60.0 if urgent else 0.1
+        gather_s = FOREVER_S if urgent else 0.1
         box: Mailbox[str] = Mailbox(gather_s)
-        poll = asyncio.ensure_future(box.poll(0, 60))
+        poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         started_s = time.monotonic()
         box.put("a", urgent)
@@ -164,7 +168,7 @@ def test_a_poll_without_items_ends_in_time() -> None:
 def test_a_cancelled_poll_leaves_the_items() -> None:
     async def test() -> None:
         box: Mailbox[str] = Mailbox()
-        poll = asyncio.ensure_future(box.poll(0, 5))
+        poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         poll.cancel()
         await asyncio.gather(poll, return_exceptions=True)

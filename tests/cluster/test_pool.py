@@ -102,7 +102,7 @@ class World:
         timeout_s = options.pop("timeout_s", TIMEOUT_S)
         return self.link.submit(Request("x", tuple(prompt), count, **options), timeout_s)
 
-    async def until(self, condition: Callable[[], bool], bound_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], bound_s: float = 100.0) -> None:
         async with asyncio.timeout(bound_s):
             while not condition():
                 await asyncio.sleep(0.01)
@@ -119,7 +119,7 @@ async def world(
     made = World(Wire(config, loss, seed, **options), config)
     made.link.start()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             yield made
     finally:
         made.wire.loss = 0.0
@@ -439,7 +439,7 @@ def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
         return process not in dead
 
     # Longer than the test may take.
-    pool = CONFIG.pool.model_copy(update={"lease_s": 100.0})
+    pool = CONFIG.pool.model_copy(update={"lease_s": 1000.0})
 
     async def test() -> None:
         async with world(config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
@@ -739,7 +739,7 @@ class Hanging(FakeReplica):
         self.go = threading.Event()
 
     def step(self, order: Any, *rest: Any) -> Any:
-        self.go.wait(20)
+        self.go.wait(120)
         return super().step(order, *rest)
 
 
@@ -834,7 +834,7 @@ def test_an_idle_pool_leaves() -> None:
     async def test() -> None:
         actor = PoolActor(config, leave=lambda: left.append(True))
         await actor.status()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while not left:
                 await asyncio.sleep(0.01)
 

@@ -68,7 +68,7 @@ class Handle:
 @asynccontextmanager
 async def pool_behind(handle: Handle, line: bool = True) -> AsyncIterator[RayPool]:
     pool = RayPool(lambda: handle, line)  # type: ignore[arg-type, return-value]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         yield pool
     if pool._line is not None:
         pool._line.close()
@@ -179,7 +179,7 @@ def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
 
         def open_actor() -> Handle:
             searches.append(1)
-            assert found.wait(20)
+            assert found.wait(120)
             return handle
 
         async with pool_behind(handle, line=False) as pool:

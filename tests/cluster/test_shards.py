@@ -29,7 +29,7 @@ from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
 
 MOVE_S = 0.1
-BOUND_S = 20.0
+BOUND_S = 100.0
 """For what happens at once, on a machine that does a hundred other things."""
 NAMES = ("shard-a", "shard-b")
 PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
@@ -44,7 +44,7 @@ class Stuck(FakeReplica):
 
     def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
         if order.kind is OrderKind.SPECULATE:
-            self.let_go.wait(timeout=20)
+            self.let_go.wait(timeout=120)
         return super().step(order, interrupted)
 
 
@@ -84,7 +84,7 @@ async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterato
     made = Shards(config)
     made.links.start()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             for shard, count in enumerate(replicas):
                 for _ in range(count):
                     await made.add_replica(shard)
@@ -428,12 +428,12 @@ def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.Mon
 
 
 def test_a_pool_whose_line_is_lost_still_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_links, "_SILENT_STATUS_S", 20.0)
+    monkeypatch.setattr(shard_links, "_SILENT_STATUS_S", 1000.0)
 
     async def test() -> None:
         async with shards(1, 2) as s:
             half_dead(s.wires[0])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(BOUND_S):
                 while s.links.links[0].answered:
                     await asyncio.sleep(0.01)
             hanging = Hanging(s.wires[0])
@@ -460,7 +460,7 @@ def test_a_silent_shard_keeps_one_look_only(monkeypatch: pytest.MonkeyPatch) -> 
     async def test() -> None:
         async with shards(1, 2) as s:
             half_dead(s.wires[0])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(BOUND_S):
                 while s.links.links[0].answered:
                     await asyncio.sleep(0.01)
             Hanging(s.wires[0])

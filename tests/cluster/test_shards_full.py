@@ -15,7 +15,7 @@ from cluster.protocol import SubmitReply
 from scheduler.messages import FinishReason, Reject, RejectCode, Submit
 from tests.cluster.fakes import perfect
 from tests.cluster.test_pool import CONFIG, Wire
-from tests.cluster.test_shards import PROMPTS, shards
+from tests.cluster.test_shards import BOUND_S, PROMPTS, shards
 
 WAITING_MAX = 3
 SMALL = from_args(
@@ -50,7 +50,7 @@ def test_a_full_queue_is_no_refusal_while_another_has_room() -> None:
             # By tokens the shard with the long one is the worse choice for all the others.
             counts = [300, 20, 20, 20, 20, 20]
             lives = [s.submit(PROMPTS[n], count) for n, count in enumerate(counts)]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(BOUND_S):
                 while s.live() != [WAITING_MAX, WAITING_MAX]:
                     await asyncio.sleep(0.005)
             late = s.submit(PROMPTS[6], 20)

@@ -31,8 +31,10 @@ async def served(step_s: float = 0.0) -> AsyncIterator[str]:
         lockstep_pb2_grpc.add_LockstepServicer_to_server(made, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        yield f"127.0.0.1:{port}"
-        await server.stop(None)
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(None)
 
 
 def workload(temperature: float = 0.0) -> Workload:
@@ -100,6 +102,9 @@ def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
 
 
 def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
+    # The command's thread would import it, for many seconds on a slow machine.
+    import cluster.bench.session  # noqa: F401
+
     async def test() -> None:
         async with served() as address:
             arguments = [
