@@ -204,7 +204,8 @@ class Dispatcher:
     def _choose(self, replica: Replica, size: int, rows_max: int) -> list[Sequence]:
         """The rows of the next group."""
         groups = replica.groups(rows_max)
-        return replica.ready.choose(size, rows_max, groups, self._config.wait_rounds)
+        turns = replica.turns(rows_max) if replica.narrow else groups
+        return replica.ready.choose(size, rows_max, groups, self._config.wait_rounds, turns)
 
     def _is_whole(self, replica: Replica, size: int, rows_max: int, beside: int) -> bool:
         """Whether the next group, where there are narrow rows, need not wait for any that steps:

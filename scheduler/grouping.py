@@ -43,8 +43,9 @@ oldest row, then those with the same limits, then the others, each if it fits. B
 narrow row anchors a group once in a round, or where there is no full group of free rows: of those
 with the same limits, then of narrow ones that are no narrower, then of free and of narrower ones,
 always the nearest, as far as they fit. So narrow rows need few orders, and free ones step in full
-groups. Otherwise free rows go by rules 1 and 2, and narrow ones that fit have the places that are
-left.
+groups. That round, and those of rule 2, are counted with the groups that narrow rows make as their
+lengths are now; G counts one for each row that limits the spread. Otherwise free rows go by rules 1
+and 2, and narrow ones that fit have the places that are left.
 
 The bound. No row is passed over more than w * G - 1 times in a row, G taken at its largest during
 the wait: a round, in which every row could step once, is G orders, so none waits for more than w
@@ -274,15 +275,18 @@ class ReadyRows(Generic[Row]):
         """How often the row was passed over since it became ready."""
         return self.orders - self._by_age[row][3]
 
-    def choose(self, size: int, rows_max: int, groups: int, wait_rounds: int) -> list[Row]:
+    def choose(
+        self, size: int, rows_max: int, groups: int, wait_rounds: int, turns: int | None = None
+    ) -> list[Row]:
         """The next group, shortest row first; nothing is changed.
 
         `size` is that of a group, `groups` is G; the group has min(size, ready) rows, or
         min(rows_max, ready) when the oldest rows are taken. Needs at least one ready row.
-        With narrow rows among the ready ones it may have fewer.
+        With narrow rows among the ready ones it may have fewer; `turns` are the orders that a round
+        takes as lengths are now, at most G, where that is known.
         """
         if self._narrow:
-            return self._choose_narrowly(size, rows_max, groups, wait_rounds)
+            return self._choose_narrowly(size, rows_max, groups, wait_rounds, turns or groups)
         key = self._by_age[next(iter(self._by_age))]
         passes = self.orders - key[3]
         if passes >= (wait_rounds - 1) * groups:
@@ -296,7 +300,7 @@ class ReadyRows(Generic[Row]):
         return [key[2] for key in keys]
 
     def _choose_narrowly(
-        self, size: int, rows_max: int, groups: int, wait_rounds: int
+        self, size: int, rows_max: int, groups: int, wait_rounds: int, turns: int
     ) -> list[Row]:
         """The next group where narrow rows are ready; O(n log n) for n ready rows."""
         by_age = self._by_age
@@ -307,13 +311,13 @@ class ReadyRows(Generic[Row]):
         if self.orders - key[3] >= (wait_rounds - 1) * groups:
             # Its likes before the others: that bounds how many orders all of them need.
             row_order = sorted(by_age, key=lambda row: self._narrow.get(row) != likes)
-        elif not free or free < size or self.passes(narrow) >= groups - NARROW_EARLY:
+        elif not free or free < size or self.passes(narrow) >= turns - NARROW_EARLY:
             row_order = self._nearest(narrow)
         elif new in self._narrow:
             row_order = self._nearest(new)
         else:
             key = next(one for one in by_age.values() if one[4] != NARROW)
-            anchored = 2 * (self.orders - key[3]) >= (2 * wait_rounds - 3) * groups
+            anchored = 2 * (self.orders - key[3]) >= (2 * wait_rounds - 3) * turns
             if not anchored and new is not None:
                 anchored = True
                 key = by_age[new]

@@ -49,6 +49,22 @@ def narrow_groups(rows: Iterable[Limits], rows_max: int) -> int:
     return groups
 
 
+def groups_by_length(rows: Iterable[tuple[int, Limits]], rows_max: int) -> int:
+    """In how many groups of equal limits these rows have place now, given their lengths. Fewer than
+    `narrow_groups` as a rule, but lengths change while a row waits."""
+    lengths: dict[Limits, list[int]] = {}
+    for length, limits in rows:
+        lengths.setdefault(limits, []).append(length)
+    groups = 0
+    for limits, some in lengths.items():
+        shortest, count, together = 0, 0, min(limits.rows_max, rows_max)
+        for length in sorted(some):
+            if count % together == 0 or length - shortest > limits.spread_max:
+                groups, shortest, count = groups + 1, length, 0
+            count += 1
+    return groups
+
+
 class Group(Generic[Row]):
     """A group in the making, of rows of any type."""
 

@@ -13,7 +13,7 @@ from scheduler.admission import blocks_needed
 from scheduler.cost_model import filled_tokens
 from scheduler.grouping import ReadyRows, groups_needed
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
-from scheduler.narrowing import Limits, narrow_groups
+from scheduler.narrowing import Limits, groups_by_length, narrow_groups
 from scheduler.near_lengths import NearLengths
 from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
@@ -209,6 +209,16 @@ class Replica:
             return groups_needed(rows, rows_max)
         narrow = self.narrow_limits()
         return groups_needed(rows - len(narrow), rows_max) + narrow_groups(narrow, rows_max)
+
+    def turns(self, rows_max: int) -> int:
+        """The same, with the groups that narrow rows make as their lengths are now. O(narrow)."""
+        narrow = [
+            (one.length, one.limits)
+            for one in self.narrow.values()
+            if one.limits is not None and (one.state is State.STEPPING or one in self.ready)
+        ]
+        free = len(self.ready) + self.stepping - len(narrow)
+        return groups_needed(free, rows_max) + groups_by_length(narrow, rows_max)
 
     def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
         """Whether its reservation is free, with `taken` blocks gone to others, who would have

@@ -5,6 +5,7 @@ groups.
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -16,7 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.grouping import ReadyRows, groups_needed, passes_bound
 from scheduler.messages import Order, OrderKind, Pins, Request
-from scheduler.narrowing import Group, Limits, limits_of, narrow_groups
+from scheduler.narrowing import Group, Limits, groups_by_length, limits_of, narrow_groups
 from scheduler.orders import order_spread
 from tests.scheduler.hand import Hand, rows_of
 
@@ -100,6 +101,34 @@ def test_narrow_rows_step_with_each_other_and_free_ones_in_full_groups(others: i
     assert len(small) == 30
 
 
+@pytest.mark.parametrize("spread_max", [100, 1000])
+def test_who_pins_a_spread_that_hardly_binds_has_a_place_in_every_round(spread_max: int) -> None:
+    """Three groups of free rows and eight rows that are near enough to each other: four orders."""
+    hand = Hand(rows_max=8, prefill_rows_max=32)
+    hand.join(kv_blocks=10_000)
+    for row in range(24):
+        hand.submit(f"free{row}", length=3 + row, max_new_tokens=400)
+    for row in range(8):
+        pins = Pins(spread_max=spread_max)
+        hand.submit(f"near{row}", length=3 + row, max_new_tokens=400, pins=pins)
+    steps = [rows_of(order) for order in play(hand, 100)[-80:]]
+    assert all(len(rows) == 8 for rows in steps)
+    taken = Counter(row for rows in steps for row in rows)
+    assert all(18 <= taken[f"near{row}"] <= 22 for row in range(8))
+    # The others as rules 1 and 2 have it: some catch up, some wait for a while.
+    assert all(taken[f"free{row}"] >= 8 for row in range(24))
+
+
+def test_groups_by_length_are_as_few_as_the_limits_allow() -> None:
+    near, pair = Limits(4, 10), Limits(2)
+    rows = [(length, near) for length in (30, 5, 10, 15, 16, 40)]
+    assert groups_by_length(rows, 8) == 3  # 5 to 15, 16, 30 to 40
+    assert groups_by_length([(7, near)] * 5, 8) == 2
+    assert groups_by_length([(7, near)] * 5, 2) == 3
+    assert groups_by_length([*rows, (1, pair), (99, pair), (5, pair)], 8) == 5
+    assert groups_by_length([], 8) == 0
+
+
 def test_a_narrower_row_does_not_make_the_group_of_a_wider_one_small() -> None:
     ready = ReadyRows()
     ready.add("wide", 10, limits=Limits(4, 100))
@@ -176,7 +205,9 @@ def test_no_row_is_passed_over_beyond_the_bound(
     for _ in range(120):
         if len(ready):
             size = min(rng.choice([free, rows_max]), rows_max)
-            chosen = ready.choose(size, rows_max, groups, wait_rounds)
+            # However few orders a round is believed to take.
+            turns = rng.randint(1, groups)
+            chosen = ready.choose(size, rows_max, groups, wait_rounds, turns)
             of_chosen = [lengths[row] for row in chosen]
             assert of_chosen == sorted(of_chosen)
             for row in chosen:
