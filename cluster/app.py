@@ -40,6 +40,8 @@ SERVICER_FUNCTIONS = (
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
 
+_ENVELOPE_BYTES_MAX = 1 << 20
+"""What Serve sends along with a message between its own processes: pickled metadata."""
 _LEAVE_S = 2.0
 """What a replica may take to leave the pool once its grace is over."""
 
@@ -200,6 +202,25 @@ def build(args: Mapping[str, Any]) -> Application:
 # --------------------------------------------------------------------------- start and stop
 
 
+def ray_environment(config: ClusterConfig) -> dict[str, str]:
+    """Variables for the processes of a Ray that is begun for this cluster, on one machine."""
+    transport_bytes = 4 * config.ingress.message_bytes_max
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # The proxies' own limit; up to it the ingress says what is wrong, above it gRPC does.
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
+        # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # From the proxy to the ingress by gRPC: there a chunk costs half of what it costs as an
+        # object of Ray's. Such a call ends with the process, but not with its machine.
+        "RAY_SERVE_PROXY_USE_GRPC": "1",
+        # There whatever the proxy takes must pass, with what Serve puts around it.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(transport_bytes + _ENVELOPE_BYTES_MAX),
+        # Serve's own counts; by default each of its replicas writes them ten times a second.
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+    }
+
+
 class ClusterRun:
     """A cluster begun here; `stop` ends what `start` has begun, and nothing of others."""
 
@@ -217,12 +238,8 @@ class ClusterRun:
         only if none is found, through RAY_ADDRESS or on this machine.
         """
         if not ray.is_initialized():
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # The proxies' own limit; up to it the ingress says what is wrong, above it gRPC does.
-            transport_bytes = str(4 * self._config.ingress.message_bytes_max)
-            os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", transport_bytes)
-            # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
-            os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
+            for name, value in ray_environment(self._config).items():
+                os.environ.setdefault(name, value)
             ray.init(
                 address=None if join_ray else "local",
                 include_dashboard=False,

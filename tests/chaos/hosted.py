@@ -192,10 +192,7 @@ def _host(pipe: Connection, plan: Plan, log_path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # As `ClusterRun` does where it starts Ray.
-    os.environ["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] = "1"
     # Workers import what the plan names.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     held = _Held(plan)
@@ -239,6 +236,11 @@ class _Held:
         from cluster import app
 
         plan, server = self._plan, self._plan.config.server
+        environment = app.ray_environment(plan.config)
+        if plan.worker_nodes:
+            # As where `ClusterRun` joins a Ray.
+            del environment["RAY_SERVE_PROXY_USE_GRPC"]
+        os.environ.update(environment)
         options = {"include_dashboard": False, "object_store_memory": 100 << 20}
         if plan.worker_nodes:
             from ray.cluster_utils import Cluster

@@ -84,6 +84,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
             "http_port": free_port(),
         }
     )
+    # As `ClusterRun` does where it starts Ray.
+    os.environ.update(app.ray_environment(config))
     ray.init(
         address="local",
         num_cpus=2,

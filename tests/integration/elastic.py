@@ -7,6 +7,7 @@ its version can change while requests run.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,7 +33,7 @@ def drive(pipe: Connection, config: ClusterConfig, step_s: float) -> None:
     from ray.serve._private.common import DeploymentID
     from ray.serve.config import HTTPOptions, gRPCOptions
 
-    from cluster.app import APP_NAME, SERVICER_FUNCTIONS, build_app
+    from cluster.app import APP_NAME, SERVICER_FUNCTIONS, build_app, ray_environment
 
     def deploy(config: ClusterConfig) -> None:
         app = build_app(config, load=fake_loader(step_s), load_text=load_fake_text)
@@ -49,6 +50,7 @@ def drive(pipe: Connection, config: ClusterConfig, step_s: float) -> None:
             timeout=COMMAND_S,
         )
 
+    os.environ.update(ray_environment(config))
     ray.init(
         address="local",
         num_cpus=2,
