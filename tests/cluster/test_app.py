@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray import serve
+from ray.serve._private import constants as serve_constants
 
 from cluster import app
 from cluster.config import from_args
@@ -61,6 +64,29 @@ def test_a_cluster_of_its_own_is_stopped_whole(calls: list[Any]) -> None:
     cluster.stop()
     begun = [("init", "local"), "serve.start"]
     assert calls == [*begun, STOP_POOL, DELETE, "serve.shutdown", KILL_POOL, "shutdown"]
+
+
+def test_a_ray_of_our_own_is_told_what_the_user_has_not_said(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = app.ray_environment(CONFIG)
+    for name in told:
+        monkeypatch.setenv(name, "said")
+        if name != "RAY_SERVE_PROXY_USE_GRPC":
+            monkeypatch.delenv(name)
+    app.ClusterRun(CONFIG).start(APPLICATION)
+    assert ("init", "local") in calls
+    expected = {**told, "RAY_SERVE_PROXY_USE_GRPC": "said"}
+    assert {name: os.environ[name] for name in told} == expected
+
+
+def test_serve_reads_what_it_is_told() -> None:
+    told = app.ray_environment(CONFIG)
+    source = Path(serve_constants.__file__).read_text()
+    assert all(f'"{name}"' in source for name in told if name.startswith("RAY_SERVE_"))
+    # Whatever a proxy takes gets through to the ingress.
+    inner = int(told["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
+    assert inner > int(told["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"])
 
 
 def test_a_stop_at_once_waits_for_no_request(calls: list[Any]) -> None:
