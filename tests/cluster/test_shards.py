@@ -278,7 +278,7 @@ def test_a_cancel_finds_its_request_after_a_move() -> None:
         async with shards(0, 0) as s:
             for shard in (0, 1):
                 # None ends before it is cancelled.
-                await s.add_replica(shard, FakeReplica(step_s=0.5))
+                await s.add_replica(shard, FakeReplica(step_s=0.1))
             await s.until_serving(1, 1)
             lives = [s.submit(prompt, 400) for prompt in PROMPTS]
             s.runners[0]._puller.cancel()
