@@ -8,7 +8,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.cluster.load import Base, Load, clients_of, compare, order_counter, through_grpc
+from benchmarks.cluster.load import (
+    Base,
+    Load,
+    clients_of,
+    compare,
+    fresh_salt,
+    order_counter,
+    through_grpc,
+)
 from benchmarks.prompts import benchmark_tokens
 from cluster import app
 from cluster.config import ClusterConfig
@@ -21,6 +29,7 @@ from scheduler.messages import Request
 def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
     """The engine alone with so many requests in flight."""
     engine = LocalEngine(replica, config.scheduler)
+    salt = fresh_salt()
     start = perf_counter()
     outputs: list[Output] = []
     running = 0
@@ -28,7 +37,8 @@ def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
         while running >= load.in_flight:
             engine.advance()
             running = sum(output.reason is None for output in outputs)
-        outputs.append(engine.submit(Request(str(number), tuple(prompt), load.new_tokens)))
+        request = Request(str(number), tuple(prompt), load.new_tokens, cache_salt=salt)
+        outputs.append(engine.submit(request))
         running += 1
     engine.run()
     seconds = perf_counter() - start
