@@ -222,6 +222,28 @@ def serve(
     return asyncio.run(run())
 
 
+def serve_during(address: str, asks: Sequence[Ask], disturb: Callable[[], None]) -> list[Outcome]:
+    """Each again and again, one after the other, tried once only, while `disturb` runs on a thread.
+
+    So the load lasts as long as the disturbance, however fast the machine is.
+    """
+
+    async def run() -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        async with AsyncClient(address, retry=NO_RETRY) as client:
+            disturbing = asyncio.create_task(asyncio.to_thread(disturb))
+
+            async def repeat(ask: Ask) -> None:
+                while not disturbing.done():
+                    outcomes.append(await put(client, ask))
+
+            await asyncio.gather(*map(repeat, asks))
+            await disturbing
+        return outcomes
+
+    return asyncio.run(run())
+
+
 def all_right(outcomes: Sequence[Outcome]) -> None:
     """Raises AssertionError that tells of each answer that is not the undisturbed one."""
     bad = [outcome.sentence() for outcome in outcomes if outcome.verdict() is not Verdict.RIGHT]

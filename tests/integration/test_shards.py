@@ -15,7 +15,7 @@ import pytest
 
 from protos import lockstep_pb2 as pb
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import all_right, fake_asks, serve
+from tests.chaos.load import all_right, fake_asks, serve, serve_during
 from tests.cluster.fakes import fake_loader, load_fake_text
 
 pytestmark = pytest.mark.ray
@@ -91,6 +91,8 @@ def test_replicas_come_and_go_and_stay_evenly_spread(hosted: HostedCluster) -> N
         # Whichever one is left takes the rank 0, and with it the first shard.
         spread_as(hosted, 1, 0)
         hosted.scale(2)
+        spread_as(hosted, 1, 1)
 
-    # Enough to outlast three changes.
-    all_right(serve(hosted.address, fake_asks(2 * STREAMS, tokens=220), disturb))
+    outcomes = serve_during(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)
+    all_right(outcomes)
+    assert any(outcome.end is not None and outcome.end.recovered for outcome in outcomes)
