@@ -165,8 +165,9 @@ def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
     rows = rows_of(count)
     trimmed = 0
     for _ in range(200):
-        trimmed += policy.plan("r", rows, 1).verify_tokens is not None
-        pair.turn(policy, rows, 1)
+        plan = policy.plan("r", rows, 1)
+        trimmed += plan.verify_tokens is not None
+        policy.observe(*pair.answer(rows, plan), {row.id: row for row in rows}, None)
     assert (trimmed > 0) == (count > 1)
 
 
