@@ -74,3 +74,14 @@ def test_what_differs_from_the_expected_is_told() -> None:
     wrong = [EXPECTED[0], [*EXPECTED[1][:-1], -1], EXPECTED[2]]
     (only,) = abreast({"only": steps.way("only", 0, 1.0)}, REQUESTS, 2, wrong)
     assert only.identical == 2
+
+
+def test_what_others_do_is_no_time_of_a_way() -> None:
+    """A scheduler that took the others' turns for slow trips of its orders would decide by them."""
+    steps = Steps()
+    ways = {name: steps.way(name, 0, 1.0) for name in "ab"}
+    abreast(ways, REQUESTS, 1, EXPECTED, slice_s=1.0)
+    for way in ways.values():
+        finished = [output.finished_s for output in way.outputs if output.finished_s is not None]
+        # The clock above goes on after an order has been answered; the last turn finds none.
+        assert max(finished) == way.seconds - 1.0 == steps.order.count("a") - 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from replicas.calibration import DRAFT_LENS, LENGTH, ROWS, calibrate
 from scheduler.cost_model import CostModel
+from scheduler.messages import Order, StepResult, StepTimes
 from tests.tiny_pairs import tiny_replica
 
 
@@ -25,6 +27,25 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     assert replica.residents == ()
     assert replica.free_blocks == free
     replica.check_integrity()
+
+
+def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = tiny_replica("llama")
+    step = replica.step
+    orders = itertools.count()
+
+    def hiccupping(order: Order) -> StepResult:
+        result = step(order)
+        slow = 100.0 if next(orders) % 4 == 0 else 1e-3
+        times = StepTimes(0.0, order.draft_len * slow, slow, (order.draft_len + 2) * slow)
+        return replace(result, times=times)
+
+    monkeypatch.setattr(replica, "step", hiccupping)
+    timings = calibrate(replica)
+    assert len(timings) == len(ROWS) * len(DRAFT_LENS)
+    for one in timings:
+        parts = (one.draft_s, one.verify_s, one.rest_s)
+        assert parts == pytest.approx((one.draft_len * 1e-3, 1e-3, 1e-3))
 
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
