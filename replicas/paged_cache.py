@@ -19,7 +19,7 @@ import torch
 
 from replicas.upload import upload
 
-_NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
+_NUMPY_HAS = (torch.float32, torch.float16)
 """Dtypes of masks that numpy has, too."""
 SCRAP_BLOCK = 0
 """A block nobody owns: padding of ragged rows is written there and never attended to."""
@@ -264,12 +264,11 @@ class Layout:
         ragged = min(span.shortest + 1, length)
         hidden = arange(ragged, length) > last_seen[:, :, None]
         size = (last_seen.shape[0], 1, width, length)
-        dtype = _NUMPY.get(shape.dtype) if self._on_host else None
-        if dtype is not None:
-            self._mask: Any = np.zeros(size, dtype)
+        self._mask: Any = torch.zeros(size, dtype=shape.dtype, device=table.device)
+        if self._on_host and shape.dtype in _NUMPY_HAS:
+            self._mask = self._mask.numpy()
             np.copyto(self._mask[..., ragged:], -np.inf, where=hidden[:, None])
         else:
-            self._mask = torch.zeros(size, dtype=shape.dtype, device=table.device)
             self._mask[..., ragged:].masked_fill_(self._tensor(hidden)[:, None], -torch.inf)
 
     @property
