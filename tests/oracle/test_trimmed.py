@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -16,11 +15,11 @@ from cluster.local_engine import LocalEngine, Output
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Order, OrderKind, Request, StepResult
-from tests.oracle.worlds import mixed_requests, sampled
-from tests.reference import plain_greedy
-from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
+from tests.oracle.worlds import sampled, world
+from tests.tiny_pairs import ARCHITECTURES, tiny_replica
 
 ROWS, K = 5, 4
+SEED = 80
 
 
 class Trimming:
@@ -62,28 +61,11 @@ def run(replica: Replica, requests: list[Request], verify: int | None) -> list[O
     return outputs
 
 
-@cache
-def requests_of(architecture: str) -> list[Request]:
-    return mixed_requests(VOCAB, 12, seed=80 + ARCHITECTURES.index(architecture))
-
-
-@cache
-def greedy_reference(architecture: str) -> list[list[int]]:
-    model = target_model(architecture)
-    return [plain_greedy(model, r.prompt, r.max_new_tokens) for r in requests_of(architecture)]
-
-
-@cache
-def sampled_reference(architecture: str) -> list[list[int]]:
-    engine = LocalEngine(tiny_replica(architecture), SchedulerConfig(rows_max=1, draft_len=0))
-    return [output.tokens for output in engine.generate(sampled(requests_of(architecture)))]
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("verify", [None, *range(0, ROWS * K + 1, 3)])
 def test_greedy_output_equals_plain_generate(architecture: str, verify: int | None) -> None:
-    outputs = run(tiny_replica(architecture), requests_of(architecture), verify)
-    assert [output.tokens for output in outputs] == greedy_reference(architecture)
+    outputs = run(tiny_replica(architecture), world(architecture, SEED).requests, verify)
+    assert [output.tokens for output in outputs] == world(architecture, SEED).greedy
     assert (sum(output.usage.accepted_tokens for output in outputs) > 0) == (verify != 0)
 
 
@@ -91,11 +73,11 @@ def test_greedy_output_equals_plain_generate(architecture: str, verify: int | No
 @pytest.mark.parametrize("verify", [None, *range(1, ROWS * K + 1, 6)])
 def test_sampled_output_depends_on_the_request_alone(architecture: str, verify: int | None) -> None:
     """Greedy rows among them."""
-    outputs = run(tiny_replica(architecture), sampled(requests_of(architecture)), verify)
-    assert [output.tokens for output in outputs] == sampled_reference(architecture)
+    outputs = run(tiny_replica(architecture), sampled(world(architecture, SEED).requests), verify)
+    assert [output.tokens for output in outputs] == world(architecture, SEED).sampled
 
 
 def test_layers_that_are_not_joined_pack_tokens_as_well() -> None:
     replica = tiny_replica("glm4", fuse_layers=False)
-    outputs = run(replica, requests_of("glm4"), None)
-    assert [output.tokens for output in outputs] == greedy_reference("glm4")
+    outputs = run(replica, world("glm4", SEED).requests, None)
+    assert [output.tokens for output in outputs] == world("glm4", SEED).greedy

@@ -1,15 +1,19 @@
-"""Requests of mixed length that arrive at different times, and an engine to run them."""
+"""Requests of mixed length that arrive at different times, an engine to run them, and what they
+must return."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from cluster.local_engine import LocalEngine, Output
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
+from tests.reference import plain_greedy
+from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 13, 13, 21, 34, 55)
 
@@ -69,3 +73,34 @@ def run_staggered(
     replica.check_integrity()
     assert replica.residents == (), "a finished sequence frees its blocks"
     return [engine.outputs[request.id] for request in requests]
+
+
+@dataclass(frozen=True)
+class World:
+    """Requests for a tiny pair, and their outputs one at a time without a draft."""
+
+    architecture: str
+    seed: int
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        return mixed_requests(VOCAB, 12, seed=self.seed + ARCHITECTURES.index(self.architecture))
+
+    @cached_property
+    def greedy(self) -> list[list[int]]:
+        """By transformers' own `generate`."""
+        model = target_model(self.architecture)
+        return [plain_greedy(model, r.prompt, r.max_new_tokens) for r in self.requests]
+
+    @cached_property
+    def sampled(self) -> list[list[int]]:
+        """Of `sampled(requests)`."""
+        replica = tiny_replica(self.architecture)
+        engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
+        return [output.tokens for output in engine.generate(sampled(self.requests))]
+
+
+@cache
+def world(architecture: str, seed: int) -> World:
+    """One for all tests of a module that draws its requests by `seed`."""
+    return World(architecture, seed)
