@@ -50,12 +50,17 @@ def resolve(name: str, role: str = "target") -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one."""
+    """`auto` is the GPU where there is one, a GPU without a number this thread's current one.
+
+    A GPU's number is always named: torch makes no device current that has none.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PairRefused(f"device: {name} was asked for, but torch sees no GPU")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

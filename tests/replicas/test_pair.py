@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
@@ -18,7 +19,7 @@ from transformers import (
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.pair import PairRefused, check_attention, load_pair, resolve
+from replicas.pair import PairRefused, check_attention, load_pair, resolve, resolve_device
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -107,6 +108,29 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
 def test_demo_names_the_embedded_pair() -> None:
     assert resolve("demo", "target") != resolve("demo", "draft")
     assert resolve("some/name") == "some/name"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("auto", 2), ("cuda", 2), ("cuda:0", 0), ("cuda:1", 1)]
+)
+def test_a_gpu_is_always_named_with_its_number(
+    name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch makes no device current that has none, so no replica would start on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    made_current = []
+    # What there is of set_device where there is no GPU.
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
+    torch.cuda.set_device(resolve_device(name))
+    assert made_current == [number]
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(PairRefused, match="torch sees no GPU"):
+        resolve_device("cuda:1")
 
 
 def test_a_replica_without_a_draft_decodes_plainly_whatever_the_policy(tmp_path: Path) -> None:
