@@ -24,6 +24,7 @@ from replicas.in_place import FlexInPlace, InPlace, NotInPlace, VarlenInPlace
 from replicas.model import PagedModel, alike
 from replicas.paged_cache import CacheShape, Layout, Span
 from replicas.pair import PairRefused
+from replicas.recording import record, warm_up
 
 AUTO, GATHER, FLEX, VARLEN = "auto", "gather", "flex", "varlen"
 
@@ -265,7 +266,9 @@ def _seconds(run: Callable[[], object], model: PagedModel, place: Place) -> floa
     """Of one pass: the best of a few rounds of several."""
     device = model.device
     if place.fixed_shapes and device.type == "cuda":
-        run = _recorded(run, device)
+        warm_up(run, device, _WARM_UPS)
+        graph, _ = record(run, device)
+        run = graph.replay
     for _ in range(_WARM_UPS):
         run()
     best = float("inf")
@@ -279,16 +282,3 @@ def _seconds(run: Callable[[], object], model: PagedModel, place: Place) -> floa
             torch.cuda.synchronize(device)
         best = min(best, (perf_counter() - start) / _TIMED_PASSES)
     return best
-
-
-def _recorded(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
-            run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay

@@ -23,12 +23,13 @@ import torch
 from replicas.eqspec import Group, Inputs, Outcome, Proposal, check, propose, read_back, rows_of
 from replicas.model import PagedModel
 from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Span
+from replicas.recording import record, warm_up
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from replicas.upload import on_host
 
 _WARM_UPS = 2
-"""Runs before a recording: libraries allocate and choose kernels in the first ones."""
+"""Runs before a recording."""
 
 
 def bucket(n: int, most: int | None) -> int:
@@ -196,16 +197,14 @@ class FixedStep:
     def _record(self, pool: Any) -> None:
         untimed = Stopwatch(torch.device("cpu"))  # events within a recording cannot be timed
         device = self._inputs.state.device
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                check(self._target, self._inputs, self._propose(untimed), untimed)
-        torch.cuda.current_stream(device).wait_stream(side)
-        drafting, verifying = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(drafting, pool=pool):
-            # Kept: what one graph leaves for the other must not be given to a third.
-            self._proposal = self._propose(untimed)
-        with torch.cuda.graph(verifying, pool=pool):
-            self._out = check(self._target, self._inputs, self._proposal, untimed)
+
+        def step() -> torch.Tensor:
+            return check(self._target, self._inputs, self._propose(untimed), untimed)
+
+        warm_up(step, device, _WARM_UPS)
+        # Kept: what one graph leaves for the other must not be given to a third.
+        drafting, self._proposal = record(lambda: self._propose(untimed), device, pool)
+        verifying, self._out = record(
+            lambda: check(self._target, self._inputs, self._proposal, untimed), device, pool
+        )
         self._graphs = (drafting, verifying)

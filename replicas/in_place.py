@@ -156,7 +156,7 @@ def logical_blocks(
     order = torch.arange(columns, dtype=torch.int32, device=table.device)
     inverse = torch.full((rows, blocks + 1), -1, dtype=torch.int32, device=table.device)
     inverse.scatter_(1, table, order.expand(rows, -1))
-    inverse[:, SCRAP_BLOCK] = -1  # it pads tables, and several columns of one
+    inverse[:, SCRAP_BLOCK].fill_(-1)  # it pads tables, and several columns of one
     return inverse
 
 

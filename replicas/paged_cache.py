@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replicas.upload import upload
+from replicas.upload import send, upload
 
 _NUMPY_HAS = (torch.float32, torch.float16)
 """Dtypes of masks that numpy has, too."""
@@ -79,10 +79,7 @@ class BlockAllocator:
             flat += table
             flat += array("q", [SCRAP_BLOCK]) * (width - len(table))
         # A view of `flat`, which lives as long as the tensor.
-        padded = torch.frombuffer(flat, dtype=torch.int64).view(len(tables), width)
-        if device.type == "cuda":
-            padded = padded.pin_memory()
-        return padded.to(device, non_blocking=True)
+        return send(torch.frombuffer(flat, dtype=torch.int64).view(len(tables), width), device)
 
     def check_integrity(self) -> None:
         """Every block is free or owned exactly once."""

@@ -8,6 +8,7 @@ import torch
 
 from replicas.model import PagedModel
 from replicas.paged_cache import CacheShape, Layout
+from replicas.upload import send, upload
 
 PASS_COST_TOKENS = {"cpu": 48, "cuda": 2048}
 """What a forward pass costs beside its tokens, in tokens: launches and interpreter time. A rough
@@ -38,11 +39,13 @@ def prefill(
             piece = contents[i][begins[i] : min(ends[i], begins[i] + width)]
             tokens[row, : len(piece)] = torch.tensor(piece, dtype=torch.int64)
         starts = [begins[i] for i in live]
-        rows = table if len(live) == len(ends) else table[live]
+        rows = table
+        if len(live) < len(ends):
+            rows = table.index_select(0, upload(live, torch.int64, table.device))
         layout = Layout(rows, starts, width, shape)
         # A draft may lack ids that only pad the target's embedding.
-        known = tokens.clamp(max=model.vocab - 1).to(table.device)
-        model.fill(known, layout.window(0, width))
+        known = tokens.clamp_(max=model.vocab - 1)
+        model.fill(send(known, table.device), layout.window(0, width))
         for i in live:
             begins[i] += width
 

@@ -87,7 +87,7 @@ def tiled_attention(
     # One copy each: with many rows of long content these are the largest tensors of a pass.
     masks = 1 if attention_mask is None else attention_mask.shape[0]
     mask = query.new_zeros((masks, 1, width + idle, length + beyond), dtype=torch.float32)
-    mask[:, :, :width, length:] = -torch.inf
+    mask[:, :, :width, length:].fill_(-torch.inf)
     if attention_mask is not None:
         mask[:, :, :width, :length] = attention_mask
     queries = pad(query.float() * scale, (0, 0, 0, idle))

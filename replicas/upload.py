@@ -28,3 +28,10 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     pinned it would. The allocator keeps pinned memory until it has been read.
     """
     return on_host(values, dtype, device).to(device, non_blocking=True)
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host, on the device; as with `upload` the host does not wait."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

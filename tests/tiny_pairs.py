@@ -45,7 +45,8 @@ _SHAPE = {
 }
 
 
-def _random_model(architecture: str) -> PreTrainedModel:
+def random_model(architecture: str) -> PreTrainedModel:
+    """Of torch's random state, on its default device."""
     if architecture == "llama":
         return LlamaForCausalLM(LlamaConfig(**_SHAPE))
     if architecture == "qwen3":
@@ -58,7 +59,7 @@ def target_model(architecture: str) -> PreTrainedModel:
     """The target as transformers serves it, for reference runs."""
     with torch.random.fork_rng():
         torch.manual_seed(ARCHITECTURES.index(architecture))
-        return _random_model(architecture).eval()
+        return random_model(architecture).eval()
 
 
 @cache

@@ -1,0 +1,132 @@
+"""Proves that a recording that fails leaves the thread on the stream on which it was.
+
+Recording itself needs a GPU. What torch does around it is torch's own here; streams and what
+records stand for CUDA's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from replicas import recording
+
+GPU = torch.device("cuda", 0)
+
+
+class Recorder:
+    """CUDA's streams, graphs and memory, as far as a recording asks for them."""
+
+    def __init__(self) -> None:
+        self.current: object = Stream(self)
+        self.made = 0
+        self.waited: list[tuple[object, object]] = []
+        self.recorded_on: list[object] = []
+        self.pools: list[object] = []
+        self.spoilt = False
+
+    def stream(self, device: torch.device) -> object:
+        self.made += 1
+        return Stream(self)
+
+    def on(self, stream: object) -> On:
+        return On(self, stream)
+
+    def graph(self) -> object:
+        return Graph(self)
+
+    def leave(self, stream: object) -> None:
+        self.current = stream
+
+
+class Stream:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def wait_stream(self, other: object) -> None:
+        self._recorder.waited.append((self, other))
+
+
+class On:
+    def __init__(self, recorder: Recorder, stream: object) -> None:
+        self._recorder, self._stream = recorder, stream
+
+    def __enter__(self) -> None:
+        self._before, self._recorder.current = self._recorder.current, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.current = self._before
+
+
+class Graph:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def capture_begin(self, pool: object = None, **_: object) -> None:
+        self._recorder.recorded_on.append(self._recorder.current)
+        self._recorder.pools.append(pool)
+
+    def capture_end(self) -> None:
+        if self._recorder.spoilt:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    made = Recorder()
+    for name, stand_in in {
+        "Stream": made.stream,
+        "current_stream": lambda device: made.current,
+        "set_stream": made.leave,
+        "stream": made.on,
+        "CUDAGraph": made.graph,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    recording._stream.cache_clear()
+    yield made
+    recording._stream.cache_clear()
+
+
+def test_all_recordings_are_made_on_one_stream_that_has_been_warmed_up(recorder: Recorder) -> None:
+    """cuBLAS keeps a workspace for every stream, allocated when it first computes there."""
+    ran: list[object] = []
+    before = recorder.current
+    for pool in ("one", "two"):
+        recording.warm_up(lambda: ran.append(recorder.current), GPU, 2)
+        assert recorder.current is before
+        _, result = recording.record(lambda: ran.append(recorder.current) or 7, GPU, pool)
+        assert result == 7
+        assert recorder.current is before
+    assert recorder.made == 1
+    assert len(ran) == 6
+    assert {*ran, *recorder.recorded_on} == {recording._stream(GPU)}
+    assert recorder.pools == ["one", "two"]
+    # Before its runs it waits for what was launched, and after them that waits for it.
+    own = recording._stream(GPU)
+    assert recorder.waited == [(own, before), (before, own)] * 2
+
+
+def refuse() -> None:
+    raise ValueError("no kernel for this shape")
+
+
+@pytest.mark.parametrize(
+    ("run", "spoilt", "raised"),
+    [(refuse, False, ValueError), (refuse, True, RuntimeError), (list, True, RuntimeError)],
+)
+def test_after_a_recording_that_fails_all_runs_where_it_ran(
+    run: Callable[[], object], spoilt: bool, raised: type[Exception], recorder: Recorder
+) -> None:
+    before = recorder.current
+    recorder.spoilt = spoilt
+    with pytest.raises(raised):
+        recording.record(run, GPU)
+    assert recorder.current is before
+    recorder.spoilt = False
+    recording.record(list, GPU)
+    assert recorder.current is before
