@@ -32,17 +32,29 @@ def record(
     """
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.current_stream(device)
+    _forget_workspaces()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=_stream(device)):
             result = run()
     except BaseException:
         torch.cuda.set_stream(before)
         raise
+    finally:
+        _forget_workspaces()
     return graph, result
 
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps a workspace, 32 MiB on Hopper, for every stream that it has seen,
-    and one that was first allocated within a recording would stay in that recording's pool."""
+    """One for all: torch keeps a workspace of cuBLAS's, 32 MiB on Hopper, for every stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _forget_workspaces() -> None:
+    """Have cuBLAS's workspaces allocated anew.
+
+    A recording holds its workspace's address, and torch does not know: torch 2.13 frees a stream's
+    workspace as soon as any recording made there is destroyed, under all others (its issue 193402).
+    Forgotten before and after, it is part of the pool, which lives as long as they do.
+    """
+    torch._C._cuda_clearCublasWorkspaces()

@@ -170,6 +170,43 @@ def test_weights_are_joined_and_not_doubled() -> None:
     assert len(storages) == 1
 
 
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
+def test_several_replicas_of_a_pair_share_joined_weights(architecture: str) -> None:
+    model = uneven_model(architecture)
+    joined = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+
+    def storages() -> list[int]:
+        return [
+            parameter.untyped_storage().data_ptr()
+            for name, parameter in model.named_parameters()
+            if name.split(".")[-2] in joined
+        ]
+
+    apart = storages()
+    first = paged(model, fuse=True)
+    expected, once = passes(first), storages()
+    assert len(set(once)) < len(set(apart))
+    second = paged(model, fuse=True)
+    assert storages() == once
+    assert first.fused
+    assert second.fused
+    for replica in (first, second):
+        assert all(map(torch.equal, passes(replica), expected))
+
+
+def test_weights_that_only_lie_in_one_storage_are_joined_anew() -> None:
+    """In another order, say, or with something between them."""
+    model = uneven_model("llama")
+    expected = passes(paged(copy.deepcopy(model), fuse=True))
+    attention = model.model.layers[0].self_attn
+    for order in (("v_proj", "k_proj", "q_proj"), ("q_proj", "v_proj", "k_proj")):
+        parts = [getattr(attention, name) for name in order]
+        whole = torch.cat([part.weight.detach() for part in parts])
+        for part, weight in zip(parts, whole.split([p.out_features for p in parts]), strict=True):
+            part.weight = nn.Parameter(weight, requires_grad=False)
+        assert all(map(torch.equal, passes(paged(model, fuse=True)), expected))
+
+
 def _another_activation(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.forward = lambda x: x * 0.5
 

@@ -1,4 +1,4 @@
-"""Proves that a recording that fails leaves the thread on the stream on which it was.
+"""Proves that recordings share no memory with what runs beside them, nor a stream if they fail.
 
 Recording itself needs a GPU. What torch does around it is torch's own here; streams and what
 records stand for CUDA's.
@@ -25,7 +25,15 @@ class Recorder:
         self.waited: list[tuple[object, object]] = []
         self.recorded_on: list[object] = []
         self.pools: list[object] = []
+        self.pool: object = None
+        """That of the recording that is being made."""
+        self.workspaces: dict[object, object] = {}
+        """By stream, what cuBLAS's workspace belongs to."""
         self.spoilt = False
+
+    def multiply(self) -> object:
+        """As cuBLAS does: where its workspace belongs, allocated if the stream has none."""
+        return self.workspaces.setdefault(self.current, self.pool or "everything")
 
     def stream(self, device: torch.device) -> object:
         self.made += 1
@@ -67,8 +75,10 @@ class Graph:
     def capture_begin(self, pool: object = None, **_: object) -> None:
         self._recorder.recorded_on.append(self._recorder.current)
         self._recorder.pools.append(pool)
+        self._recorder.pool = pool
 
     def capture_end(self) -> None:
+        self._recorder.pool = None
         if self._recorder.spoilt:
             raise RuntimeError("operation failed due to a previous error during capture")
 
@@ -87,13 +97,15 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    forget = made.workspaces.clear
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", forget, raising=False)
     recording._stream.cache_clear()
     yield made
     recording._stream.cache_clear()
 
 
 def test_all_recordings_are_made_on_one_stream_that_has_been_warmed_up(recorder: Recorder) -> None:
-    """cuBLAS keeps a workspace for every stream, allocated when it first computes there."""
+    """Torch keeps a workspace of cuBLAS's for every stream."""
     ran: list[object] = []
     before = recorder.current
     for pool in ("one", "two"):
@@ -109,6 +121,18 @@ def test_all_recordings_are_made_on_one_stream_that_has_been_warmed_up(recorder:
     # Before its runs it waits for what was launched, and after them that waits for it.
     own = recording._stream(GPU)
     assert recorder.waited == [(own, before), (before, own)] * 2
+
+
+def test_a_workspace_of_cublas_is_part_of_the_recordings_pool(recorder: Recorder) -> None:
+    """Destroying another recording, or running something else, leaves it alone."""
+    for pool in ("one", "two", "two"):
+        recording.warm_up(lambda: recorder.multiply() == "everything" or refuse(), GPU, 1)
+        _, workspace = recording.record(recorder.multiply, GPU, pool)
+        assert workspace == pool
+    recorder.spoilt = True
+    with pytest.raises(RuntimeError):
+        recording.record(recorder.multiply, GPU, "three")
+    assert "three" not in recorder.workspaces.values()
 
 
 def refuse() -> None:
