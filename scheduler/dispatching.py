@@ -17,7 +17,13 @@ from scheduler.narrowing import Group
 from scheduler.orders import prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows, shunned
 from scheduler.pool import Pool
-from scheduler.prefilling import chunks, goes_first, room_for_waiting
+from scheduler.prefilling import (
+    chunks,
+    chunks_at_once,
+    goes_first,
+    orders_since,
+    room_for_waiting,
+)
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence, State
 from scheduler.speculation import DraftPolicy
@@ -108,9 +114,8 @@ class Dispatcher:
         to_fill = False
         # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
         if replica.partial or (pool.waiting and replica.load < self._config.residents_max):
-            budget = self._policy.prefill_tokens(
-                replica.id, ready + stepping, self._config.prefill_tokens_max
-            )
+            at_once = chunks_at_once(replica, replica.rows_max(self._config.rows_max))
+            budget = self._prefill_tokens(replica, at_once)
             choice = self._next_rows(replica, budget)
             if choice.claim is not None and replica.orders and self._clears(replica):
                 self.interrupt(replica, self._out)
@@ -119,7 +124,9 @@ class Dispatcher:
             if not choice.rows:
                 replica.gathers_until = None
             if to_fill:
-                if goes_first(replica, choice.rows, budget, self._config.gather_orders):
+                if self._is_earned(replica, choice, budget, at_once) and goes_first(
+                    replica, choice.rows, budget, self._config.gather_orders
+                ):
                     return self._prefill(replica, choice, budget)
                 # It waits for what is in flight, and no longer than for one step of it.
                 self.interrupt(replica, self._out)
@@ -133,6 +140,26 @@ class Dispatcher:
         if may_step(ready, stepping, replica.joining, len(replica.orders), beside, rows_max):
             return self._step_ready(replica, size, rows_max, someone_waits=to_fill)
         return None
+
+    def _prefill_tokens(self, replica: Replica, at_once: int) -> int:
+        """What an order of so many chunks may fill."""
+        return self._policy.prefill_tokens(
+            replica.id,
+            len(replica.ready) + replica.stepping,
+            self._config.prefill_tokens_max,
+            at_once,
+        )
+
+    def _is_earned(self, replica: Replica, choice: Choice, budget: int, at_once: int) -> bool:
+        """Whether as many decode orders went as what would be filled has chunks."""
+        since = max(orders_since(replica), 1)
+        if since >= at_once or not replica.ready:
+            return True
+        if choice.rows and choice.rows[0].rows_limit is not None:
+            return True
+        given = chunks(replica, choice.rows, budget, self._config)
+        tokens = sum(until - begin for _, begin, until in given)
+        return tokens <= self._prefill_tokens(replica, since)
 
     def _next_rows(self, replica: Replica, budget: int) -> Choice:
         """Who of those that wait goes into a prefill order of so many tokens."""
@@ -175,6 +202,7 @@ class Dispatcher:
         """Chunks of the chosen rows and of those that were begun."""
         order_id = self._new_order_id()
         replica.gathers_until = None
+        replica.prefilled_at = replica.ready.orders
         for sequence, count in choice.overtaken:
             sequence.overtaken += count
         given = chunks(replica, choice.rows, budget, self._config)

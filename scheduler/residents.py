@@ -115,6 +115,8 @@ class Replica:
     """Prompts that wait are not filled before so many groups were dispatched; see `prefilling`."""
     last_kind: OrderKind | None = None
     """Kind of the order dispatched last."""
+    prefilled_at: int | None = None
+    """Groups that were dispatched before the last prefill order. None: there was none."""
     prefixes: PrefixSet = field(init=False)
     """Prefixes that it was given, for who shares them."""
     claimed_by: str | None = None

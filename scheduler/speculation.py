@@ -94,9 +94,11 @@ class DraftPolicy(Protocol):
         """Whether so many rows, more than one group and less than two, step by halves in turns
         rather than in full groups that nothing is prepared beside."""
 
-    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int) -> int:
+    def prefill_tokens(
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+    ) -> int:
         """KV positions that the next prefill order may fill, in [1, most], while so many rows are
-        ready or step: each of them waits for it."""
+        ready or step: each of them waits for it. It goes in place of so many chunks."""
 
     def observe(
         self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
@@ -191,10 +193,13 @@ class GoodputPolicy:
         full_s = model.step_s(rows_max, draft_len, known.longest) + known.trip_s
         return rows / 2 / half_s > rows_max / full_s
 
-    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int) -> int:
-        """As much as takes one step's time, so that rows that step lose half their speed at most,
-        or more where their group is not full: whoever comes makes it fuller. But always enough
-        that its fixed cost is a small part of it."""
+    def prefill_tokens(
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+    ) -> int:
+        """A chunk is as much as takes one step's time, so that rows that step lose half their speed
+        at most, or more where their group is not full: whoever comes makes it fuller. But always
+        enough that its fixed cost is a small part of it. Several at once are as much as takes the
+        time of all of them: the fixed cost is then there once."""
         known = self._replicas[replica_id]
         cost = known.model.prefill
         if not (stepping_rows and self._config.prefill_by_time):
@@ -204,7 +209,9 @@ class GoodputPolicy:
         step_s = known.step_s * max(self._config.rows_max / stepping_rows, 1.0)
         in_a_step = (step_s - cost.fixed_s) / cost.token_s
         worth_it = cost.fixed_s / (CHUNK_FIXED_SHARE * cost.token_s)
-        return max(1, min(most, int(max(in_a_step, worth_it, PREFILL_TOKENS_LEAST))))
+        chunk = max(in_a_step, worth_it, PREFILL_TOKENS_LEAST)
+        saved = (chunks - 1) * cost.fixed_s / cost.token_s
+        return max(1, min(most, int(chunks * chunk + saved)))
 
     def observe(
         self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None

@@ -7,6 +7,10 @@ import itertools
 import pytest
 
 from scheduler.messages import FinishReason, Interrupt, Order, OrderKind, Release
+from scheduler.orders import prefill_tokens
+from scheduler.prefilling import CHUNKS_MAX
+from scheduler.scheduler import Scheduler
+from scheduler.speculation import GoodputPolicy
 from tests.scheduler.hand import Hand, only, orders_of, released, rows_of
 
 
@@ -242,3 +246,78 @@ def test_who_lost_its_place_does_not_wait_for_others() -> None:
     (order,) = hand.in_flight("r2")
     assert rows_of(order) == ["a"]
     assert any("a" in rows_of(one) for one in orders_of(hand.lose("r2", blamed=False)))
+
+
+CHUNK = 10
+"""Tokens of a chunk in `chunked`."""
+
+
+class Chunked(GoodputPolicy):
+    """A chunk takes as long as a step."""
+
+    def prefill_tokens(
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+    ) -> int:
+        return chunks * CHUNK if stepping_rows else most
+
+
+def chunked(groups: int) -> Hand:
+    """So many full groups of rows that step, nobody waiting, one decode order in flight."""
+    hand = Hand(rows_max=2, gather_orders=0, orders_in_flight_max=1, steps_per_order_max=1)
+    hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
+    hand.join(kv_blocks=100_000)
+    for index in range(2 * groups):
+        hand.submit(f"r{index}", max_new_tokens=400)
+    work(hand, 30)
+    assert hand.in_flight()[0].rows
+    return hand
+
+
+def steps_and_tokens(orders: list[Order]) -> list[tuple[int, int]]:
+    """Of each prefill order: the decode orders since the one before, and its tokens."""
+    found, steps = [], 0
+    for order in orders:
+        if order.prefill:
+            found.append((steps, prefill_tokens(order)))
+            steps = 0
+        else:
+            steps += 1
+    return found
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_an_order_fills_a_chunk_per_decode_order_before_it_and_fewer_orders_do(groups: int) -> None:
+    hand = chunked(groups)
+    before = len(prefills(hand))
+    for index in range(40):
+        hand.submit(f"w{index}", length=6, max_new_tokens=400)
+    hand.submit("long", length=101, max_new_tokens=400)
+    work(hand, 400)
+    found = steps_and_tokens(list(hand.orders.values()))[before:]
+    assert sum(tokens for _, tokens in found) == 40 * 5 + 100
+    assert all(tokens <= CHUNK * max(steps, 1) for steps, tokens in found)
+    # Rows join, so soon there are groups enough.
+    most = max(tokens for _, tokens in found)
+    assert CHUNK * (CHUNKS_MAX - 1) < most <= CHUNK * CHUNKS_MAX
+
+
+def test_what_one_chunk_takes_waits_for_no_other_however_many_rows_step() -> None:
+    hand = chunked(6)
+    for index in range(4):
+        hand.submit(f"w{index}", length=CHUNK + 1, max_new_tokens=400)
+        before = len(hand.orders)
+        work(hand, 2)
+        kinds = [order.kind for order in list(hand.orders.values())[before:]]
+        assert OrderKind.PREFILL in kinds
+
+
+def test_rows_of_one_group_never_wait_for_two_chunks() -> None:
+    hand = Hand(rows_max=64, gather_orders=0, orders_in_flight_max=1, steps_per_order_max=1)
+    hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
+    hand.join(kv_blocks=100_000)
+    hand.submit("r", max_new_tokens=400)
+    work(hand, 2)
+    for index in range(40):
+        hand.submit(f"w{index}", length=6, max_new_tokens=400)
+    work(hand, 100)
+    assert {tokens for _, tokens in steps_and_tokens(list(hand.orders.values()))[1:]} == {CHUNK}

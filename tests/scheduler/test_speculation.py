@@ -344,7 +344,11 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bo
     assert 2e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
     wider = policy.prefill_tokens("r", 2, 2048)
     assert 2e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
+    three = policy.prefill_tokens("r", 8, 2048, chunks=3)
+    assert 2e-3 + 1e-4 * three == pytest.approx(3 * pair.step_s(8, 0), rel=0.1)
+    assert three > 3 * chunk, "the fixed cost is there once"
     assert policy.prefill_tokens("r", 8, 50) == 50
+    assert policy.prefill_tokens("r", 8, 50, chunks=3) == 50
     assert policy.prefill_tokens("r", 0, 2048) == 2048
 
 
@@ -367,7 +371,9 @@ class Recorder:
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
         return True
 
-    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int) -> int:
+    def prefill_tokens(
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+    ) -> int:
         return most
 
     def observe(
