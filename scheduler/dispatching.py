@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from scheduler.admission import blocks_needed
 from scheduler.config import SchedulerConfig
+from scheduler.ending import with_late
 from scheduler.grouping import group_size, may_step
 from scheduler.messages import Action, Dispatch, Interrupt, Order, Release
 from scheduler.narrowing import Group
@@ -230,10 +231,19 @@ class Dispatcher:
         return self._step(replica, rows, steps_most)
 
     def _choose(self, replica: Replica, size: int, rows_max: int) -> list[Sequence]:
-        """The rows of the next group."""
+        """The rows of the next group; while nobody is due, with those that would end last."""
+        ready, wait_rounds = replica.ready, self._config.wait_rounds
         groups = replica.groups(rows_max)
         turns = replica.turns(rows_max) if replica.narrow else groups
-        return replica.ready.choose(size, rows_max, groups, self._config.wait_rounds, turns)
+        rows = ready.choose(size, rows_max, groups, wait_rounds, turns)
+        if groups != 2 or len(ready) <= size or replica.narrow:
+            return rows
+        if self._pool.waiting or replica.partial or replica.prefilling:
+            return rows
+        if ready.is_due(wait_rounds, groups):
+            return rows
+        left = sum(one.tokens_left for one in replica.residents.values() if one.live)
+        return ready.ordered(with_late(rows, ready, left))
 
     def _is_whole(self, replica: Replica, size: int, rows_max: int, beside: int) -> bool:
         """Whether the next group, where there are narrow rows, need not wait for any that steps:
