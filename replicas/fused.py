@@ -132,13 +132,30 @@ class FusedDecoder:
         attend: Attend | None = None,
     ) -> torch.Tensor:  # [rows, width or logits_to_keep, vocab]
         """Logits of the window's positions; their KV entries are written on the way."""
+        rows, width = tokens.shape
+        x = self._layered(tokens, window, attend, fill=False)
+        if logits_to_keep:
+            x = x.view(rows, width, -1)[:, -logits_to_keep:].reshape(rows * logits_to_keep, -1)
+        logits = self._head(self._norm(x))
+        return logits.view(rows, -1, logits.shape[-1])
+
+    def fill(self, tokens: torch.Tensor, window: Window, attend: Attend | None = None) -> None:
+        """Write the KV entries of the window's positions and compute no more than that takes."""
+        self._layered(tokens, window, attend, fill=True)
+
+    def _layered(
+        self, tokens: torch.Tensor, window: Window, attend: Attend | None, fill: bool
+    ) -> torch.Tensor:  # [tokens, hidden]
+        """All layers; to `fill`, the last one ends where its keys and values are written."""
         # Each with what its attention is told besides; all layers fold the same masks.
         parts: list[tuple[Part, dict[str, Any]]] = [(window, {"in_place": attend})]
         if attend is None:
             group = self._heads // self._kv_heads
             read = window.parts or (window,)
-            parts = [(part, {"folded_mask": part.folded_mask(group)}) for part in read]
-        rows, width = tokens.shape
+            parts = [
+                (part, {"causal": True} if part.first else {"folded_mask": part.folded_mask(group)})
+                for part in read
+            ]
         x = embedding(tokens.reshape(-1), self._embedding)
         positions = window.positions.reshape(-1)
         if self._in_place:
@@ -146,26 +163,26 @@ class FusedDecoder:
             sin = sin.view(-1, 1, 2, self._dim // 2)
         else:
             cos, sin = self._cos[positions], self._sin[positions]
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            out = self._attention(index, layer, layer.before_attention(x), cos, sin, window, parts)
+            qkv = self._written(index, layer, layer.before_attention(x), cos, sin)
+            if fill and index == last:
+                break
+            out = self._attention(index, layer, qkv, window, parts)
             x = _added(x, out, layer.out, layer.after_attention)
             gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, -1)
             x = _added(x, layer.activation(gate).mul_(up), layer.down, layer.after_mlp)
-        if logits_to_keep:
-            x = x.view(rows, width, -1)[:, -logits_to_keep:].reshape(rows * logits_to_keep, -1)
-        logits = self._head(self._norm(x))
-        return logits.view(rows, -1, logits.shape[-1])
+        return x
 
-    def _attention(
+    def _written(
         self,
         index: int,
         layer: _Layer,
         x: torch.Tensor,  # [tokens, hidden]
         cos: torch.Tensor,
         sin: torch.Tensor,
-        window: Window,
-        parts: list[tuple[Part, dict[str, Any]]],
-    ) -> torch.Tensor:  # [tokens, heads * head_dim]
+    ) -> torch.Tensor:  # [tokens, heads + 2 * kv_heads, head_dim]
+        """Queries, keys and values, rotated; the last two are in the cache then."""
         heads, turned = self._heads, self._heads + self._kv_heads
         qkv = layer.qkv(x).view(x.shape[0], -1, self._dim)
         both = qkv[:, :turned]  # the heads that are rotated: queries, then keys
@@ -187,22 +204,40 @@ class FusedDecoder:
             both[:, :heads] = query[0].transpose(0, 1)
             both[:, heads:] = key[0].transpose(0, 1)
         self._cache.write(index, qkv[:, heads:].view(-1, 2, self._kv_heads, self._dim))
-        grid = window.unpack(qkv[:, :heads])  # [rows, width, heads, head_dim]
-        outs = []
-        grids = grid.split_with_sizes([part.rows for part, _ in parts])
-        for queries, (of, further) in zip(grids, parts, strict=True):
-            keys, values = self._cache.read(index, of)
+        return qkv
+
+    def _attention(
+        self,
+        index: int,
+        layer: _Layer,
+        qkv: torch.Tensor,  # [tokens, heads + 2 * kv_heads, head_dim]
+        window: Window,
+        parts: list[tuple[Part, dict[str, Any]]],
+    ) -> torch.Tensor:  # [tokens, heads * head_dim]
+        heads = self._heads
+        grid = window.unpack(qkv[:, :heads])  # [cells of all parts, heads, head_dim]
+        whole = grid.new_empty(grid.shape) if len(parts) > 1 else None
+        end = 0
+        for of, further in parts:
+            own = slice(end, end + of.rows * of.width)
+            end = own.stop
+            if of.first:
+                fresh = qkv[own, heads:].view(of.rows, of.width, 2, self._kv_heads, self._dim)
+                keys, values = fresh.permute(2, 0, 3, 1, 4).unbind(0)
+            else:
+                keys, values = self._cache.read(index, of)
             out, _ = self._attend(
                 layer.attention,
-                queries.transpose(1, 2),
+                grid[own].view(of.rows, of.width, heads, self._dim).transpose(1, 2),
                 keys,
                 values,
                 of.mask,
                 scaling=self._scaling,
                 **further,
             )
-            outs.append(out)
-        return window.pack(outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+            if whole is not None:
+                whole[own].view(out.shape).copy_(out)
+        return window.pack(out.flatten(0, 1) if whole is None else whole).flatten(1)
 
     def _joined(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

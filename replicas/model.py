@@ -50,16 +50,23 @@ def paged_attention(
     scaling: float | None = None,
     in_place: Attend | None = None,
     folded_mask: torch.Tensor | None = None,
+    causal: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim]
     """Attention for transformers' interface; query heads that share a KV head become its rows.
 
     Folding the query group into the width spares a repeated copy of keys and values; the mask may
-    come folded. In place keys and values are the whole cache, which is read by `in_place`.
+    come folded. In place keys and values are the whole cache, which is read by `in_place`. `causal`
+    ones are the queries' own, so there is no mask.
     """
     refuse_other_maths(kwargs)
     if in_place is not None:
         return in_place(query, key, value, scaling), None
+    if causal:
+        out = scaled_dot_product_attention(
+            query, key, value, scale=scaling, is_causal=True, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
@@ -96,9 +103,11 @@ def register_attention(name: str, attention: Attention) -> None:
     ) -> tuple[torch.Tensor, None]:  # [rows, width, heads, head_dim], or [1, tokens, ...]
         if packed_window is None:
             return attention(module, query, key, value, attention_mask, **kwargs)
-        grid = packed_window.unpack(query[0].transpose(0, 1)).transpose(1, 2)
+        cells = packed_window.unpack(query[0].transpose(0, 1))
+        shape = (packed_window.rows, packed_window.width, *cells.shape[1:])
+        grid = cells.view(shape).transpose(1, 2)
         out, _ = attention(module, grid, key, value, attention_mask, **kwargs)
-        return packed_window.pack(out)[None], None
+        return packed_window.pack(out.flatten(0, 1))[None], None
 
     AttentionInterface.register(name, over_grid)
 
@@ -131,12 +140,15 @@ class PagedModel:
         return self._fused is not None
 
     @property
+    def in_parts(self) -> bool:
+        """Whether it reads the parts of a window one by one; else it reads all rows as one."""
+        return self._fused is not None and self._in_place is None and self.device.type == "cpu"
+
+    @property
     def part_positions(self) -> int | None:
         """KV positions whose reading takes about as long as reading a window in one more part;
         None: it reads all rows as one."""
-        if self._fused is None or self._in_place is not None or self.device.type != "cpu":
-            return None
-        return self._cache.part_positions
+        return self._cache.part_positions if self.in_parts else None
 
     @property
     def device(self) -> torch.device:
@@ -197,8 +209,15 @@ class PagedModel:
         in_place = self._in_place
         if in_place is not None and not in_place.fills:
             in_place = None
-        # Only the KV entries are wanted; one position's logits are the least a model computes.
-        self._forward(tokens, window, 1, in_place)
+        if self._fused is None:
+            # One position's logits are the least that such a model computes.
+            self._forward(tokens, window, 1, in_place)
+        else:
+            self._fused.fill(tokens, window, self._enter(window, in_place))
+
+    def _enter(self, window: Window, in_place: InPlace | None) -> Attend | None:
+        self._cache.enter(window, in_place is not None)
+        return None if in_place is None else in_place.enter(window)
 
     def _forward(
         self,
@@ -207,8 +226,7 @@ class PagedModel:
         logits_to_keep: int,
         in_place: InPlace | None,
     ) -> torch.Tensor:
-        self._cache.enter(window, in_place is not None)
-        attend = None if in_place is None else in_place.enter(window)
+        attend = self._enter(window, in_place)
         if self._fused is not None:
             return self._fused.forward(tokens, window, logits_to_keep, attend)
         further: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,9 @@ class Part:
     mask: torch.Tensor | None  # [rows or 1, 1, width, length], 0 or -inf; None: nothing is masked
     rows: int
     width: int
+    first: bool = field(default=False, kw_only=True)
+    """Nothing lies before any row, so what they read are their own tokens' keys and values: a query
+    sees those up to its own. There are no blocks and no mask then."""
 
     def folded_mask(self, group: int) -> torch.Tensor | None:  # [.., 1, group * width, length]
         """The mask where `group` query heads that share a KV head are rows of one."""
@@ -126,7 +129,8 @@ class Window(Part):
     starts: torch.Tensor  # [rows], int64: position of the first column, which may lie outside
     slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
     parts: tuple[Part, ...] = ()
-    """The same rows in several parts, in order, for whoever reads them so; empty: all as one."""
+    """The same rows in several parts, in order, for whoever reads them so; empty: all as one. Parts
+    of one width each may make up a window that has none: see `replicas.spans`."""
     cells: torch.Tensor | None = None  # [tokens], int64; None: every cell of the grid, in order
     """Of a packed window, which holds some cells of the grid of rows and positions only: the cell
     row * width + column of each token. Its positions are [1, tokens] and its slots [tokens]."""
@@ -146,21 +150,15 @@ class Window(Part):
             cells=cells,
         )
 
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows * width, ...]
         """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
-        shape = (self.rows, self.width, *x.shape[1:])
         if self.cells is None:
-            return x.view(shape)
-        return (
-            x.new_zeros((self.rows * self.width, *x.shape[1:]))
-            .index_copy_(0, self.cells, x)
-            .view(shape)
-        )
+            return x
+        return x.new_zeros((self.rows * self.width, *x.shape[1:])).index_copy_(0, self.cells, x)
 
     def pack(self, grid: torch.Tensor) -> torch.Tensor:  # [tokens, ...]
-        """Take what the tokens have out of the grid, [rows, width, ...]."""
-        flat = grid.flatten(0, 1)
-        return flat if self.cells is None else flat.index_select(0, self.cells)
+        """Take what the tokens have out of the grid, [rows * width, ...]."""
+        return grid if self.cells is None else grid.index_select(0, self.cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +354,9 @@ class PagedCache:
         """Set where the next forward pass reads and writes, and whether its reads gather."""
         self._window = window
         self._in_place = in_place
-        wanted = window.blocks.shape[0] if self._standing and not in_place else 0
+        wanted = 0
+        if self._standing and not in_place:
+            wanted = max(part.blocks.shape[0] for part in (window, *window.parts))
         if self._gathered.shape[0] < wanted:
             self._gathered = self._layers[0].new_empty((wanted, *self._layers[0].shape[1:]))
 
@@ -375,10 +375,11 @@ class PagedCache:
         return self.read(layer_idx)
 
     def write(self, layer_idx: int, fresh: torch.Tensor) -> None:
-        """Store keys and values of the window's tokens, [tokens, 2, kv_heads, head_dim]."""
+        """Store keys and values of the window's tokens, [tokens, 2, kv_heads, head_dim]; those that
+        are no numbers become some, in place."""
         assert self._window is not None, "enter() comes before a forward pass"
         if self._overflows:
-            fresh = fresh.nan_to_num()
+            fresh.nan_to_num_()
         self._layers[layer_idx].flatten(0, 1).index_copy_(0, self._window.slots, fresh)
 
     def read(self, layer_idx: int, part: Part | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Fill a model's KV cache for spans of several rows at once, in passes of well-chosen width."""
+"""Fill models' KV caches for spans of several rows at once: unpadded, or in well-chosen widths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from replicas.model import PagedModel
 from replicas.paged_cache import CacheShape, Layout
+from replicas.spans import Span, cut_up, spans_window
 from replicas.upload import send, upload
 
 PASS_COST_TOKENS = {"cpu": 48, "cuda": 2048}
@@ -16,19 +17,58 @@ figure is enough; it only decides between a little padding and one pass more."""
 
 
 def prefill(
-    model: PagedModel,
+    models: Sequence[PagedModel],
     contents: Sequence[Sequence[int]],
-    spans: Sequence[tuple[int, int]],
+    spans: Sequence[Span],
     table: torch.Tensor,  # [rows, blocks], int64
     shape: CacheShape,
     chunk: int,
 ) -> None:
-    """Write KV for the tokens of each row's span [begin, end); commits nothing.
+    """Write each model's KV for the tokens of each row's span [begin, end); commits nothing.
 
-    Rows end at different places: a pass holds the rows that still have tokens, padded on the right
-    to its width, and what is left of longer rows goes into the next pass. `chunk` bounds the width
-    of one pass, and so its buffers.
+    Models that read in parts get all tokens in passes without padding, the others rows in passes of
+    one width. `chunk` bounds the width of those, and with the number of rows the tokens of any.
     """
+    in_parts = [model for model in models if model.in_parts]
+    if in_parts:
+        _fill_spans(in_parts, contents, spans, table, shape, chunk * len(spans))
+    for model in models:
+        if model not in in_parts:
+            _fill_rows(model, contents, spans, table, shape, chunk)
+
+
+def _fill_spans(
+    models: Sequence[PagedModel],
+    contents: Sequence[Sequence[int]],
+    spans: Sequence[Span],
+    table: torch.Tensor,
+    shape: CacheShape,
+    tokens_most: int,
+) -> None:
+    for one_pass in cut_up(spans, tokens_most):
+        rows = [row for row, _ in one_pass]
+        window = spans_window(table[rows], [span for _, span in one_pass], shape)
+        fed = [token for row, (begin, end) in one_pass for token in contents[row][begin:end]]
+        tokens = upload([fed], torch.int64, table.device)
+        for model in models:
+            model.fill(_known(tokens, model), window)
+
+
+def _known(tokens: torch.Tensor, model: PagedModel) -> torch.Tensor:
+    """A draft may lack ids that only pad the target's embedding."""
+    return tokens.clamp(max=model.vocab - 1)
+
+
+def _fill_rows(
+    model: PagedModel,
+    contents: Sequence[Sequence[int]],
+    spans: Sequence[Span],
+    table: torch.Tensor,
+    shape: CacheShape,
+    chunk: int,
+) -> None:
+    """Rows end at different places: a pass holds the rows that still have tokens, padded on the
+    right to its width, and what is left of longer rows goes into the next pass."""
     pass_cost = PASS_COST_TOKENS.get(table.device.type, PASS_COST_TOKENS["cuda"])
     begins = [begin for begin, _ in spans]
     ends = [end for _, end in spans]
@@ -43,9 +83,7 @@ def prefill(
         if len(live) < len(ends):
             rows = table.index_select(0, upload(live, torch.int64, table.device))
         layout = Layout(rows, starts, width, shape)
-        # A draft may lack ids that only pad the target's embedding.
-        known = tokens.clamp_(max=model.vocab - 1)
-        model.fill(send(known, table.device), layout.window(0, width))
+        model.fill(send(_known(tokens, model), table.device), layout.window(0, width))
         for i in live:
             begins[i] += width
 

@@ -68,6 +68,7 @@ class Replica:
             )
             for model, shape in zip(models, plan.pair.models, strict=True)
         ]
+        self._models = paged
         self._target = paged[0]
         self._draft = paged[1] if pair.draft is not None else None
         self._device = pair.device
@@ -182,9 +183,7 @@ class Replica:
                 ids = [row.sequence_id for row in rows]
                 spans = [self._span(row) for row in rows]
                 with watch.section("prefill"):
-                    self._fill(self._target, ids, spans)
-                    if self._draft is not None:
-                        self._fill(self._draft, ids, spans)
+                    self._fill(self._models, ids, spans)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 for sequence_id, (begin, end) in zip(ids, spans, strict=True):
@@ -283,14 +282,16 @@ class Replica:
     def _frozen(self, sequence_id: str) -> int:
         return 0 if self._shared is None else self._shared.frozen(sequence_id)
 
-    def _fill(self, model: PagedModel, ids: list[str], spans: list[tuple[int, int]]) -> None:
+    def _fill(
+        self, models: Sequence[PagedModel], ids: list[str], spans: list[tuple[int, int]]
+    ) -> None:
         """In passes of as many rows and tokens as memory was planned for."""
         for sequence_id, (begin, _) in zip(ids, spans, strict=True):
             assert begin >= self._frozen(sequence_id), f"{sequence_id}: would write shared blocks"
         for begin in range(0, len(ids), self._work.rows_most):
             some = ids[begin : begin + self._work.rows_most]
             prefill(
-                model,
+                models,
                 contents=[self._residents[sequence_id].content for sequence_id in some],
                 spans=spans[begin : begin + len(some)],
                 table=self._blocks.table(some, self._device),
@@ -408,6 +409,6 @@ class Replica:
         if behind:
             spans = [(resident.draft_kv, len(resident.content) - 2) for _, resident in behind]
             with watch.section("catch_up"):
-                self._fill(self._draft, [sequence_id for sequence_id, _ in behind], spans)
+                self._fill([self._draft], [sequence_id for sequence_id, _ in behind], spans)
             for (_, resident), (_, end) in zip(behind, spans, strict=True):
                 resident.draft_kv = end

@@ -123,7 +123,7 @@ class Bench:
         paged = self.paged()
         spans = [(len(one) - WIDTH, len(one)) for one in self.contents]
         return peak_bytes(
-            lambda: prefill(paged, self.contents, spans, self.table, self.cache_shape, WIDTH)
+            lambda: prefill([paged], self.contents, spans, self.table, self.cache_shape, WIDTH)
         )
 
 
@@ -219,7 +219,7 @@ def test_the_gathered_copy_is_what_a_pass_leaves_behind() -> None:
     paged = bench.paged()
     spans = [(len(one) - WIDTH, len(one)) for one in bench.contents]
     with torch.inference_mode():
-        prefill(paged, bench.contents, spans, bench.table, bench.cache_shape, WIDTH)
+        prefill([paged], bench.contents, spans, bench.table, bench.cache_shape, WIDTH)
     held = paged._cache._gathered
     assert held.numel() * held.element_size() <= bench.planned.gathered // 2
     assert bench.planned.gathered // 2 - held.numel() * held.element_size() < held[:ROWS].nbytes * 2

@@ -258,7 +258,7 @@ def test_prefill_waits_for_no_copy(lengths: list[int]) -> None:
         allocator.grow(str(index), length)
     with Unwaited() as mode:
         prefill(
-            pair.target,
+            [pair.target],
             contents=[[7] * length for length in lengths],
             spans=[(0, length) for length in lengths],
             table=allocator.table([str(index) for index in range(len(lengths))], META),

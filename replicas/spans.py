@@ -1,0 +1,88 @@
+"""One pass over spans of several rows, each of its own length: nothing is padded.
+
+All products of the pass see exactly the tokens there are. Attention goes span by span, each with
+its own width and as far as it reads: a call per layer and span. Equal spans are one part.
+
+On the host only, where a call costs some microseconds and padding costs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from replicas.paged_cache import CacheShape, Part, Window
+
+Span = tuple[int, int]
+"""Positions [begin, end) of a row."""
+
+
+def spans_window(
+    table: torch.Tensor,  # [rows, blocks], int64, on the host
+    spans: Sequence[Span],  # of each row; none is empty
+    shape: CacheShape,
+) -> Window:
+    """The window of all tokens of the spans, row by row: its positions are [1, tokens].
+
+    For a model that reads `in_parts`. Equal spans are best neighbours.
+    """
+    columns = table.numpy()
+    size = shape.block_size
+    starts = np.array([begin for begin, _ in spans])
+    positions = np.concatenate([np.arange(begin, end) for begin, end in spans])
+    rows = np.repeat(np.arange(len(spans)), [end - begin for begin, end in spans])
+    slots = columns[rows, positions // size] * size + positions % size
+    parts: list[Part] = []
+    row = 0
+    for (begin, end), alike in groupby(spans):
+        after = row + len(list(alike))
+        parts.append(_part(table[row:after], begin, end, shape))
+        row = after
+    return Window(
+        positions=torch.from_numpy(positions)[None],
+        starts=torch.from_numpy(starts),
+        slots=torch.from_numpy(slots),
+        blocks=table[:0, 0],
+        length=max(end for _, end in spans),
+        mask=None,
+        rows=1,
+        width=len(positions),
+        parts=tuple(parts),
+    )
+
+
+def _part(table: torch.Tensor, begin: int, end: int, shape: CacheShape) -> Part:
+    """The same span of some rows, whose block table is [rows, blocks]."""
+    rows, width = table.shape[0], end - begin
+    if begin == 0:
+        return Part(table[:0, 0], end, None, rows, width, first=True)
+    mask = None
+    if width > 1:
+        hidden = torch.full((width, end), -torch.inf, dtype=shape.dtype)
+        mask = hidden.triu_(begin + 1)[None, None]
+    return Part(table[:, : -(-end // shape.block_size)].reshape(-1), end, mask, rows, width)
+
+
+def cut_up(spans: Sequence[Span], most: int) -> Iterator[list[tuple[int, Span]]]:
+    """The spans in passes of at most so many tokens: which rows, and what of each is in the pass.
+
+    Rows of equal spans are neighbours. A span goes into several passes, in order, where it fills
+    up one of them.
+    """
+    one_pass: list[tuple[int, Span]] = []
+    left = most
+    for row in sorted(range(len(spans)), key=spans.__getitem__):
+        begin, end = spans[row]
+        while begin < end:
+            stop = min(end, begin + left)
+            one_pass.append((row, (begin, stop)))
+            left -= stop - begin
+            begin = stop
+            if not left:
+                yield one_pass
+                one_pass, left = [], most
+    if one_pass:
+        yield one_pass
