@@ -216,8 +216,9 @@ class FusedDecoder:
     ) -> torch.Tensor:  # [tokens, heads * head_dim]
         heads = self._heads
         grid = window.unpack(qkv[:, :heads])  # [cells of all parts, heads, head_dim]
-        whole = grid.new_empty(grid.shape) if len(parts) > 1 else None
-        end = 0
+        whole, end = None, 0
+        if len(parts) > 1 or parts[0][0].rows * parts[0][0].width < grid.shape[0]:
+            whole = grid.new_empty(grid.shape)
         for of, further in parts:
             own = slice(end, end + of.rows * of.width)
             end = own.stop
@@ -237,6 +238,8 @@ class FusedDecoder:
             )
             if whole is not None:
                 whole[own].view(out.shape).copy_(out)
+        if whole is not None and end < whole.shape[0]:
+            whole[end:].zero_()  # what belongs to no part stays finite
         return window.pack(out.flatten(0, 1) if whole is None else whole).flatten(1)
 
     def _joined(self, layer: Any) -> _Layer:

@@ -8,7 +8,7 @@ import torch
 
 from replicas.model import PagedModel
 from replicas.paged_cache import CacheShape, Layout
-from replicas.spans import Span, cut_up, spans_window
+from replicas.spans import Span, cut_up, round_tokens, spans_window
 from replicas.upload import send, upload
 
 PASS_COST_TOKENS = {"cpu": 48, "cuda": 2048}
@@ -26,7 +26,7 @@ def prefill(
 ) -> None:
     """Write each model's KV for the tokens of each row's span [begin, end); commits nothing.
 
-    Models that read in parts get all tokens in passes without padding, the others rows in passes of
+    Models that read in parts get the tokens of all rows as one, the others rows padded to passes of
     one width. `chunk` bounds the width of those, and with the number of rows the tokens of any.
     """
     in_parts = [model for model in models if model.in_parts]
@@ -47,9 +47,10 @@ def _fill_spans(
 ) -> None:
     for one_pass in cut_up(spans, tokens_most):
         rows = [row for row, _ in one_pass]
-        window = spans_window(table[rows], [span for _, span in one_pass], shape)
         fed = [token for row, (begin, end) in one_pass for token in contents[row][begin:end]]
-        tokens = upload([fed], torch.int64, table.device)
+        number = min(round_tokens(len(fed)), tokens_most)
+        window = spans_window(table[rows], [span for _, span in one_pass], shape, number)
+        tokens = upload([fed + [0] * (number - len(fed))], torch.int64, table.device)
         for model in models:
             model.fill(_known(tokens, model), window)
 

@@ -1,7 +1,8 @@
-"""One pass over spans of several rows, each of its own length: nothing is padded.
+"""One pass over spans of several rows, each of its own length: no row is padded.
 
-All products of the pass see exactly the tokens there are. Attention goes span by span, each with
-its own width and as far as it reads: a call per layer and span. Equal spans are one part.
+All products of the pass see the tokens there are, and a few to make up a round number. Attention
+goes span by span, each with its own width and as far as it reads: a call per layer and span. Equal
+spans are one part.
 
 On the host only, where a call costs some microseconds and padding costs more.
 """
@@ -14,21 +15,39 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from replicas.paged_cache import CacheShape, Part, Window
+from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Part, Window
 
 Span = tuple[int, int]
 """Positions [begin, end) of a row."""
+
+_STEPS = 16
+"""Numbers of tokens of a pass between one power of two and the next."""
+
+
+def round_tokens(tokens: int) -> int:
+    """A number of tokens, at most a sixteenth and 15 more, of which there are few.
+
+    oneDNN makes a product's code anew for every number of tokens, some 0.8 ms for each of a layer's
+    four kinds: as much as a quarter of a pass of a hundred. It keeps the code of about 1,000.
+    """
+    if tokens <= _STEPS:
+        return tokens
+    step = max(_STEPS, (1 << (tokens - 1).bit_length()) // (2 * _STEPS))
+    return -(-tokens // step) * step
 
 
 def spans_window(
     table: torch.Tensor,  # [rows, blocks], int64, on the host
     spans: Sequence[Span],  # of each row; none is empty
     shape: CacheShape,
+    tokens: int,
 ) -> Window:
     """The window of all tokens of the spans, row by row: its positions are [1, tokens].
 
-    For a model that reads `in_parts`. Equal spans are best neighbours.
+    Tokens beyond those of the spans belong to no part and are written to the scrap block. For a
+    model that reads `in_parts`. Equal spans are best neighbours.
     """
+    beyond = (0, tokens - sum(end - begin for begin, end in spans))
     columns = table.numpy()
     size = shape.block_size
     starts = np.array([begin for begin, _ in spans])
@@ -42,14 +61,14 @@ def spans_window(
         parts.append(_part(table[row:after], begin, end, shape))
         row = after
     return Window(
-        positions=torch.from_numpy(positions)[None],
+        positions=torch.from_numpy(np.pad(positions, beyond))[None],
         starts=torch.from_numpy(starts),
-        slots=torch.from_numpy(slots),
+        slots=torch.from_numpy(np.pad(slots, beyond, constant_values=SCRAP_BLOCK * size)),
         blocks=table[:0, 0],
         length=max(end for _, end in spans),
         mask=None,
         rows=1,
-        width=len(positions),
+        width=tokens,
         parts=tuple(parts),
     )
 
