@@ -177,7 +177,9 @@ def checked(model: PagedModel, make: Make, place: Place) -> InPlace:
     """
     in_place = make()
     size = place.shape.block_size
-    widths = [*place.widths, _DRAFT_WIDTH, *([_FILL_WIDTH] if in_place.fills else [])]
+    # The widest, too: a kernel may have no room for so many queries at once.
+    steps = (*place.widths, _DRAFT_WIDTH, place.draft_len + 1)
+    widths = list(dict.fromkeys([*steps, *([_FILL_WIDTH] if in_place.fills else [])]))
     rows = min(ROWS[-1], place.rows_most, place.blocks)
     while rows > 1 and place.room(rows) <= max(widths):
         rows -= 1

@@ -6,6 +6,7 @@ text is not looked for, so that all ways do the same work.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,7 +126,7 @@ class Transformers:
         longest = max(len(request.prompt) for request in requests) + new
         try:
             settings = ContinuousBatchingConfig(
-                page_size=PAGE,
+                **page_setting(ContinuousBatchingConfig),
                 num_blocks=batch * (longest // PAGE + 2),
                 max_batch_tokens=max(longest, 512),
                 max_requests_per_batch=batch,
@@ -160,6 +161,12 @@ class Transformers:
             do_sample=False,
             **more,
         )
+
+
+def page_setting(config: Any) -> dict[str, Any]:
+    """PAGE by its name in this config class: transformers 5.17 called a page a block."""
+    named = inspect.signature(config).parameters
+    return {"page_size" if "page_size" in named else "block_size": PAGE}
 
 
 @contextmanager

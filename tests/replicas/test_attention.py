@@ -138,6 +138,15 @@ def test_every_mistake_shows_in_the_trial(mistake: str, dtype: torch.dtype) -> N
     assert one._in_place is None, "it gathers again"
 
 
+def test_the_widest_verification_is_tried() -> None:
+    """A kernel that has no room for so many queries is found at load, and not by an order."""
+    one = model(True)
+    checked(one, lambda: Plain(of_width(12)), replace(PLACE, draft_len=10))
+    one.attend(None)
+    with pytest.raises(NotInPlace, match="of width 12"):
+        checked(one, lambda: Plain(of_width(12)), replace(PLACE, draft_len=11))
+
+
 @pytest.mark.parametrize(("draft_len", "pass_tokens"), [(4, 64), (0, 5), (8, 4096)])
 def test_a_trial_stays_within_what_is_planned_for_steps_and_prefill(
     draft_len: int, pass_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import make_dataclass
 
 import pytest
 
 from cluster.bench.compare import Way, fastest_assistance, ratio, take_turns
-from cluster.bench.transformers_runs import Assistance, DoesNotRun, Transformers
+from cluster.bench.transformers_runs import (
+    PAGE,
+    Assistance,
+    DoesNotRun,
+    Transformers,
+    page_setting,
+)
 from scheduler.messages import Request
 from tests.reference import plain_greedy
 from tests.tiny_pairs import target_model, tiny_pair
@@ -124,6 +131,18 @@ def test_continuous_batching_agrees_or_says_why_not(
         assert str(error).strip()  # noqa: PT017, both outcomes are right; which depends on the versions
     else:
         assert outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        (("block_size", "num_blocks"), "block_size"),
+        (("page_size", "num_blocks"), "page_size"),
+        (("page_size", "num_blocks", "block_size"), "page_size"),
+    ],
+)
+def test_pages_are_small_whatever_they_are_called(fields: Sequence[str], name: str) -> None:
+    assert page_setting(make_dataclass("Config", fields)) == {name: PAGE}
 
 
 def test_the_fastest_assistance_is_chosen_by_the_better_of_its_runs() -> None:
