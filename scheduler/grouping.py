@@ -63,6 +63,7 @@ EQSPEC without grouping does (arXiv 2510.22876).
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import merge
@@ -90,9 +91,8 @@ NARROW = 2
 
 Row = TypeVar("Row", bound=Hashable)
 
-_Key = tuple[int, int, Row, int, int]
-"""(length, ready number, row, orders so far, kind): within one length the oldest comes first, and
-as no number comes twice rows are never compared."""
+_Key = tuple[int, int, int]
+"""(length, orders dispatched before, kind) of a row when it became ready."""
 
 
 def groups_needed(rows: int, rows_max: int) -> int:
@@ -139,45 +139,55 @@ def may_step(
 
 
 class _Shelf(Generic[Row]):
-    """Rows by length."""
+    """Rows by length; of one length the oldest first.
 
-    __slots__ = ("keys", "lengths")
+    An order looks at dozens of lengths and takes few rows. So lengths stand beside each other as
+    plain numbers: nothing of a row that is not taken is fetched from memory.
+    """
 
-    def __init__(self, keys: Iterable[_Key[Row]] = ()) -> None:
-        self.keys = list(keys)
-        self.lengths = [key[0] for key in self.keys]
-        """The lengths alone: a window is sought in every order, among all rows."""
+    __slots__ = ("lengths", "rows")
+
+    def __init__(self, lengths: Iterable[int] = (), rows: Iterable[Row] = ()) -> None:
+        self.lengths = array("i", lengths)
+        self.rows = list(rows)
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.rows)
 
-    def _index(self, key: _Key[Row]) -> int:
-        """Where the key stands; most lengths are there once, and then no other key is looked at."""
-        first = bisect_left(self.lengths, key[0])
-        return bisect_left(self.keys, key, first, bisect_right(self.lengths, key[0], first))
+    def add(self, row: Row, length: int) -> None:
+        """It is the youngest, so it stands behind all of its length."""
+        at = bisect_right(self.lengths, length)
+        self.lengths.insert(at, length)
+        self.rows.insert(at, row)
 
-    def remove(self, key: _Key[Row]) -> None:
-        at = self._index(key)
-        del self.keys[at], self.lengths[at]
+    def find(self, row: Row, length: int) -> int:
+        """Where the row stands."""
+        return self.rows.index(row, bisect_left(self.lengths, length))
 
-    def remove_all(self, keys: list[_Key[Row]]) -> None:
-        """Some of its rows, in order."""
-        first = self._index(keys[0])
-        last = first + len(keys)
-        if last <= len(self.keys) and self.keys[last - 1] is keys[-1]:
-            # A window, nearly always.
-            del self.keys[first:last], self.lengths[first:last]
-            return
-        for key in keys:
-            self.remove(key)
+    def remove(self, row: Row, length: int) -> None:
+        at = self.find(row, length)
+        del self.rows[at], self.lengths[at]
 
-    def window(self, size: int, anchor: _Key[Row] | None) -> list[_Key[Row]]:
-        """With an anchor the tightest window that holds it, else that of rule 1."""
+    def remove_window(self, rows: list[Row], length: int) -> bool:
+        """Removes rows of which the first is here, with this length, if they stand side by side;
+        else nothing is changed."""
+        first = self.find(rows[0], length)
+        last = first + len(rows)
+        if self.rows[first:last] != rows:
+            return False
+        del self.rows[first:last], self.lengths[first:last]
+        return True
+
+    def window(self, size: int, anchor: tuple[Row, int] | None, ages: Iterable[Row]) -> list[Row]:
+        """With an anchor (row, length) the tightest window that holds it, else that of rule 1.
+
+        `ages`: all ready rows, the oldest first.
+        """
         lengths = self.lengths
         size = min(size, len(lengths))
         first, last = 0, len(lengths) - size
         if anchor is not None:
-            at = self._index(anchor)
+            at = self.find(*anchor)
             first, last = max(first, at - size + 1), min(last, at)
         else:
             tight = LEVEL * (lengths[-1] - lengths[0]) * size / len(lengths)
@@ -186,47 +196,47 @@ class _Shelf(Generic[Row]):
                 spreads = self._spreads(begin, min(begin + SCAN, last + 1), size)
                 if min(spreads) <= tight:
                     start = begin + next(at for at, one in enumerate(spreads) if one <= tight)
-                    return self.keys[start : start + size]
+                    return self.rows[start : start + size]
         spreads = self._spreads(first, last + 1, size)
         least = min(spreads)
         start = first + spreads.index(least)
         if anchor is None and spreads.count(least) > 1:
-            start = self._oldest_of(spreads, least, size)
-        return self.keys[start : start + size]
+            start = self._oldest_of(spreads, least, size, ages)
+        return self.rows[start : start + size]
 
     def _spreads(self, begin: int, end: int, size: int) -> list[int]:
         """Of the windows that start from `begin` up to `end`."""
         lengths = self.lengths
         return list(map(sub, lengths[begin + size - 1 : end + size - 1], lengths[begin:end]))
 
-    def _oldest_of(self, spreads: list[int], least: int, size: int) -> int:
+    def _oldest_of(self, spreads: list[int], least: int, size: int, ages: Iterable[Row]) -> int:
         """Start of the window with the oldest row, of those of least spread."""
         start = -1
-        found: list[tuple[int, int]] = []
+        starts: dict[Row, int] = {}
         for _ in range(TIES_MAX):
             try:
                 start = spreads.index(least, start + 1)
             except ValueError:
                 break
-            found.append((min(key[1] for key in self.keys[start : start + size]), start))
-        return min(found)[1]
+            for row in self.rows[start : start + size]:
+                starts.setdefault(row, start)
+        return next(starts[row] for row in ages if row in starts)
 
 
 class ReadyRows(Generic[Row]):
     """The ready rows of one replica, by kind and length, and by age."""
 
-    __slots__ = ("_by_age", "_narrow", "_new", "_ready_number", "_shelves", "orders")
+    __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "orders")
 
     def __init__(self) -> None:
         self._shelves: tuple[_Shelf[Row], ...] = (_Shelf(), _Shelf(), _Shelf())
         """Free rows of kind 0 and 1, and narrow ones."""
-        self._by_age: dict[Row, _Key[Row]] = {}
+        self._by_age: dict[Row, _Key] = {}
         """The oldest first."""
         self._narrow: dict[Row, Limits] = {}
         """Limits of the narrow rows, the oldest first."""
         self._new: dict[Row, None] = {}
         """Rows whose first token somebody waits for, the oldest first."""
-        self._ready_number = 0
         self.orders = 0
         """Speculate orders dispatched on this replica."""
 
@@ -256,35 +266,29 @@ class ReadyRows(Generic[Row]):
         if limits is not None:
             kind = NARROW
             self._narrow[row] = limits
-        self._ready_number += 1
-        key = (length, self._ready_number, row, self.orders, kind)
-        shelf = self._shelves[kind]
-        # It is the youngest, so it stands behind all of its length.
-        at = bisect_right(shelf.lengths, length)
-        shelf.lengths.insert(at, length)
-        shelf.keys.insert(at, key)
-        self._by_age[row] = key
+        self._shelves[kind].add(row, length)
+        self._by_age[row] = (length, self.orders, kind)
         if new:
             self._new[row] = None
 
     def remove(self, row: Row) -> None:
-        key = self._by_age.pop(row)
-        self._shelves[key[4]].remove(key)
+        length, _, kind = self._by_age.pop(row)
+        self._shelves[kind].remove(row, length)
         self._new.pop(row, None)
         self._narrow.pop(row, None)
 
     def passes(self, row: Row) -> int:
         """How often the row was passed over since it became ready."""
-        return self.orders - self._by_age[row][3]
+        return self.orders - self._by_age[row][1]
 
     def is_due(self, wait_rounds: int, groups: int) -> bool:
         """Whether the oldest row was passed over so often that rule 2 or 3 takes it."""
-        oldest = self._by_age[next(iter(self._by_age))]
-        return 2 * (self.orders - oldest[3]) >= (2 * wait_rounds - 3) * groups
+        return 2 * self.passes(next(iter(self._by_age))) >= (2 * wait_rounds - 3) * groups
 
     def ordered(self, rows: Iterable[Row]) -> list[Row]:
         """Ready rows as `choose` gives them."""
-        return sorted(rows, key=self._by_age.__getitem__)
+        some = set(rows)
+        return self._by_length(row for row in self._by_age if row in some)
 
     def choose(
         self, size: int, rows_max: int, groups: int, wait_rounds: int, turns: int | None = None
@@ -298,28 +302,30 @@ class ReadyRows(Generic[Row]):
         """
         if self._narrow:
             return self._choose_narrowly(size, rows_max, groups, wait_rounds, turns or groups)
-        key = self._by_age[next(iter(self._by_age))]
-        passes = self.orders - key[3]
+        by_age = self._by_age
+        row = next(iter(by_age))
+        length, orders, kind = by_age[row]
+        passes = self.orders - orders
         if passes >= (wait_rounds - 1) * groups:
-            keys = sorted(islice(self._by_age.values(), rows_max))
-        else:
-            anchored = self.is_due(wait_rounds, groups)
-            if not anchored and self._new:
-                anchored = True
-                key = self._by_age[next(iter(self._new))]
-            keys = self._shelf(key[4], size, anchored).window(size, key if anchored else None)
-        return [key[2] for key in keys]
+            return self._by_length(islice(by_age, rows_max))
+        anchored = 2 * passes >= (2 * wait_rounds - 3) * groups
+        if not anchored and self._new:
+            anchored = True
+            row = next(iter(self._new))
+            length, _, kind = by_age[row]
+        anchor = (row, length) if anchored else None
+        return self._shelf(kind, size, anchored).window(size, anchor, by_age)
 
     def _choose_narrowly(
         self, size: int, rows_max: int, groups: int, wait_rounds: int, turns: int
     ) -> list[Row]:
         """The next group where narrow rows are ready; O(n log n) for n ready rows."""
         by_age = self._by_age
-        key = next(iter(by_age.values()))
-        likes = self._narrow.get(key[2])
+        oldest = next(iter(by_age))
+        likes = self._narrow.get(oldest)
         narrow, new = next(iter(self._narrow)), next(iter(self._new), None)
         free = len(by_age) - len(self._narrow)
-        if self.orders - key[3] >= (wait_rounds - 1) * groups:
+        if self.passes(oldest) >= (wait_rounds - 1) * groups:
             # Its likes before the others: that bounds how many orders all of them need.
             row_order = sorted(by_age, key=lambda row: self._narrow.get(row) != likes)
         elif not free or free < size or self.passes(narrow) >= turns - NARROW_EARLY:
@@ -327,19 +333,21 @@ class ReadyRows(Generic[Row]):
         elif new in self._narrow:
             row_order = self._nearest(new)
         else:
-            key = next(one for one in by_age.values() if one[4] != NARROW)
-            anchored = 2 * (self.orders - key[3]) >= (2 * wait_rounds - 3) * turns
+            row = next(one for one in by_age if one not in self._narrow)
+            anchored = 2 * self.passes(row) >= (2 * wait_rounds - 3) * turns
             if not anchored and new is not None:
                 anchored = True
-                key = by_age[new]
-            window = self._shelf(key[4], size, anchored).window(size, key if anchored else None)
-            row_order = [*(key[2] for key in window), *self._narrow]
+                row = new
+            length, _, kind = by_age[row]
+            anchor = (row, length) if anchored else None
+            window = self._shelf(kind, size, anchored).window(size, anchor, by_age)
+            row_order = [*window, *self._narrow]
         group: Group[Row] = Group(rows_max)
         for row in row_order:
             if group.full:
                 break
             group.add(row, by_age[row][0], self._narrow.get(row))
-        return [key[2] for key in sorted(by_age[row] for row in group.rows)]
+        return self.ordered(group.rows)
 
     def _nearest(self, anchor: Row) -> list[Row]:
         """All rows, those first who would otherwise need another small group, by their distance
@@ -364,37 +372,46 @@ class ReadyRows(Generic[Row]):
     def _shelf(self, kind: int, size: int, anchored: bool) -> _Shelf[Row]:
         """Where the next group is sought, `kind` being that of the oldest row or of the anchor."""
         own, other = self._shelves[kind], self._shelves[1 - kind]
-        if len(own) >= size or not other.keys:
+        if len(own) >= size or not other.rows:
             return own
         if not anchored and len(other) >= size:
             return other
-        # Sorting two runs is merging them.
-        return _Shelf(sorted(own.keys + other.keys))
+        both = self._by_length(row for row, key in self._by_age.items() if key[2] != NARROW)
+        return _Shelf([self._by_age[row][0] for row in both], both)
 
-    def take(self, rows: Iterable[Row]) -> None:
+    def _by_length(self, rows: Iterable[Row]) -> list[Row]:
+        """Rows that come by age, shortest first and of one length the oldest."""
+        return sorted(rows, key=lambda row: self._by_age[row][0])
+
+    def take(self, rows: list[Row]) -> None:
         """Removes the rows of an order that is dispatched, as `choose` gave them: it passes the
         others over."""
         self.orders += 1
         keys = list(map(self._by_age.pop, rows))
-        for kind in {key[4] for key in keys}:
-            self._shelves[kind].remove_all([key for key in keys if key[4] == kind])
+        length, _, kind = keys[0]
+        # A window, nearly always.
+        if not self._shelves[kind].remove_window(rows, length):
+            for row, (length, _, kind) in zip(rows, keys, strict=True):
+                self._shelves[kind].remove(row, length)
         for rare in (self._new, self._narrow):
             if rare:
-                for key in keys:
-                    rare.pop(key[2], None)
+                for row in rows:
+                    rare.pop(row, None)
 
     def check_integrity(self) -> None:
-        rows = set()
+        ages = {row: age for age, row in enumerate(self._by_age)}
+        rows: set[Row] = set()
         for kind, shelf in enumerate(self._shelves):
-            assert shelf.keys == sorted(shelf.keys), "ready rows are out of order"
-            assert list(shelf.lengths) == [key[0] for key in shelf.keys], "lengths of ready rows"
-            for key in shelf.keys:
-                assert self._by_age[key[2]] is key, "ready rows differ"
-                assert key[4] == kind, "kinds of ready rows"
-                rows.add(key[2])
+            keys = [self._by_age[row] for row in shelf.rows]
+            assert list(shelf.lengths) == [key[0] for key in keys], "lengths of ready rows"
+            assert all(key[2] == kind for key in keys), "kinds of ready rows"
+            places = [(key[0], ages[row]) for key, row in zip(keys, shelf.rows, strict=True)]
+            assert places == sorted(places), "ready rows are out of order"
+            rows.update(shelf.rows)
         assert rows == set(self._by_age), "ready rows differ"
+        assert sum(map(len, self._shelves)) == len(rows), "a ready row is there twice"
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
-        narrow = [row for row, key in self._by_age.items() if key[4] == NARROW]
+        narrow = [row for row, key in self._by_age.items() if key[2] == NARROW]
         assert narrow == list(self._narrow), "narrow rows"
-        numbers = [key[1] for key in self._by_age.values()]
-        assert numbers == sorted(numbers), "ready rows are not in order of age"
+        orders = [key[1] for key in self._by_age.values()]
+        assert orders == sorted(orders), "ready rows are not in order of age"
