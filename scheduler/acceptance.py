@@ -8,11 +8,10 @@ what the draft believes in most, it is that of such a token, and so a little too
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scheduler.messages import RowResult
-from scheduler.sequence import Sequence
+from scheduler.sequence import Answer, Sequence
 
 DECAY = 0.85
 """What a sequence's past keeps of its weight per step."""
@@ -63,14 +62,10 @@ class Acceptance:
         """The acceptance of a class lately."""
         return (self._greedy if greedy else self._sampled).acceptance
 
-    def observe(self, sequences: Mapping[str, Sequence], results: Iterable[RowResult]) -> None:
-        """Rows came back from an order; those of no sequence are passed over. Where one drafted
-        nothing its past fades all the same, so that a row which was given up comes back to what its
-        class shows."""
-        for row in results:
-            sequence = sequences.get(row.sequence_id)
-            if sequence is None:
-                continue
+    def observe(self, answers: Iterable[Answer]) -> None:
+        """Rows came back from an order. Where one drafted nothing its past fades all the same, so
+        that a row which was given up comes back to what its class shows."""
+        for sequence, row in answers:
             tried, agreed = sum(row.tried_at), sum(row.accepted_at)
             keep = DECAY if row.steps == 1 else DECAY**row.steps
             sequence.tried = tried_lately = keep * sequence.tried + tried

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, Order, ReplicaSpec, Request, RowResult
+from scheduler.messages import FinishReason, Order, ReplicaSpec, Request
 from scheduler.narrowing import limits_of
 from scheduler.open_replicas import OpenReplicas
 from scheduler.rates import RateMeter
 from scheduler.residents import Replica
-from scheduler.sequence import RESIDENT, Move, Sequence, State, move_all
+from scheduler.sequence import IN_FLIGHT, RESIDENT, Answer, Move, Sequence, State, move_all
 from scheduler.waiting import WaitingQueue
 
 _HEAP_SLACK = 64
@@ -135,28 +135,32 @@ class Pool:
         for sequence, blocks in lacking:
             replica.blocks_used += blocks - sequence.blocks
             sequence.blocks = blocks
-        move_all(rows, State.READY, Move.STEP)
-        for sequence in rows:
-            sequence.order_id = order_id
+        move_all(rows, State.READY, Move.STEP, order_id)
         replica.rows_of[order_id] = rows
         replica.rows_in[State.READY] -= len(rows)
         replica.rows_in[State.STEPPING] += len(rows)
 
     def commit(
-        self, replica: Replica, sequences: list[Sequence], rows: Mapping[str, RowResult]
-    ) -> list[tuple[tuple[int, ...], FinishReason | None]]:
-        """Books what a step on their replica committed of these sequences: they are ready again.
+        self, replica: Replica, answers: list[Answer]
+    ) -> list[tuple[Sequence, tuple[int, ...], FinishReason | None]]:
+        """Books what a step on their replica committed of these rows: they are ready again.
 
-        Returns what `Sequence.commit` does, for each.
+        Returns each with what its `commit` does.
         """
+        sequences = [sequence for sequence, _ in answers]
         replica.rows_in[State.STEPPING] -= len(sequences)
         replica.rows_in[State.READY] += len(sequences)
-        move_all(sequences, State.STEPPING, Move.STEPPED)
-        committed = [one.commit(rows.get(one.id) or RowResult(one.id)) for one in sequences]
+        move_all(sequences, State.STEPPING, Move.STEPPED, None)
+        booked = []
+        committed = 0
+        for sequence, row in answers:
+            tokens, reason = sequence.commit(row)
+            committed += len(tokens)
+            booked.append((sequence, tokens, reason))
         replica.ready_again(sequences)
         replica.lengths.grown(sequences)
-        self.outstanding_tokens -= sum([len(tokens) for tokens, _ in committed])
-        return committed
+        self.outstanding_tokens -= committed
+        return booked
 
     def move(self, sequence: Sequence, move: Move) -> None:
         """Changes the state and keeps the replica's counts and ready rows in step with it."""
@@ -166,6 +170,8 @@ class Pool:
             return
         replica = self.replicas[sequence.replica_id]
         after = sequence.state
+        if after not in IN_FLIGHT:
+            sequence.order_id = None
         if before in RESIDENT:
             replica.rows_in[before] -= 1
         if after in RESIDENT:

@@ -59,14 +59,9 @@ class ReplicaFigures:
         self.committed_tokens += committed_tokens
         self.kv_positions_own += result.kv_positions_own
         self.kv_positions_read += result.kv_positions_read
-        row_steps = draft_tokens = accepted_tokens = 0
-        for row in result.rows:
-            row_steps += row.steps
-            draft_tokens += row.draft_tokens
-            accepted_tokens += sum(row.accepted_at)
-        self.row_steps += row_steps
-        self.draft_tokens += draft_tokens
-        self.accepted_tokens += accepted_tokens
+        self.row_steps += sum([row.steps for row in result.rows])
+        self.draft_tokens += sum([row.draft_tokens for row in result.rows])
+        self.accepted_tokens += sum([sum(row.accepted_at) for row in result.rows])
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ A replica that obeys the actions of its own in their order never needs more bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from scheduler import balance, blame
@@ -40,6 +40,7 @@ from scheduler.messages import (
     RowResult,
     StepDone,
     StepFailed,
+    StepResult,
     Submit,
     Tick,
 )
@@ -47,7 +48,7 @@ from scheduler.orders import order_rows
 from scheduler.placement import best_replica
 from scheduler.pool import Pool
 from scheduler.residents import Replica
-from scheduler.sequence import Move, Sequence, State, finished_before_start
+from scheduler.sequence import Answer, Move, Sequence, State, finished_before_start
 from scheduler.speculation import DraftPolicy, GoodputPolicy
 from scheduler.status import PoolStatus, pool_status
 
@@ -201,19 +202,17 @@ class Scheduler:
             return
         replica, order = found
         committed = 0
-        rows = {row.sequence_id: row for row in result.rows}
-        live = self._rows_back(replica, order)
+        answers = _answers(self._rows_back(replica, order.id), result)
         sent_id, sent_s = replica.sent_alone
         trip_s = now_s - sent_s - result.times.total_s if sent_id == order.id else None
-        self._policy.observe(order, result, {one.id: one for one in live}, trip_s)
+        self._policy.observe(order, result, answers, trip_s)
         if order.kind is OrderKind.SPECULATE:
-            committed = self._commit(replica, live, rows)
+            committed = self._commit(replica, answers)
+            if committed:
+                self._pool.rate.add(committed, now_s)
         else:
-            for sequence in live:
-                reused = rows[sequence.id].reused if sequence.id in rows else 0
-                self._pool.filled(replica, sequence, reused)
-        if committed:
-            self._pool.rate.add(committed, now_s)
+            for sequence, row in answers:
+                self._pool.filled(replica, sequence, row.reused)
         replica.figures.note(order, result, committed)
         replica.fails.discard(order.kind)
         replica.raise_rows_cap(order)
@@ -228,7 +227,7 @@ class Scheduler:
             return
         replica, order = found
         size = len(order_rows(order))
-        rows = self._rows_back(replica, order)
+        rows = self._rows_back(replica, order.id)
         # Before they move: a suspect is ready apart from the others.
         blame.failed(rows, size, replica.id, counts=order.kind not in replica.fails)
         replica.fails.add(order.kind)
@@ -317,25 +316,25 @@ class Scheduler:
         self._dispatcher.touch(replica_id)
         return replica, order
 
-    def _rows_back(self, replica: Replica, order: Order) -> list[Sequence]:
+    def _rows_back(self, replica: Replica, order_id: int) -> list[Sequence]:
         """The live rows of an order that has ended; leaving ones are let go."""
+        rows = replica.rows_of.pop(order_id)
+        if not replica.rows_in[State.LEAVING]:
+            return rows
         live = []
-        leaving = State.LEAVING
-        for sequence in replica.rows_of.pop(order.id):
-            sequence.order_id = None
-            if sequence.state is leaving:
+        for sequence in rows:
+            if sequence.live:
+                live.append(sequence)
+            else:
                 self._release(replica.id, sequence.id)
                 self._pool.let_go(sequence)
-            else:
-                live.append(sequence)
         return live
 
-    def _commit(self, replica: Replica, live: list[Sequence], rows: Mapping[str, RowResult]) -> int:
+    def _commit(self, replica: Replica, answers: list[Answer]) -> int:
         """Books the tokens of an order's live rows; returns how many count."""
         out = self._out
         committed = 0
-        booked = self._pool.commit(replica, live, rows)
-        for sequence, (tokens, reason) in zip(live, booked, strict=True):
+        for sequence, tokens, reason in self._pool.commit(replica, answers):
             if tokens:
                 committed += len(tokens)
                 out.append(Emit(sequence.id, len(sequence.committed) - len(tokens), tokens))
@@ -384,3 +383,13 @@ class Scheduler:
             self._pool.send_back(rows)
             # The lighter one takes them before this one could take them back.
             self._dispatcher.touch_first(target.id)
+
+
+def _answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
+    """These rows of an order, each with what came back of it."""
+    found: Iterable[RowResult] = result.rows
+    # They stand as in the order, unless some are leaving.
+    if [row.sequence_id for row in found] != [one.id for one in rows]:
+        by_id = {row.sequence_id: row for row in found}
+        found = [by_id.get(one.id) or RowResult(one.id) for one in rows]
+    return list(zip(rows, found, strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import sub
 from types import MappingProxyType
 
 from scheduler.messages import FinishReason, Request, RowResult, Usage
@@ -111,9 +112,10 @@ class _Row:
     rows_limit: int | None = None
     """It is a suspect: it runs in orders of at most so many rows, of suspects only, with nothing
     else in flight on the replica. None: it is not. See `blame`."""
-    steps: int = 0
     draft_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=lambda: [0])
+    """runs[n]: in how many steps exactly n draft tokens were accepted; as long as the longest draft
+    and one. The others of its counts are sums of it."""
     tried: float = 0.0
     """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
     agreed: float = 0.0
@@ -243,16 +245,19 @@ class Sequence(_Row):
         stops, left = self.stop_token_ids, self.length_max - self.length
         if stops or len(kept) >= left:
             kept, reason = truncate(kept, left, stops)
-        self.committed.extend(kept)
+        self.committed += kept
         self.length += len(kept)
-        self.steps += row.steps
         self.draft_tokens += row.draft_tokens
-        accepted_at, more = self.accepted_at, row.accepted_at
-        if len(more) > len(accepted_at):
-            accepted_at.extend([0] * (len(more) - len(accepted_at)))
-        for position, count in enumerate(more):
-            if count:
-                accepted_at[position] += count
+        runs, accepted_at = self.runs, row.accepted_at
+        if len(accepted_at) >= len(runs):
+            runs += [0] * (len(accepted_at) + 1 - len(runs))
+        if row.steps == 1:
+            runs[sum(accepted_at)] += 1
+        else:
+            for accepted, count in enumerate(
+                map(sub, (row.steps, *accepted_at), (*accepted_at, 0))
+            ):
+                runs[accepted] += count
         if self.rows_limit is not None and kept:
             self._got_further()
         return kept, reason
@@ -266,25 +271,34 @@ class Sequence(_Row):
                 self.shuns.clear()
 
     def usage(self) -> Usage:
+        accepted_at = tuple(sum(self.runs[after:]) for after in range(1, len(self.runs)))
         return Usage(
             prompt_tokens=len(self.request.prompt),
             completion_tokens=len(self.committed),
             cached_tokens=self.cached_tokens,
-            steps=self.steps,
+            steps=sum(self.runs),
             draft_tokens=self.draft_tokens,
-            accepted_tokens=sum(self.accepted_at),
-            accepted_at=tuple(self.accepted_at),
+            accepted_tokens=sum(accepted_at),
+            accepted_at=accepted_at,
             replicas=tuple(self.replicas),
             recovered=self.recovered,
         )
 
 
-def move_all(sequences: Iterable[Sequence], before: State, move: Move) -> None:
-    """The same move of sequences that are all in one state; it costs less than one by one."""
+Answer = tuple[Sequence, RowResult]
+"""A live row of an order that was done, and what came back of it."""
+
+
+def move_all(
+    sequences: Iterable[Sequence], before: State, move: Move, order_id: int | None
+) -> None:
+    """The same move of sequences that are all in one state, to an order or from one; it costs less
+    than one by one."""
     after = LEGAL[before, move]
     for sequence in sequences:
         assert sequence.state is before, f"{sequence.id}: '{move}' from '{sequence.state}'"
         sequence.state = after
+        sequence.order_id = order_id
 
 
 def truncate(

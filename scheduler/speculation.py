@@ -7,7 +7,7 @@ only how fast. It has no clock and draws nothing at random, or the scheduler wou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +25,7 @@ from scheduler.goodput import (
 )
 from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult
 from scheduler.records import record
-from scheduler.sequence import Sequence
+from scheduler.sequence import Answer, Sequence
 
 FALLBACK = 4
 """Draft tokens while nothing is known of the times."""
@@ -101,7 +101,7 @@ class DraftPolicy(Protocol):
         ready or step: each of them waits for it. It goes in place of so many chunks."""
 
     def observe(
-        self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
+        self, order: Order, result: StepResult, answers: Rows[Answer], trip_s: float | None
     ) -> None:
         """An order is done: its times, and what its live rows accepted. `trip_s` is what passed
         beside its run, where nothing else was in flight."""
@@ -214,7 +214,7 @@ class GoodputPolicy:
         return max(1, min(most, int(chunks * chunk + saved)))
 
     def observe(
-        self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
+        self, order: Order, result: StepResult, answers: Rows[Answer], trip_s: float | None
     ) -> None:
         known = self._replicas[result.replica_id]
         if trip_s is not None and order.kind is OrderKind.SPECULATE:
@@ -223,7 +223,7 @@ class GoodputPolicy:
             known.trip_s = min(trip_s, before + 0.1 * (trip_s - before))
         known.model.observe(order, result)
         if order.verify_tokens is not None and result.steps:
-            self._learn_belief(known, order, result, rows)
+            self._learn_belief(known, order, result, answers)
         if order.kind is OrderKind.SPECULATE and not order.draft_len:
             known.credit_s += PROBE_SHARE * result.times.total_s
         if known.probes and order.draft_len == 1 and result.steps:
@@ -231,10 +231,10 @@ class GoodputPolicy:
             plain_s = known.model.step_s(len(order.rows), 0, order.rows[-1].length)
             known.probe_s = max(result.times.total_s - result.steps * plain_s, 0.0)
             known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
-        self._acceptance.observe(rows, result.rows)
+        self._acceptance.observe(answers)
         if self._config.draft_len is not None:
             # All draft alike, so who steps with whom is a matter of length alone.
-            for sequence in rows.values():
+            for sequence, _ in answers:
                 sequence.kind = 0
 
     def beliefs(self, replica_id: str) -> Beliefs:
@@ -295,15 +295,16 @@ class GoodputPolicy:
         return Choice(min(round(known.choice.draft_len / share), most), share)
 
     def _learn_belief(
-        self, known: _Known, order: Order, result: StepResult, rows: Mapping[str, Sequence]
+        self, known: _Known, order: Order, result: StepResult, answers: Rows[Answer]
     ) -> None:
         """What a trimmed order accepted, against what an even share of it would have."""
         checked = (order.verify_tokens or 0) / (len(order.rows) * order.draft_len)
         share = min(SHARES, key=lambda one: abs(one - checked))
-        accepted = sum(sum(row.accepted_at) for row in result.rows if row.sequence_id in rows)
+        rows = [sequence for sequence, _ in answers]
+        accepted = sum(sum(row.accepted_at) for _, row in answers)
         most = order.draft_len
-        limits = row_draft_lens(rows.values(), most)
-        expected = expected_accepted(self._acceptance.of(rows.values()), limits, most)
+        limits = row_draft_lens(rows, most)
+        expected = expected_accepted(self._acceptance.of(rows), limits, most)
         known.belief.observe(
             list(expected), Choice(order.draft_len, share), accepted / result.steps
         )

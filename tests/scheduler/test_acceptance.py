@@ -32,8 +32,8 @@ def test_a_sequence_comes_to_its_own_acceptance_whatever_the_others_do() -> None
     easy, hard = sequence("easy"), sequence("hard")
     means = {id(easy): [], id(hard): []}
     for at in range(600):
-        known.observe({"a": easy}, [step(rng, 0.9, 4)])
-        known.observe({"a": hard}, [step(rng, 0.2, 4)])
+        known.observe([(easy, step(rng, 0.9, 4))])
+        known.observe([(hard, step(rng, 0.2, 4))])
         if at > 50:
             for one in (easy, hard):
                 means[id(one)].append(known.of([one])[0])
@@ -47,7 +47,7 @@ def test_a_new_sequence_is_expected_to_be_like_the_others_of_its_class() -> None
     assert known.of([sequence("first")])[0] == pytest.approx(FIRST_GUESS)
     old = sequence("old")
     for _ in range(300):
-        known.observe({"a": old}, [step(rng, 0.1, 3)])
+        known.observe([(old, step(rng, 0.1, 3))])
     assert known.of([sequence("new")])[0] == pytest.approx(0.1, abs=0.05)
     assert known.of([sequence("sampled", 1.0)])[0] == pytest.approx(FIRST_GUESS), "another class"
 
@@ -57,12 +57,12 @@ def test_a_row_that_drafts_nothing_comes_back_to_what_its_class_shows() -> None:
     known = Acceptance()
     one, other = sequence("one"), sequence("other")
     for _ in range(30):
-        known.observe({"a": one}, [step(rng, 0.0, 4)])
+        known.observe([(one, step(rng, 0.0, 4))])
     for _ in range(200):
-        known.observe({"a": other}, [step(rng, 0.9, 4)])
+        known.observe([(other, step(rng, 0.9, 4))])
     assert known.of([one])[0] < 0.4
     for _ in range(40):
-        known.observe({"a": one}, [RowResult("a", (1,), 1, 4, (0, 0), (0, 0))])
+        known.observe([(one, RowResult("a", (1,), 1, 4, (0, 0), (0, 0)))])
     assert known.of([one])[0] == pytest.approx(known.overall(greedy=True), abs=0.02)
 
 
@@ -71,9 +71,9 @@ def test_a_change_is_seen_within_twenty_steps() -> None:
     known = Acceptance()
     one = sequence("one")
     for _ in range(100):
-        known.observe({"a": one}, [step(rng, 0.95, 4)])
+        known.observe([(one, step(rng, 0.95, 4))])
     for _ in range(20):
-        known.observe({"a": one}, [step(rng, 0.0, 4)])
+        known.observe([(one, step(rng, 0.0, 4))])
     assert known.of([one])[0] < 0.4
 
 
@@ -84,7 +84,7 @@ def test_a_sequence_changes_its_kind_with_its_acceptance_but_not_at_every_step()
     kinds = []
     for acceptance in (0.95, 0.0, 0.95):
         for _ in range(40):
-            known.observe({"a": one}, [step(rng, acceptance, 4)])
+            known.observe([(one, step(rng, acceptance, 4))])
             kinds.append(one.kind)
     assert (kinds[39], kinds[79], kinds[119]) == (0, 1, 0)
     assert sum(a != b for a, b in pairwise(kinds)) <= 4
@@ -93,5 +93,5 @@ def test_a_sequence_changes_its_kind_with_its_acceptance_but_not_at_every_step()
 def test_a_request_that_turns_drafting_off_is_of_the_kind_that_drafts_little() -> None:
     known = Acceptance()
     off = Sequence(Request("off", (1,), 9, draft_len=0), 1)
-    known.observe({"off": off}, [RowResult("off")])
+    known.observe([(off, RowResult("off"))])
     assert off.kind == 1

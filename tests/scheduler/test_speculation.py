@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -30,7 +29,7 @@ from scheduler.messages import (
     Submit,
 )
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import Sequence
+from scheduler.sequence import Answer, Sequence
 from scheduler.speculation import Beliefs, GoodputPolicy, StepPlan, row_draft_len
 
 LENGTH = 100
@@ -108,10 +107,14 @@ class Pair:
         seconds, tokens = 0.0, 0
         for _ in range(orders):
             order, result = self.answer(rows, policy.plan("r", rows, steps_most))
-            policy.observe(order, result, {row.id: row for row in rows}, trip_s)
+            policy.observe(order, result, answers(rows, result), trip_s)
             seconds += result.times.total_s
             tokens += sum(len(row.tokens) for row in result.rows)
         return seconds, tokens
+
+
+def answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
+    return list(zip(rows, result.rows, strict=True))
 
 
 def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
@@ -167,7 +170,8 @@ def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
     for _ in range(200):
         plan = policy.plan("r", rows, 1)
         trimmed += plan.verify_tokens is not None
-        policy.observe(*pair.answer(rows, plan), {row.id: row for row in rows}, None)
+        order, result = pair.answer(rows, plan)
+        policy.observe(order, result, answers(rows, result), None)
     assert (trimmed > 0) == (count > 1)
 
 
@@ -222,7 +226,7 @@ def test_without_any_times_the_first_orders_are_trials() -> None:
         plan = policy.plan("r", rows, 1)
         tried.append(plan.draft_len)
         order, result = pair.answer(rows, plan)
-        policy.observe(order, result, {row.id: row for row in rows}, None)
+        policy.observe(order, result, answers(rows, result), None)
     assert len(set(tried)) > 1
     assert 0 in tried[:2]
 
@@ -289,7 +293,7 @@ def test_an_order_gets_the_steps_that_its_round_trip_asks_for(
     assert policy.plan("r", rows, 8).steps == 8, "as long as nothing is known of the trip"
     for _ in range(3):
         order, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(order, result, {}, trip_s)
+        policy.observe(order, result, [], trip_s)
     assert policy.plan("r", rows, 8).steps == steps
     assert policy.plan("r", rows, 1).steps == 1
 
@@ -301,12 +305,12 @@ def test_two_halves_take_turns_only_where_a_pause_costs_more_than_their_size() -
     for trip_s, fits in ((0.0, [False] * 7), (20e-3, [True] * 7)):
         for _ in range(100):
             order, result = pair.answer(rows, policy.plan("r", rows, 1))
-            policy.observe(order, result, {}, trip_s)
+            policy.observe(order, result, [], trip_s)
         assert [policy.halves("r", count, 8) for count in range(9, 16)] == fits
     # A pause of a few steps' tokens: worth it for few rows more than one group, not for many.
     for _ in range(100):
         order, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(order, result, {}, 1.5e-3)
+        policy.observe(order, result, [], 1.5e-3)
     found = [policy.halves("r", count, 8) for count in range(9, 16)]
     assert found == sorted(found)
     assert len(set(found)) == 2
@@ -336,7 +340,7 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bo
         rows = (PrefillRow("p", (1,) * (count + 1), 9, SamplingParams(), (), 999),)
         order = Order(2, "r", OrderKind.PREFILL, prefill=rows)
         times = StepTimes(prefill_s=2e-3 + 1e-4 * count)
-        policy.observe(order, StepResult(2, "r", (), times=times), {}, None)
+        policy.observe(order, StepResult(2, "r", (), times=times), [], None)
     chunk = policy.prefill_tokens("r", 8, 2048)
     if not by_time:
         assert chunk == 2048
@@ -377,9 +381,11 @@ class Recorder:
         return most
 
     def observe(
-        self, order: Order, result: StepResult, rows: Mapping[str, Sequence], trip_s: float | None
+        self, order: Order, result: StepResult, answers: list[Answer], trip_s: float | None
     ) -> None:
-        self.told.append(f"observed {order.kind} of {list(rows)} after {trip_s}")
+        self.told.append(
+            f"observed {order.kind} of {[one.id for one, _ in answers]} after {trip_s}"
+        )
 
     def beliefs(self, replica_id: str) -> Beliefs:
         return Beliefs(draft_len=2)
