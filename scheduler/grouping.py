@@ -305,10 +305,9 @@ class ReadyRows(Generic[Row]):
         by_age = self._by_age
         row = next(iter(by_age))
         length, orders, kind = by_age[row]
-        passes = self.orders - orders
-        if passes >= (wait_rounds - 1) * groups:
+        if self.orders - orders >= (wait_rounds - 1) * groups:
             return self._by_length(islice(by_age, rows_max))
-        anchored = 2 * passes >= (2 * wait_rounds - 3) * groups
+        anchored = self.is_due(wait_rounds, groups)
         if not anchored and self._new:
             anchored = True
             row = next(iter(self._new))

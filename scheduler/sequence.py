@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import sub
 from types import MappingProxyType
 
 from scheduler.messages import FinishReason, Request, RowResult, Usage
@@ -254,10 +253,10 @@ class Sequence(_Row):
         if row.steps == 1:
             runs[sum(accepted_at)] += 1
         else:
-            for accepted, count in enumerate(
-                map(sub, (row.steps, *accepted_at), (*accepted_at, 0))
-            ):
-                runs[accepted] += count
+            # Exactly n were accepted where the n-th was, and no further one.
+            reached = (row.steps, *accepted_at, 0)
+            for run in range(len(accepted_at) + 1):
+                runs[run] += reached[run] - reached[run + 1]
         if self.rows_limit is not None and kept:
             self._got_further()
         return kept, reason

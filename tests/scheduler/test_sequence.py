@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler.messages import FinishReason, Request, RowResult
 from scheduler.sequence import (
@@ -105,6 +107,31 @@ def test_usage_sums_what_replicas_report() -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (2, 5)
     assert (usage.steps, usage.draft_tokens, usage.accepted_tokens) == (3, 6, 2)
     assert usage.accepted_at == (1, 1, 0, 0)
+
+
+runs_of_an_order = st.integers(0, 4).flatmap(
+    lambda drafted: st.tuples(
+        st.just(drafted), st.lists(st.integers(0, drafted), min_size=1, max_size=3)
+    )
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(runs_of_an_order, max_size=6))
+def test_accepted_tokens_are_counted_by_their_place_in_the_draft(
+    orders: list[tuple[int, list[int]]],
+) -> None:
+    """Over orders of one step and of several, whatever their draft lengths."""
+    one = sequence(max_new_tokens=1000)
+    for drafted, runs in orders:
+        accepted_at = tuple(sum(run > place for run in runs) for place in range(drafted))
+        row = RowResult("a", (5,) * (sum(runs) + len(runs)), len(runs), 0, accepted_at)
+        one.commit(row)
+    usage = one.usage()
+    every = [run for _, runs in orders for run in runs]
+    longest = max((drafted for drafted, _ in orders), default=0)
+    assert usage.steps == len(every)
+    assert usage.accepted_at == tuple(sum(run > place for run in every) for place in range(longest))
 
 
 @pytest.mark.parametrize(
