@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replicas.batched import SCORES_MOST
 from replicas.products import PACKED_LEAST
 from replicas.tiles import Tiles
 
@@ -164,23 +165,30 @@ def buffers(
     on_gpu: bool,
     tiles: Tiles | None = None,
     packed: bool = False,
+    batched: bool = False,
 ) -> Buffers:
     """What the largest step and the largest prefill of this workload take; with `tiles` the target
-    is deterministic, with `packed` weights are laid out a second time."""
+    is deterministic, with `packed` weights are laid out a second time, with `batched` steps may
+    take the attention of `replicas.batched`."""
     rows, k = work.rows, work.draft_len
     models = [target] if draft is None else [target, draft]
     vocab = max(model.vocab for model in models)
     tokens = rows * (k + 1)
+
+    def stepping(model: ModelShape, fed: int) -> int:
+        kept = batched_bytes(model, rows, fed, work.length, item) if batched else 0
+        return pass_bytes(model, fed, work.length, item, kept)
+
     # One layout serves all passes of a step; the noise of a step is drawn before its first pass.
     standing = layout_bytes(rows * (k + 2), work.length, item) + noise_bytes(tokens, target.vocab)
     drafting = 0
     if draft is not None and k > 0:
         one = logits_bytes(rows, draft.vocab, item) + scores_bytes(rows, draft.vocab)
-        drafting = standing + max(pass_bytes(draft, rows * 2, work.length, item), one)
+        drafting = standing + max(stepping(draft, rows * 2), one)
     filling = layout_bytes(work.pass_tokens, work.context_len, item)
     choosing = hidden_bytes(target, tokens, item) + logits_bytes(tokens, vocab, item)
     if tiles is None:
-        verify = pass_bytes(target, tokens, work.length, item)
+        verify = stepping(target, tokens)
         prefill = pass_bytes(target, work.pass_tokens, work.context_len, item)
     else:
         fill_rows = work.prefill_rows
@@ -254,6 +262,16 @@ def folded_mask_bytes(shape: ModelShape, tokens: int, length: int, item: int) ->
     return 2 * shape.queries_per_kv * tokens * length * item
 
 
+def batched_bytes(shape: ModelShape, rows: int, tokens: int, length: int, item: int) -> int:
+    """What attention by batched products keeps for a pass, or for the largest that it is taken for:
+    scores and their mask [rows, heads, width, length], queries and results [rows, heads, width,
+    head_dim], and where keys and values lie [2, rows, kv_heads, length], with one copy and that of
+    an earlier pass."""
+    scores = min(shape.heads * tokens * length, SCORES_MOST)
+    read = 2 * shape.kv_heads * min(rows * length, SCORES_MOST // shape.heads)
+    return 2 * (scores + tokens * shape.heads * shape.head_dim) * item + 3 * read * _INT64
+
+
 def hidden_bytes(shape: ModelShape, tokens: int, item: int) -> int:
     """[rows, width, hidden]: the residual, the normed copy and one in flight; two in float32."""
     return tokens * shape.hidden * (3 * item + 2 * _FLOAT32)
@@ -277,12 +295,12 @@ def mlp_bytes(shape: ModelShape, tokens: int, item: int) -> int:
     return 4 * tokens * shape.intermediate * item
 
 
-def pass_bytes(shape: ModelShape, tokens: int, length: int, item: int) -> int:
-    """One forward pass but for its logits: the hidden states and the larger half of a layer; all
-    layers share one folded mask."""
+def pass_bytes(shape: ModelShape, tokens: int, length: int, item: int, batched: int = 0) -> int:
+    """One forward pass but for its logits: the hidden states and the larger half of a layer. All
+    layers share one folded mask, or what `batched` attention keeps, in bytes."""
     masks = folded_mask_bytes(shape, tokens, length, item)
-    attention = attention_bytes(shape, tokens, item) + masks
-    half = max(attention, mlp_bytes(shape, tokens, item) + masks // 2)
+    attention = attention_bytes(shape, tokens, item) + max(masks, batched)
+    half = max(attention, mlp_bytes(shape, tokens, item) + max(masks // 2, batched))
     return hidden_bytes(shape, tokens, item) + positions_bytes(shape, tokens, item) + half
 
 

@@ -24,6 +24,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from replicas.batched import Batched, Gathering, can_batch, fits
 from replicas.in_place import Attend
 from replicas.paged_cache import PagedCache, Part, Window
 from replicas.products import Product
@@ -92,10 +93,16 @@ class FusedDecoder:
     """The decoder of a model over its paged cache; same arguments and result as PagedModel's."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedCache, context_len: int, pack: bool = False
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        context_len: int,
+        pack: bool = False,
+        batch: bool = False,
     ) -> None:
         """Takes the model's weights over; raises NotFused, and then has changed nothing. `pack` is
-        that of `Product.of`."""
+        that of `Product.of`; with `batch` steps may take the attention of `replicas.batched` in
+        place of the model's."""
         body = _known(model, {"model", "lm_head"}).model
         _known(body, {"embed_tokens", "layers", "norm", "rotary_emb"})
         if type(model.lm_head) is not nn.Linear:
@@ -110,6 +117,9 @@ class FusedDecoder:
         self._scaling = float(first.scaling)
         self._attend = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
         self._embedding = body.embed_tokens.weight
+        self._gathering: Gathering | None = None
+        if batch and can_batch(self._embedding.device, self._embedding.dtype):
+            self._gathering = Gathering(cache, self._kv_heads)
         self._norm = _norm(body.norm)
         self._pack = pack
         self._head = self._product(model.lm_head)
@@ -149,7 +159,12 @@ class FusedDecoder:
         """All layers; to `fill`, the last one ends where its keys and values are written."""
         # Each with what its attention is told besides; all layers fold the same masks.
         parts: list[tuple[Part, dict[str, Any]]] = [(window, {"in_place": attend})]
-        if attend is None:
+        batched: Batched | None = None
+        gathering = None if fill or attend is not None else self._gathering
+        if gathering is not None and fits(window, self._heads):
+            shape = (self._heads, self._kv_heads, self._dim)
+            batched = Batched(window, tokens.numel(), shape, self._scaling, self._cache, gathering)
+        elif attend is None:
             group = self._heads // self._kv_heads
             read = window.parts or (window,)
             parts = [
@@ -168,7 +183,10 @@ class FusedDecoder:
             qkv = self._written(index, layer, layer.before_attention(x), cos, sin)
             if fill and index == last:
                 break
-            out = self._attention(index, layer, qkv, window, parts)
+            if batched is not None:
+                out = batched(index, qkv)
+            else:
+                out = self._attention(index, layer, qkv, window, parts)
             x = _added(x, out, layer.out, layer.after_attention)
             gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, -1)
             x = _added(x, layer.activation(gate).mul_(up), layer.down, layer.after_mlp)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from replicas.batched import can_batch
 from replicas.buffers import Buffers, ModelShape, Workload, buffers, kv_bytes_per_position
 from replicas.config import ReplicaConfig
 from replicas.pair import Pair, PairFiles
@@ -153,9 +154,12 @@ def plan_memory(
     wanted = wanted_work(config, pair.context_len, on_gpu)
     tiles = TILES[device.type] if config.deterministic else None
     packed = packs_weights(config, device)
+    batched = config.fuse_layers and can_batch(device, dtype)
 
     def count(work: Workload) -> Buffers:
-        return buffers(pair.target, pair.draft, work, dtype.itemsize, on_gpu, tiles, packed)
+        return buffers(
+            pair.target, pair.draft, work, dtype.itemsize, on_gpu, tiles, packed, batched
+        )
 
     least_kv = (least_blocks if given_blocks is None else given_blocks) + 1
     fixed = pair.weights + least_kv * block_bytes
@@ -180,7 +184,15 @@ def plan_memory(
         # Speed of products is not paid for with smaller orders.
         packed = packed and count(wanted).total <= min(most, usual)
         work = _fitting(wanted, lambda one: count(one).total, most, usual)
-    unpacked = buffers(pair.target, pair.draft, _least_work(wanted), dtype.itemsize, on_gpu, tiles)
+    unpacked = buffers(
+        pair.target,
+        pair.draft,
+        _least_work(wanted),
+        dtype.itemsize,
+        on_gpu,
+        tiles,
+        batched=batched,
+    )
     least = fixed + unpacked.total
     if work is None:
         raise TooLittleMemory(

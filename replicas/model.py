@@ -178,7 +178,8 @@ class PagedModel:
         expected = self.forward(tokens, window)
         if fuse:
             try:
-                self._fused = FusedDecoder(self._model, self._cache, shape.context_len, pack)
+                batch = self._model.config._attn_implementation == ATTENTION
+                self._fused = FusedDecoder(self._model, self._cache, shape.context_len, pack, batch)
             except NotFused:
                 pass
             else:

@@ -404,6 +404,20 @@ class PagedCache:
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
+    def room(self, heads: int) -> torch.Tensor:  # [heads, head_dim]
+        """Of the standing buffer, for `gather`; it serves until the next pass is entered."""
+        return self._gathered.view(-1, self._gathered.shape[-1])[:heads]
+
+    def gather(
+        self,
+        layer_idx: int,
+        heads: torch.Tensor,  # [heads read], int64: (slot * 2 + (0 key, 1 value)) * kv_heads + head
+        out: torch.Tensor,  # [heads read, head_dim]
+    ) -> None:
+        """Copy keys and values in any order, head by head."""
+        store = self._layers[layer_idx]
+        torch.index_select(store.view(-1, store.shape[-1]), 0, heads, out=out)
+
     def clear(self) -> None:
         """Store 0 everywhere."""
         for layer in self._layers:

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from replicas.batched import can_batch
 from replicas.buffers import Buffers, ModelShape, Workload, buffers
 from replicas.deterministic import make_deterministic
 from replicas.eqspec import Group, step
@@ -85,7 +86,10 @@ class Bench:
         self.cache_shape = CacheShape(BLOCK, length + K, dtype)
         self.contents = [[1] * (length - row) for row in range(ROWS)]
         work = Workload(ROWS, K, ROWS, ROWS * WIDTH, length, BLOCK)
-        self.planned = buffers(self.shape, self.shape, work, dtype.itemsize, False, tiles)
+        batched = fuse and can_batch(CPU, dtype)
+        self.planned = buffers(
+            self.shape, self.shape, work, dtype.itemsize, False, tiles, batched=batched
+        )
         self.draft = self.model
         if tiles is not None:
             self.draft = copy.deepcopy(self.model)

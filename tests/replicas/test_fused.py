@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from replicas import products
+from replicas import batched, products
 from replicas.fused import TOLERANCE
 from replicas.model import ATTENTION, PagedModel
 from replicas.paged_cache import CacheShape, Layout, PagedCache, Part
@@ -76,10 +76,20 @@ def passes(model: PagedModel) -> list[torch.Tensor]:
     return logits
 
 
+@pytest.fixture(params=["by torch", "batched"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "by torch":
+        monkeypatch.setattr(batched, "SCORES_MOST", 0)
+
+
+def whole_blocks(positions: int) -> int:
+    return -(-positions // SHAPE.block_size) * SHAPE.block_size
+
+
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
 def test_joined_layers_compute_what_the_model_computes(
-    architecture: str, pack: bool, monkeypatch: pytest.MonkeyPatch
+    architecture: str, pack: bool, attention: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the weights as they are, and in a CPU's own layout."""
     monkeypatch.setattr(products, "PACKED_LEAST", 1)
@@ -97,7 +107,7 @@ def test_joined_layers_compute_what_the_model_computes(
 @pytest.mark.parametrize("fuse", [False, True])
 @torch.inference_mode()
 def test_a_packed_window_gives_its_tokens_what_the_grid_gives_them(
-    architecture: str, fuse: bool
+    architecture: str, fuse: bool, attention: None
 ) -> None:
     """Rows of different width, in any order, their KV entries written like the others."""
     model = paged(uneven_model(architecture), fuse)
@@ -122,19 +132,26 @@ def test_a_packed_window_gives_its_tokens_what_the_grid_gives_them(
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
 @torch.inference_mode()
-def test_rows_that_read_in_parts_get_what_they_get_as_one(architecture: str) -> None:
+def test_rows_that_read_in_parts_get_what_they_get_as_one(
+    architecture: str, attention: None
+) -> None:
     """All cells and some, a few positions and one; each part reads no further than its rows."""
     model = paged(uneven_model(architecture), fuse=True)
     read: list[int] = []
     cache = model._cache
-    plain = cache.read
+    plain, gather = cache.read, cache.gather
 
     def noted(layer_idx: int, part: Part | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = plain(layer_idx, part)
-        read.append(keys.shape[0] * keys.shape[2])
-        return keys, values
+        assert part is not None
+        read.append(part.blocks.shape[0] * SHAPE.block_size)
+        return plain(layer_idx, part)
+
+    def noted_heads(layer_idx: int, heads: torch.Tensor, out: torch.Tensor) -> None:
+        gather(layer_idx, heads, out)
+        read.append(heads.shape[0] // (2 * model._model.config.num_key_value_heads))
 
     cache.read = noted  # type: ignore[method-assign]
+    cache.gather = noted_heads  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(4)
     table = torch.arange(1, 1 + 4 * 15).view(4, 15)
     tokens = torch.randint(VOCAB, (4, 50), generator=generator)
@@ -155,8 +172,8 @@ def test_rows_that_read_in_parts_get_what_they_get_as_one(architecture: str) -> 
             (expected, of_whole), (got, of_parts) = passes
             limit = TOLERANCE[torch.float32] * expected.abs().max()
             assert (got - expected).abs().max() <= limit
-            assert of_whole == 4 * (50 + width)
-            assert of_parts == 2 * (9 + width) + (31 + width) + (50 + width)
+            assert of_whole == 4 * whole_blocks(50 + width)
+            assert of_parts == sum(whole_blocks(start + width) for start in (9, 9, 31, 50))
 
 
 def test_weights_are_joined_and_not_doubled() -> None:
