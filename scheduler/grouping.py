@@ -154,12 +154,6 @@ class _Shelf(Generic[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def add(self, row: Row, length: int) -> None:
-        """It is the youngest, so it stands behind all of its length."""
-        at = bisect_right(self.lengths, length)
-        self.lengths.insert(at, length)
-        self.rows.insert(at, row)
-
     def find(self, row: Row, length: int) -> int:
         """Where the row stands."""
         return self.rows.index(row, bisect_left(self.lengths, length))
@@ -266,7 +260,11 @@ class ReadyRows(Generic[Row]):
         if limits is not None:
             kind = NARROW
             self._narrow[row] = limits
-        self._shelves[kind].add(row, length)
+        # It is the youngest, so it stands behind all of its length.
+        shelf = self._shelves[kind]
+        at = bisect_right(shelf.lengths, length)
+        shelf.lengths.insert(at, length)
+        shelf.rows.insert(at, row)
         self._by_age[row] = (length, self.orders, kind)
         if new:
             self._new[row] = None
