@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from replicas.model import PagedModel
 from replicas.paged_cache import CacheShape, Layout, Span
-from replicas.sampling import SamplingBatch, choose, choose_and_rate
+from replicas.sampling import SamplingBatch, array_of, choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
 from replicas.trimming import trimmed
 from replicas.upload import upload
@@ -168,6 +169,7 @@ def propose(
         noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
     proposed = [tail[:, 1:]]  # each [rows, 1], from the last committed token on
     belief = []
+    drafting = watch.section("draft")
     for j in range(inputs.k):
         assert draft is not None, "drafting needs a draft"
         # After a step that accepted everything the draft lacks two positions, else one; feeding
@@ -176,7 +178,7 @@ def propose(
         fed = tail if j == 0 else proposed[-1]
         if draft.vocab > shared or target.vocab > shared:
             fed = fed.clamp(max=shared - 1)
-        with watch.section("draft"):
+        with drafting:
             logits = draft.forward(fed, window, logits_to_keep=1)
         if logits.shape[-1] > shared:
             logits = logits[..., :shared]
@@ -187,7 +189,7 @@ def propose(
             token, rated = choose_and_rate(logits, inputs.sampling, here)
             belief.append(rated)
         proposed.append(token)
-    tokens = torch.cat(proposed, dim=1) if inputs.k else proposed[0]
+    tokens = _joined(proposed) if inputs.k else proposed[0]
     return Proposal(layout, noise, tokens, torch.cat(belief, 1).cumsum(1) if belief else None)
 
 
@@ -220,7 +222,7 @@ def check(
         chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, trim.cells, picked)
         chosen = chosen.view(rows, k + 1)
         seen = trim.seen
-    return torch.cat((seen, tokens[:, 1:], chosen), dim=1)
+    return _joined((seen, tokens[:, 1:], chosen))
 
 
 def _of_numbers(
@@ -233,9 +235,24 @@ def _of_numbers(
     argmax takes a NaN for the greatest, so a greedy choice shows it. A sampled one does not: one
     NaN spreads to all scores there, and any token may be the first of them.
     """
+    if logits.is_cpu and not sampling.any_sampled:
+        scores = array_of(logits)
+        cells = scores.reshape(-1, scores.shape[-1])
+        best = cells[np.arange(cells.shape[0]), chosen.numpy().reshape(-1)]
+        numbers = best > -np.inf
+        if numbers.all():
+            return chosen
+        return chosen.masked_fill(torch.from_numpy(~numbers).view_as(chosen), _NO_TOKEN)
     best = (
         logits.amax(dim=-1)
         if sampling.any_sampled
         else logits.gather(-1, chosen[..., None])[..., 0]
     )
     return chosen.masked_fill((best > -torch.inf).logical_not(), _NO_TOKEN)
+
+
+def _joined(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Columns of a few numbers each, [rows, some], side by side."""
+    if columns[0].is_cpu:
+        return torch.from_numpy(np.concatenate([one.numpy() for one in columns], axis=1))
+    return torch.cat(list(columns), dim=1)

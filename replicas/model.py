@@ -133,6 +133,8 @@ class PagedModel:
         """Whether it takes packed windows; a model may keep from its attention what they need."""
         self.vocab = int(model.config.vocab_size)
         """Rows of the embedding, its padding included: logits have this many."""
+        # The model's own property looks through its modules for a parameter, every time.
+        self.device: torch.device = model.device
 
     @property
     def fused(self) -> bool:
@@ -149,11 +151,6 @@ class PagedModel:
         """KV positions whose reading takes about as long as reading a window in one more part;
         None: it reads all rows as one."""
         return self._cache.part_positions if self.in_parts else None
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._model.device
-        return device
 
     def attend(self, in_place: InPlace | None) -> None:
         """Read keys and values in place from now on; None gathers them. Nothing is checked."""

@@ -12,15 +12,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from replicas.upload import send, upload
 
-_NUMPY_HAS = (torch.float32, torch.float16)
-"""Dtypes of masks that numpy has, too."""
 SCRAP_BLOCK = 0
 """A block nobody owns: padding of ragged rows is written there and never attended to."""
 
@@ -79,7 +79,8 @@ class BlockAllocator:
             flat += table
             flat += array("q", [SCRAP_BLOCK]) * (width - len(table))
         # A view of `flat`, which lives as long as the tensor.
-        return send(torch.frombuffer(flat, dtype=torch.int64).view(len(tables), width), device)
+        padded = np.frombuffer(flat, np.int64).reshape(len(tables), width)
+        return send(torch.from_numpy(padded), device)
 
     def check_integrity(self) -> None:
         """Every block is free or owned exactly once."""
@@ -182,6 +183,20 @@ class Span:
         return cls(longest, first == longest, inside, max(first, 0))
 
 
+@lru_cache(maxsize=32)
+def _masks(reach: int, dtype: torch.dtype) -> Any:
+    """Every row that a mask may have, up to `reach` positions: an array, [reach, reach + 1], whose
+    row i hides all positions but the first reach - i.
+
+    They overlap in memory, 2 * reach numbers in all. numpy knows no bfloat16 and has its bits.
+    """
+    stair = torch.zeros(2 * reach, dtype=dtype)
+    stair[reach:] = -torch.inf
+    numbers = stair.view(torch.int16) if dtype is torch.bfloat16 else stair
+    array = numbers.numpy()
+    return as_strided(array, (reach, reach + 1), array.strides * 2, writeable=False)
+
+
 class Layout:
     """Index arithmetic for all forward passes of one step, computed at once.
 
@@ -255,16 +270,20 @@ class Layout:
         last_seen = self._positions[:1] if self.uniform else self._positions
         if not span.inside:
             last_seen = last_seen.clip(0)
+        self._dtype = shape.dtype
+        self._columns: list[tuple[torch.Tensor, ...]] = []
+        """On the host: positions, starts and slots of each window of width 1, once one is asked
+        for."""
+        if self._on_host:
+            masks = _masks(1 << (length - 1).bit_length(), shape.dtype)
+            self._mask: Any = masks[len(masks) - 1 - last_seen, :length][:, None]
+            return
         # All see what lies before the shortest row's first query; nothing is computed for it.
         ragged = min(span.shortest + 1, length)
         hidden = arange(ragged, length) > last_seen[:, :, None]
         size = (last_seen.shape[0], 1, width, length)
-        self._mask: Any = torch.zeros(size, dtype=shape.dtype, device=table.device)
-        if self._on_host and shape.dtype in _NUMPY_HAS:
-            self._mask = self._mask.numpy()
-            np.copyto(self._mask[..., ragged:], -np.inf, where=hidden[:, None])
-        else:
-            self._mask[..., ragged:].masked_fill_(self._tensor(hidden)[:, None], -torch.inf)
+        self._mask = torch.zeros(size, dtype=shape.dtype, device=table.device)
+        self._mask[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
@@ -278,13 +297,14 @@ class Layout:
         length = self._longest + end
         unmasked = self.uniform and end - begin == 1
         rows = self._table.shape[0]
+        positions, starts, slots = self._places(begin, end)
         return Window(
-            positions=self._tensor(self._inside[:, begin:end]),
-            starts=self._tensor(self._positions[:, begin]),
-            slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
+            positions=positions,
+            starts=starts,
+            slots=slots,
             blocks=self._blocks(0, rows, length),
             length=length,
-            mask=None if unmasked else self._tensor(self._mask[:, :, begin:end, :length]),
+            mask=None if unmasked else self._masked(0, rows, begin, end, length),
             rows=rows,
             width=end - begin,
             parts=tuple(
@@ -292,7 +312,7 @@ class Layout:
                     Part(
                         blocks=self._blocks(first, after, longest + end),
                         length=longest + end,
-                        mask=self._tensor(self._mask[first:after, :, begin:end, : longest + end]),
+                        mask=self._masked(first, after, begin, end, longest + end),
                         rows=after - first,
                         width=end - begin,
                     )
@@ -300,6 +320,29 @@ class Layout:
                 ]
             ),
         )
+
+    def _places(self, begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Positions, starts and slots of a window."""
+        if not self._on_host or end - begin > 1:
+            return (
+                self._tensor(self._inside[:, begin:end]),
+                self._tensor(self._positions[:, begin]),
+                self._tensor(self._slots[:, begin:end].reshape(-1)),
+            )
+        if not self._columns:
+            # A step has one for each of its draft tokens: at once it is a few calls for all.
+            every = (self._inside.T, self._positions.T, self._slots.T)
+            inside, starts, slots = torch.from_numpy(np.array(every)).unbind(0)
+            columns = zip(
+                inside[..., None].unbind(0), starts.unbind(0), slots.unbind(0), strict=True
+            )
+            self._columns = list(columns)
+        return self._columns[begin]
+
+    def _masked(self, first: int, after: int, begin: int, end: int, length: int) -> torch.Tensor:
+        """The mask of these rows in a window, as far as they read."""
+        mask = self._tensor(self._mask[first:after, :, begin:end, :length])
+        return mask if mask.dtype is self._dtype else mask.view(self._dtype)
 
     def _blocks(self, first: int, after: int, length: int) -> torch.Tensor:
         """Blocks of these rows' first positions, [rows * blocks of a row]."""

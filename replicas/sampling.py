@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,9 +174,12 @@ def first_best(
     """
     if not scores.is_cpu:
         return scores.argmax(dim=-1)
-    # numpy knows no bfloat16; float32 holds it exactly.
-    best = np.asarray(scores.float().numpy().argmax(axis=-1))
-    return torch.from_numpy(best)
+    return torch.from_numpy(np.asarray(array_of(scores).argmax(axis=-1)))
+
+
+def array_of(scores: torch.Tensor) -> Any:
+    """The scores of a CPU as numpy's array, which knows no bfloat16: float32 holds it exactly."""
+    return (scores if scores.dtype is torch.float32 else scores.float()).numpy()
 
 
 @cache

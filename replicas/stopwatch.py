@@ -18,7 +18,7 @@ class Stopwatch:
         self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
 
     def section(self, name: str) -> AbstractContextManager[None]:
-        """Time the block under `name`; one that raises does not count."""
+        """Times blocks under `name`, one after the other; one that raises does not count."""
         if self._cuda:
             return _OnDevice(self._events[name])
         return _OnWall(self._wall, name)

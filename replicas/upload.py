@@ -27,11 +27,15 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     A GPU fetches them when it gets there, and the host does not wait; from memory that is not
     pinned it would. The allocator keeps pinned memory until it has been read.
     """
-    return on_host(values, dtype, device).to(device, non_blocking=True)
+    made = on_host(values, dtype, device)
+    return made if device.type == "cpu" else made.to(device, non_blocking=True)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host, on the device; as with `upload` the host does not wait."""
+    """A tensor of the host, on the device, itself on a CPU; as with `upload` the host does not
+    wait."""
+    if device.type == "cpu":
+        return tensor
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
