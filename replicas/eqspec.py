@@ -14,6 +14,7 @@ sees the chosen ones only, packed into one row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -236,13 +237,14 @@ def _of_numbers(
     NaN spreads to all scores there, and any token may be the first of them.
     """
     if logits.is_cpu and not sampling.any_sampled:
-        scores = array_of(logits)
-        cells = scores.reshape(-1, scores.shape[-1])
-        best = cells[np.arange(cells.shape[0]), chosen.numpy().reshape(-1)]
-        numbers = best > -np.inf
-        if numbers.all():
-            return chosen
-        return chosen.masked_fill(torch.from_numpy(~numbers).view_as(chosen), _NO_TOKEN)
+        # A few numbers, one by one: less code to fetch than for any operation on all.
+        score = array_of(logits).item
+        tokens = chosen.numpy()
+        for row, of_row in enumerate(tokens.tolist()):
+            for column, token in enumerate(of_row):
+                if not score(row, column, token) > -math.inf:
+                    tokens[row, column] = _NO_TOKEN
+        return chosen
     best = (
         logits.amax(dim=-1)
         if sampling.any_sampled

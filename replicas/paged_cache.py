@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from replicas.upload import send, upload
 
+_NUMPY_HAS = (torch.float32, torch.float16)
+"""Dtypes of masks that numpy has, too."""
 SCRAP_BLOCK = 0
 """A block nobody owns: padding of ragged rows is written there and never attended to."""
 
@@ -99,9 +100,12 @@ class CacheShape:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
-    """What some rows of a forward pass read: as far as the longest of them."""
+    """What some rows of a forward pass read: as far as the longest of them.
+
+    Made a dozen times a step and changed by nobody: freezing it would triple what that takes.
+    """
 
     blocks: torch.Tensor  # [rows * blocks of the longest], int64: blocks to read
     length: int
@@ -122,12 +126,12 @@ class Part:
         return self.mask.expand(masks, group, width, length).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Window(Part):
     """Where one forward pass of a group reads and writes: made by `Layout`."""
 
     positions: torch.Tensor  # [rows, width], int64, within the context
-    starts: torch.Tensor  # [rows], int64: position of the first column, which may lie outside
+    begins: Any  # [rows], int64, array or tensor: what `starts` is made of
     slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
     parts: tuple[Part, ...] = ()
     """The same rows in several parts, in order, for whoever reads them so; empty: all as one. Parts
@@ -136,11 +140,17 @@ class Window(Part):
     """Of a packed window, which holds some cells of the grid of rows and positions only: the cell
     row * width + column of each token. Its positions are [1, tokens] and its slots [tokens]."""
 
+    @property
+    def starts(self) -> torch.Tensor:  # [rows], int64
+        """Positions of the first column, which may lie outside the context. Only who reads in place
+        asks for them."""
+        return torch.as_tensor(self.begins)
+
     def packed(self, cells: torch.Tensor) -> Window:
         """The window of some of the cells only, in the order given, [tokens]."""
         return Window(
             positions=self.positions.reshape(-1).index_select(0, cells)[None],
-            starts=self.starts,
+            begins=self.begins,
             slots=self.slots.index_select(0, cells),
             blocks=self.blocks,
             length=self.length,
@@ -184,17 +194,15 @@ class Span:
 
 
 @lru_cache(maxsize=32)
-def _masks(reach: int, dtype: torch.dtype) -> Any:
-    """Every row that a mask may have, up to `reach` positions: an array, [reach, reach + 1], whose
-    row i hides all positions but the first reach - i.
+def _masks(reach: int, dtype: torch.dtype) -> Any:  # array, [reach, reach + 1]
+    """Every row that a mask of up to `reach` positions may have: row i hides all of them but the
+    first reach - i.
 
-    They overlap in memory, 2 * reach numbers in all. numpy knows no bfloat16 and has its bits.
+    They overlap in memory, 2 * reach numbers in all.
     """
     stair = torch.zeros(2 * reach, dtype=dtype)
     stair[reach:] = -torch.inf
-    numbers = stair.view(torch.int16) if dtype is torch.bfloat16 else stair
-    array = numbers.numpy()
-    return as_strided(array, (reach, reach + 1), array.strides * 2, writeable=False)
+    return stair.as_strided((reach, reach + 1), (1, 1)).numpy()
 
 
 class Layout:
@@ -270,20 +278,23 @@ class Layout:
         last_seen = self._positions[:1] if self.uniform else self._positions
         if not span.inside:
             last_seen = last_seen.clip(0)
-        self._dtype = shape.dtype
-        self._columns: list[tuple[torch.Tensor, ...]] = []
-        """On the host: positions, starts and slots of each window of width 1, once one is asked
-        for."""
-        if self._on_host:
-            masks = _masks(1 << (length - 1).bit_length(), shape.dtype)
-            self._mask: Any = masks[len(masks) - 1 - last_seen, :length][:, None]
-            return
+        size = (last_seen.shape[0], 1, width, length)
+        # The memory is torch's, so that what is measured of it is all.
+        self._mask: Any = torch.empty(size, dtype=shape.dtype, device=table.device)
+        if self._on_host and shape.dtype in _NUMPY_HAS:
+            self._mask = self._mask.numpy()
+            if span.inside:
+                # A row's queries see one position more each: neighbours among all masks' rows.
+                masks = _masks(1 << length.bit_length(), shape.dtype)
+                for row, seen in enumerate(last_seen[:, 0].tolist()):
+                    begin = masks.shape[0] - 1 - seen
+                    self._mask[row, 0] = masks[begin : begin - width : -1, :length]
+                return
         # All see what lies before the shortest row's first query; nothing is computed for it.
         ragged = min(span.shortest + 1, length)
-        hidden = arange(ragged, length) > last_seen[:, :, None]
-        size = (last_seen.shape[0], 1, width, length)
-        self._mask = torch.zeros(size, dtype=shape.dtype, device=table.device)
-        self._mask[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
+        hidden = self._tensor(arange(ragged, length) > last_seen[:, :, None])
+        mask = self._tensor(self._mask).zero_()
+        mask[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
@@ -297,14 +308,13 @@ class Layout:
         length = self._longest + end
         unmasked = self.uniform and end - begin == 1
         rows = self._table.shape[0]
-        positions, starts, slots = self._places(begin, end)
         return Window(
-            positions=positions,
-            starts=starts,
-            slots=slots,
+            positions=self._tensor(self._inside[:, begin:end]),
+            begins=self._positions[:, begin],
+            slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
             blocks=self._blocks(0, rows, length),
             length=length,
-            mask=None if unmasked else self._masked(0, rows, begin, end, length),
+            mask=None if unmasked else self._tensor(self._mask[:, :, begin:end, :length]),
             rows=rows,
             width=end - begin,
             parts=tuple(
@@ -312,7 +322,7 @@ class Layout:
                     Part(
                         blocks=self._blocks(first, after, longest + end),
                         length=longest + end,
-                        mask=self._masked(first, after, begin, end, longest + end),
+                        mask=self._tensor(self._mask[first:after, :, begin:end, : longest + end]),
                         rows=after - first,
                         width=end - begin,
                     )
@@ -320,29 +330,6 @@ class Layout:
                 ]
             ),
         )
-
-    def _places(self, begin: int, end: int) -> tuple[torch.Tensor, ...]:
-        """Positions, starts and slots of a window."""
-        if not self._on_host or end - begin > 1:
-            return (
-                self._tensor(self._inside[:, begin:end]),
-                self._tensor(self._positions[:, begin]),
-                self._tensor(self._slots[:, begin:end].reshape(-1)),
-            )
-        if not self._columns:
-            # A step has one for each of its draft tokens: at once it is a few calls for all.
-            every = (self._inside.T, self._positions.T, self._slots.T)
-            inside, starts, slots = torch.from_numpy(np.array(every)).unbind(0)
-            columns = zip(
-                inside[..., None].unbind(0), starts.unbind(0), slots.unbind(0), strict=True
-            )
-            self._columns = list(columns)
-        return self._columns[begin]
-
-    def _masked(self, first: int, after: int, begin: int, end: int, length: int) -> torch.Tensor:
-        """The mask of these rows in a window, as far as they read."""
-        mask = self._tensor(self._mask[first:after, :, begin:end, :length])
-        return mask if mask.dtype is self._dtype else mask.view(self._dtype)
 
     def _blocks(self, first: int, after: int, length: int) -> torch.Tensor:
         """Blocks of these rows' first positions, [rows * blocks of a row]."""

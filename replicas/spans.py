@@ -62,7 +62,7 @@ def spans_window(
         row = after
     return Window(
         positions=torch.from_numpy(np.pad(positions, beyond))[None],
-        starts=torch.from_numpy(starts),
+        begins=starts,
         slots=torch.from_numpy(np.pad(slots, beyond, constant_values=SCRAP_BLOCK * size)),
         blocks=table[:0, 0],
         length=max(end for _, end in spans),
