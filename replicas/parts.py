@@ -41,13 +41,12 @@ def _divided(lengths: Sequence[int], begin: int, part_positions: int) -> list[in
     most = list(accumulate(lengths, max))
     least = list(accumulate(reversed(lengths), max))[::-1]
     whole = most[-1]
-    saved, at = max(
-        (
-            (at * (whole - most[at - 1]) + (rows - at) * (whole - least[at]), at)
-            for at in range(1, rows)
-        ),
-        default=(0, 0),
-    )
+    saved = at = 0
+    for rows_before in range(1, rows):
+        would_save = rows_before * (whole - most[rows_before - 1])
+        would_save += (rows - rows_before) * (whole - least[rows_before])
+        if would_save >= saved:
+            saved, at = would_save, rows_before
     if saved <= part_positions:
         return [begin + rows]
     return [
