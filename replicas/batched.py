@@ -151,7 +151,9 @@ def can_batch(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fits(window: Window, heads: int) -> bool:
-    """Whether the scores of a pass are few enough."""
+    """Whether the scores of a pass are few enough, and its parts are rows of the window."""
+    if any(part.first or part.width != window.width for part in window.parts):
+        return False  # spans
     return window.rows * window.width * window.length * heads <= SCORES_MOST
 
 

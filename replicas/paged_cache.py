@@ -144,7 +144,8 @@ class Window(Part):
     def starts(self) -> torch.Tensor:  # [rows], int64
         """Positions of the first column, which may lie outside the context. Only who reads in place
         asks for them."""
-        return torch.as_tensor(self.begins)
+        begins = self.begins
+        return begins if isinstance(begins, torch.Tensor) else torch.from_numpy(begins)
 
     def packed(self, cells: torch.Tensor) -> Window:
         """The window of some of the cells only, in the order given, [tokens]."""
