@@ -1,11 +1,11 @@
 """Who may not be left out of a group lest the last groups be thin.
 
-While nobody waits, the rows that step are the last for now. With more than one group of them and
-fewer than two, some are left out of every group, and those who are left out often go on alone when
-the others have ended. A row is late if it has as many tokens left as a place in the groups has that
-all would need together: it has to be in each of them for all to end at the same time (a job without
-laxity, in terms of real-time scheduling). How many tokens a step commits of a row is taken to be
-the same for all; their own acceptances made no difference.
+While nobody waits, the rows that step are the last ones known. With more than one group of them
+and fewer than two, some are left out of every group, and those who are left out often go on alone
+when the others have ended. A row is late if it has as many tokens left as a place in the groups has
+that all would need together: it has to be in each of them for all to end at the same time (a job
+without laxity, in terms of real-time scheduling). How many tokens a step commits of a row is taken
+to be the same for all; their own acceptances made no difference.
 
 In virtual time, 64 prompts at once and the demo pair's times, that is worth 1 % of throughput with
 groups of 16 and half of it with 8. One long request among short ones ends a fifth sooner.
