@@ -94,7 +94,8 @@ class HealthService:
                 # An open watch would hold up the end of this process for the whole grace time.
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), _WATCH_S)
+                async with asyncio.timeout(_WATCH_S):
+                    await self._stopping.wait()
 
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: CallContext

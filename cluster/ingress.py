@@ -299,7 +299,8 @@ class Ingress(HealthService):
         live = call.live
         if call.stop is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(live.ended.wait(), _USAGE_WAIT_S)
+                async with asyncio.timeout(_USAGE_WAIT_S):
+                    await live.ended.wait()
             return "", live.finish or Finish(live.pool_id, FinishReason.STOP, Usage())
         await live.ended.wait()
         if live.unreachable:

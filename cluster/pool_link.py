@@ -184,6 +184,9 @@ class PoolLink:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._tasks:
+            # Until they have ended, one of them may begin a session that nobody would part from.
+            await asyncio.wait(self._tasks, timeout=_PART_S)
         with contextlib.suppress(PoolUnreachable):
             await self._pool.part(self._session)
 
@@ -394,7 +397,8 @@ class PoolLink:
             await self._reach()
             # The requests wait for it, so that what the pool frees is free when they come again.
             with contextlib.suppress(PoolUnreachable, TimeoutError):
-                await asyncio.wait_for(self._part(session, told), _PART_S)
+                async with asyncio.timeout(_PART_S):
+                    await self._part(session, told)
         finally:
             self._steady.set()
 

@@ -180,8 +180,8 @@ class RayPool:
     async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
         try:
             actor = self._actor or await self._found()
-            reply = getattr(actor, method).remote(*args)
-            return await asyncio.wait_for(reply, wait_s + _ANSWER_S)
+            async with asyncio.timeout(wait_s + _ANSWER_S):
+                return await getattr(actor, method).remote(*args)
         except RayTaskError:
             # The pool did answer, that it has a fault; it is of the fault's own type, too.
             raise
@@ -203,7 +203,8 @@ class RayPool:
             opening = asyncio.to_thread(self._open_actor)
             self._opening = asyncio.get_running_loop().create_task(opening)
             self._opening.add_done_callback(self._found_or_not)
-        return await asyncio.wait_for(asyncio.shield(self._opening), _ANSWER_S)
+        async with asyncio.timeout(_ANSWER_S):
+            return await asyncio.shield(self._opening)
 
     def _found_or_not(self, task: asyncio.Task[ActorHandle]) -> None:
         self._opening = None
@@ -289,7 +290,8 @@ class _StoppingPool:
 async def process_lives(process: ActorHandle) -> bool:
     """Whether the actor's process lives; True while Ray cannot tell."""
     try:
-        await asyncio.wait_for(process.__ray_ready__.remote(), _ANSWER_S)
+        async with asyncio.timeout(_ANSWER_S):
+            await process.__ray_ready__.remote()
     except ActorDiedError:
         return False
     except (RayError, TimeoutError):

@@ -238,6 +238,54 @@ def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str)
     asyncio.run(test())
 
 
+def test_a_start_over_can_be_cancelled_at_every_moment() -> None:
+    """Also at the one in which what it waits for is there: else the link never ends."""
+
+    async def outlived(w: World, rounds: int) -> bool:
+        """Whether it was still under way after so many rounds of the event loop."""
+        w.link._fruitless = 0  # else it pauses first
+        task = asyncio.create_task(w.link._start_over(w.link._session, "a test"))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        if task.done():
+            return False
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.cancelled(), rounds
+        assert w.link._steady.is_set()
+        return True
+
+    async def test() -> None:
+        async with world() as w:
+            answer = w.wire.part
+
+            async def part(session: str) -> Any:
+                await asyncio.sleep(0)
+                reply = await answer(session)
+                await asyncio.sleep(0)
+                return reply
+
+            w.wire.part = part  # type: ignore[attr-defined]
+            rounds = 0
+            while await outlived(w, rounds):
+                rounds += 1
+            assert rounds > 2, "there was a moment in which it waited for the pool"
+
+    asyncio.run(test())
+
+
+def test_a_closed_link_has_ended() -> None:
+    async def test() -> None:
+        async with world() as w:
+            w.submit([5, 6], 5)
+            await w.until(lambda: w.link._registered)
+            await w.link.close()
+            assert all(task.done() for task in w.link._tasks)
+            assert not w.wire.actor._ingresses
+
+    asyncio.run(test())
+
+
 def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
     config = CONFIG.model_copy(
         update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}

@@ -217,7 +217,8 @@ def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
             lives = [s.submit(prompt, 100) for prompt in PROMPTS]
             await asyncio.sleep(0.02)
             s.runners[1].move_to(0)
-            await asyncio.wait_for(s.runners[1].close(), CONFIG.actors.drain_s / 2)
+            async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+                await s.runners[1].close()
             await s.until_serving(1, 0)
             await check(lives, 100)
 
