@@ -14,7 +14,6 @@ sees the chosen ones only, packed into one row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from replicas.model import PagedModel
-from replicas.paged_cache import CacheShape, Layout, Span
+from replicas.paged_cache import CacheShape, Layout, Span, Window
 from replicas.sampling import SamplingBatch, array_of, choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
 from replicas.trimming import trimmed
@@ -68,7 +67,9 @@ class Outcome:
 class Inputs:
     """All that the device part depends on: tensors, and beside them what fixes their shapes."""
 
-    state: torch.Tensor  # [rows, 4], int64: last two tokens, first position, draft_len
+    state: torch.Tensor  # [4 + k, rows], int64
+    """Draft length, first position and last two tokens of each row; below them drafting writes the
+    draft tokens."""
     table: torch.Tensor  # [rows, blocks], int64
     sampling: SamplingBatch
     k: int
@@ -82,14 +83,29 @@ class Inputs:
     """The group's; they need `starts`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """What `check` needs of `propose`."""
 
-    layout: Layout
+    window: Window
+    """Of the tokens to check: all of them."""
     noise: torch.Tensor | None  # [sampled, k + 1, vocab]
-    tokens: torch.Tensor  # [rows, 1 + k], int64: the last committed token, then the draft's
+    tokens: torch.Tensor  # [1 + k, rows], int64: the last committed token, then the draft's
     belief: torch.Tensor | None  # [rows, k], float32: cumulated log-probability, if trimmed
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the target says of a proposal."""
+
+    seen: torch.Tensor  # [rows], int64: draft tokens that it was shown, or more
+    drafted: torch.Tensor  # [k, rows], int64
+    chosen: torch.Tensor  # [rows, k + 1], int64
+    """_NO_TOKEN where the target saw no token or its logits are no numbers."""
+
+    def joined(self) -> torch.Tensor:  # [2 + 2 * k, rows], int64
+        """All of it as one tensor, for one transfer; `read_back` takes it apart."""
+        return torch.cat((self.seen[None], self.drafted, self.chosen.t()))
 
 
 def step(
@@ -104,49 +120,70 @@ def step(
     trimmed = group.verify_tokens
     if trimmed is not None:
         trimmed = min(trimmed, sum(group.draft_lens))
-    starts = [len(content) - 2 for content in group.contents]
+    on_host = group.table.device.type == "cpu"
+    state = state_of(group, k)
     inputs = Inputs(
-        upload(rows_of(group), torch.int64, group.table.device),
+        upload(state, torch.int64, group.table.device),
         group.table,
         group.sampling,
         k,
         trimmed if trimmed is not None and trimmed < rows * k else None,
-        Span.of(starts, k + 2, group.table, shape),
-        starts if group.table.device.type == "cpu" else None,
+        Span.of(state[1], k + 2, group.table, shape),
+        state[1] if on_host else None,
         group.parts,
     )
-    proposal = propose(target, draft, inputs, shape, watch)
+    verdict = check(target, inputs, propose(target, draft, inputs, shape, watch), watch)
+    if on_host:
+        parts = (verdict.seen, verdict.drafted, verdict.chosen)
+        return _outcome(group, *[part.tolist() for part in parts])
     # One transfer, the step's only synchronisation.
-    return read_back(group, check(target, inputs, proposal, watch).tolist(), k)
+    return read_back(group, verdict.joined())
 
 
-def rows_of(group: Group) -> list[tuple[int, int, int, int]]:
-    """`Inputs.state`, row by row. A step begins one position before a row's last token, for the
+def state_of(group: Group, k: int) -> list[list[int]]:
+    """`Inputs.state`, line by line. A step begins one position before a row's last token, for the
     draft to catch up from."""
+    contents = group.contents
     return [
-        (content[-2] if len(content) > 1 else 0, content[-1], len(content) - 2, draft_len)
-        for content, draft_len in zip(group.contents, group.draft_lens, strict=True)
+        list(group.draft_lens),
+        [len(content) - 2 for content in contents],
+        [content[-2] if len(content) > 1 else 0 for content in contents],
+        [content[-1] for content in contents],
+        *[[0] * len(contents)] * k,
     ]
 
 
-def read_back(group: Group, table: list[list[int]], k: int) -> Outcome:
-    """What the rows commit by what `check` returned, within each row's own draft length; raises
-    NotFinite."""
+def read_back(group: Group, joined: torch.Tensor) -> Outcome:
+    """What the rows commit by a joined verdict, which may have more rows than the group at its end;
+    raises NotFinite."""
+    seen, *lines = joined.tolist()
+    k = len(lines) // 2
+    return _outcome(group, seen, lines[:k], list(zip(*lines[k:], strict=True)))
+
+
+def _outcome(
+    group: Group,
+    seen: Sequence[int],
+    drafted: Sequence[Sequence[int]],
+    chosen: Sequence[Sequence[int]],
+) -> Outcome:
+    """What the rows commit, within each row's own draft length."""
     committed, accepted, checked = [], [], []
-    for row, ((seen, *tokens), draft_len) in enumerate(zip(table, group.draft_lens, strict=False)):
-        proposed, chosen = tokens[:k], tokens[k:]
-        limit = min(draft_len, seen, k)
+    for row, draft_len in enumerate(group.draft_lens):
+        tokens = chosen[row]
+        limit = min(draft_len, seen[row])
         right = 0
-        while right < limit and proposed[right] == chosen[right]:
+        while right < limit and drafted[right][row] == tokens[right]:
             right += 1
-        accepted.append(right)
-        committed.append(chosen[: right + 1])
-        checked.append(limit)
-        if _NO_TOKEN in committed[-1]:
+        mine = list(tokens[: right + 1])
+        if _NO_TOKEN in mine:
             raise NotFinite(
                 f"row {row}: the logits after {len(group.contents[row])} tokens or a few more are"
                 " not finite"
             )
+        committed.append(mine)
+        accepted.append(right)
+        checked.append(limit)
     return Outcome(committed, accepted, checked)
 
 
@@ -158,9 +195,16 @@ def propose(
     watch: Stopwatch,
 ) -> Proposal:
     """Draft k tokens per row."""
-    starts = inputs.state[:, 2] if inputs.starts is None else inputs.starts
-    layout = Layout(inputs.table, starts, inputs.k + 2, shape, inputs.span, inputs.parts)
-    tail = inputs.state[:, :2]
+    k = inputs.k
+    starts = inputs.state[1] if inputs.starts is None else inputs.starts
+    layout = Layout(inputs.table, starts, k + 2, shape, inputs.span, inputs.parts)
+    # After a step that accepted everything the draft lacks two positions, else one; feeding two
+    # always keeps the shapes fixed and writes nothing new into the second. All windows are made
+    # now, and not each before its pass: after a pass a processor would have to fetch the code anew.
+    windows = [layout.window(j + 1 if j else 0, j + 2) for j in range(k)]
+    verified = layout.window(1, k + 2)
+    tokens = inputs.state[2:]
+    feeds = tokens[:, :, None].unbind(0)  # each [rows, 1]
     # Embeddings may be padded to different sizes; an id that only one model has is never proposed,
     # and the draft is fed its own last id in place of one that only the target has.
     shared = target.vocab if draft is None else min(target.vocab, draft.vocab)
@@ -168,15 +212,11 @@ def propose(
     if inputs.sampling.any_sampled:
         # Logits at position p choose the token of position p + 1.
         noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
-    proposed = [tail[:, 1:]]  # each [rows, 1], from the last committed token on
     belief = []
     drafting = watch.section("draft")
-    for j in range(inputs.k):
+    for j, window in enumerate(windows):
         assert draft is not None, "drafting needs a draft"
-        # After a step that accepted everything the draft lacks two positions, else one; feeding
-        # two always keeps the shapes fixed and writes nothing new into the second.
-        window = layout.window(0, 2) if j == 0 else layout.window(j + 1, j + 2)
-        fed = tail if j == 0 else proposed[-1]
+        fed = feeds[j + 1] if j else tokens[:2].t()
         if draft.vocab > shared or target.vocab > shared:
             fed = fed.clamp(max=shared - 1)
         with drafting:
@@ -185,45 +225,36 @@ def propose(
             logits = logits[..., :shared]
         here = None if noise is None else noise[:, j : j + 1]
         if inputs.verify_tokens is None:
-            token = choose(logits, inputs.sampling, here)
+            choose(logits, inputs.sampling, here, out=feeds[j + 2])
         else:
             token, rated = choose_and_rate(logits, inputs.sampling, here)
+            feeds[j + 2].copy_(token)
             belief.append(rated)
-        proposed.append(token)
-    tokens = _joined(proposed) if inputs.k else proposed[0]
-    return Proposal(layout, noise, tokens, torch.cat(belief, 1).cumsum(1) if belief else None)
+    return Proposal(verified, noise, tokens[1:], torch.cat(belief, 1).cumsum(1) if belief else None)
 
 
-def check(
-    target: PagedModel, inputs: Inputs, proposal: Proposal, watch: Stopwatch
-) -> torch.Tensor:  # [rows, 1 + k + k + 1], int64
-    """How many draft tokens the target saw, the draft tokens, and the target's choices: _NO_TOKEN
-    where it saw none or its logits are NaN."""
-    k, tokens, noise = inputs.k, proposal.tokens, proposal.noise
+def check(target: PagedModel, inputs: Inputs, proposal: Proposal, watch: Stopwatch) -> Verdict:
+    """Have the target choose after each token that it is to see."""
+    k, window, noise = inputs.k, proposal.window, proposal.noise
+    tokens = proposal.tokens.t()
     rows = tokens.shape[0]
-    window = proposal.layout.window(1, k + 2)
     if proposal.belief is None:
         with watch.section("verify"):
             logits = target.forward(tokens, window)
-        chosen = _of_numbers(
-            choose(logits, inputs.sampling, noise), logits, inputs.sampling
-        )  # [rows, k + 1]
-        seen = inputs.state[:, 3:]
-    else:
-        assert inputs.verify_tokens is not None
-        trim = trimmed(proposal.belief, inputs.state[:, 3:], inputs.verify_tokens)
-        with watch.section("verify"):
-            packed = tokens.reshape(-1).index_select(0, trim.cells)[None]
-            logits = target.forward(packed, window.packed(trim.cells))
-        if noise is not None:
-            noise = noise.flatten(0, 1)[trim.cells][:, None]
-        logits = logits.transpose(0, 1)
-        sampling = inputs.sampling.take(trim.of_row)
-        picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)[:, 0]
-        chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, trim.cells, picked)
-        chosen = chosen.view(rows, k + 1)
-        seen = trim.seen
-    return _joined((seen, tokens[:, 1:], chosen))
+        chosen = _of_numbers(choose(logits, inputs.sampling, noise), logits, inputs.sampling)
+        return Verdict(inputs.state[0], proposal.tokens[1:], chosen)
+    assert inputs.verify_tokens is not None
+    trim = trimmed(proposal.belief, inputs.state[0, :, None], inputs.verify_tokens)
+    with watch.section("verify"):
+        packed = tokens.reshape(-1).index_select(0, trim.cells)[None]
+        logits = target.forward(packed, window.packed(trim.cells))
+    if noise is not None:
+        noise = noise.flatten(0, 1)[trim.cells][:, None]
+    logits = logits.transpose(0, 1)
+    sampling = inputs.sampling.take(trim.of_row)
+    picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)[:, 0]
+    chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, trim.cells, picked)
+    return Verdict(trim.seen[:, 0], proposal.tokens[1:], chosen.view(rows, k + 1))
 
 
 def _of_numbers(
@@ -237,13 +268,11 @@ def _of_numbers(
     NaN spreads to all scores there, and any token may be the first of them.
     """
     if logits.is_cpu and not sampling.any_sampled:
-        # A few numbers, one by one: less code to fetch than for any operation on all.
-        score = array_of(logits).item
-        tokens = chosen.numpy()
-        for row, of_row in enumerate(tokens.tolist()):
-            for column, token in enumerate(of_row):
-                if not score(row, column, token) > -math.inf:
-                    tokens[row, column] = _NO_TOKEN
+        tokens = chosen.numpy().reshape(-1)
+        scores = array_of(logits).reshape(tokens.shape[0], -1)
+        best = scores[np.arange(tokens.shape[0]), tokens]
+        if not best.min() > -np.inf:  # NaN is not, either
+            tokens[~(best > -np.inf)] = _NO_TOKEN
         return chosen
     best = (
         logits.amax(dim=-1)
@@ -251,10 +280,3 @@ def _of_numbers(
         else logits.gather(-1, chosen[..., None])[..., 0]
     )
     return chosen.masked_fill((best > -torch.inf).logical_not(), _NO_TOKEN)
-
-
-def _joined(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Columns of a few numbers each, [rows, some], side by side."""
-    if columns[0].is_cpu:
-        return torch.from_numpy(np.concatenate([one.numpy() for one in columns], axis=1))
-    return torch.cat(list(columns), dim=1)

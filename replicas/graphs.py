@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from replicas.eqspec import Group, Inputs, Outcome, Proposal, check, propose, read_back, rows_of
+from replicas.eqspec import Group, Inputs, Outcome, Proposal, check, propose, read_back, state_of
 from replicas.model import PagedModel
 from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Span
 from replicas.recording import record, warm_up
@@ -108,7 +108,7 @@ class StepRunner:
             fixed = FixedStep(self._target, self._draft, self._shape, kind, device, self._pool)
         self._kept[kind] = fixed
         # One transfer, the step's only synchronisation.
-        return read_back(group, fixed.run(group, watch).tolist(), kind.k)
+        return read_back(group, fixed.run(group, watch))
 
     def _kind(self, group: Group) -> StepKind:
         limits = self._limits
@@ -148,7 +148,7 @@ class FixedStep:
         self._shape = shape
         length = kind.blocks * shape.block_size
         self._inputs = Inputs(
-            state=torch.zeros((kind.rows, 4), dtype=torch.int64, device=device),
+            state=torch.zeros((4 + kind.k, kind.rows), dtype=torch.int64, device=device),
             table=torch.full((kind.rows, kind.blocks), SCRAP_BLOCK, device=device),
             sampling=SamplingBatch.standing(kind.sampling, kind.rows, device),
             k=kind.k,
@@ -165,12 +165,12 @@ class FixedStep:
             except RuntimeError as error:
                 warnings.warn(f"a step runs unrecorded: {kind}: {error}", stacklevel=2)
 
-    def run(self, group: Group, watch: Stopwatch) -> torch.Tensor:  # [rows, 2 + 2 * k], int64
-        """What `check` returns, padding rows at the end; valid until the next run."""
+    def run(self, group: Group, watch: Stopwatch) -> torch.Tensor:  # [2 + 2 * k, rows], int64
+        """The joined verdict, padding rows at the end; valid until the next run."""
         self._fill(group)
         if self._graphs is None:
             proposal = self._propose(watch)
-            return check(self._target, self._inputs, proposal, watch)
+            return check(self._target, self._inputs, proposal, watch).joined()
         for part, graph in zip(("draft", "verify"), self._graphs, strict=True):
             with watch.section(part):
                 graph.replay()
@@ -179,7 +179,8 @@ class FixedStep:
     def _fill(self, group: Group) -> None:
         inputs = self._inputs
         rows, columns = inputs.table.shape
-        state = rows_of(group) + [(0, 0, 0, 0)] * (rows - len(group.contents))
+        padding = [0] * (rows - len(group.contents))
+        state = [line + padding for line in state_of(group, inputs.k)]
         inputs.state.copy_(on_host(state, torch.int64, inputs.state.device), non_blocking=True)
         held = self._filled or (None, None)
         self._filled = None
@@ -199,12 +200,14 @@ class FixedStep:
         device = self._inputs.state.device
 
         def step() -> torch.Tensor:
-            return check(self._target, self._inputs, self._propose(untimed), untimed)
+            return check(self._target, self._inputs, self._propose(untimed), untimed).joined()
 
         warm_up(step, device, _WARM_UPS)
         # Kept: what one graph leaves for the other must not be given to a third.
         drafting, self._proposal = record(lambda: self._propose(untimed), device, pool)
         verifying, self._out = record(
-            lambda: check(self._target, self._inputs, self._proposal, untimed), device, pool
+            lambda: check(self._target, self._inputs, self._proposal, untimed).joined(),
+            device,
+            pool,
         )
         self._graphs = (drafting, verifying)

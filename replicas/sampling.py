@@ -165,6 +165,7 @@ def sampling_batch(
 
 def first_best(
     scores: torch.Tensor,  # [rows, ..., vocab]
+    out: torch.Tensor | None = None,  # [rows, ...], int64, contiguous
 ) -> torch.Tensor:  # [rows, ...], int64
     """argmax: the first of equals, or of those that are no number.
 
@@ -172,7 +173,10 @@ def first_best(
     at 56 rows of 4,096.
     """
     if not scores.is_cpu:
-        return scores.argmax(dim=-1)
+        return scores.argmax(dim=-1) if out is None else torch.argmax(scores, -1, out=out)
+    if out is not None:
+        array_of(scores).argmax(axis=-1, out=out.numpy())
+        return out
     best: torch.Tensor = torch.from_numpy(array_of(scores).argmax(axis=-1))
     return best
 
@@ -195,10 +199,19 @@ def choose(
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,
     noise: torch.Tensor | None,  # [sampled, width, vocab or more], of the chosen positions
+    out: torch.Tensor | None = None,  # [rows, width], int64, contiguous
 ) -> torch.Tensor:  # [rows, width], int64
-    """The token that each of the logits stands for."""
+    """The token that each of the logits stands for; with `out`, written there."""
     if noise is None:
-        return first_best(logits)
+        return first_best(logits, out)
+    chosen = _choose_hot(logits, sampling, noise)
+    return chosen if out is None else out.copy_(chosen)
+
+
+def _choose_hot(
+    logits: torch.Tensor, sampling: SamplingBatch, noise: torch.Tensor
+) -> torch.Tensor:  # [rows, width], int64
+    """`choose` where some rows are sampled."""
     sampled, _ = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
     if sampling.greedy is not None:
         return torch.where(sampling.greedy, first_best(logits), sampled)

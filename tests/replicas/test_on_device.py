@@ -183,8 +183,8 @@ def record(pair: Models, step: str) -> FixedStep:
     untimed = Stopwatch(torch.device("cpu"))
     with recordable():
         proposal = fixed._propose(untimed)
-        out = replicas.graphs.check(pair.target, fixed._inputs, proposal, untimed)
-    assert out.shape == (ROWS, 2 + 2 * k)
+        out = replicas.graphs.check(pair.target, fixed._inputs, proposal, untimed).joined()
+    assert out.shape == (2 + 2 * k, ROWS)
     assert out.dtype is torch.int64
     return fixed
 
