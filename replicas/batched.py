@@ -44,27 +44,19 @@ class _Views:
 class Gathering:
     """Which keys and values passes read; kept, as those of a step mostly read the same blocks."""
 
-    def __init__(self, cache: PagedCache, kv_heads: int) -> None:
+    def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
-        # By head, [2, 1, kv_heads, 1], and by position of a block, in heads of the whole cache.
-        self._heads = np.arange(2 * kv_heads).reshape(2, 1, kv_heads, 1)
-        self._positions = np.arange(cache.block_size) * (2 * kv_heads)
-        self._block = cache.block_size * 2 * kv_heads
         self._blocks: list[torch.Tensor] = []
-        self._index = torch.zeros(0, dtype=torch.int64)
+        self._runs = torch.zeros(0, dtype=torch.int64)
 
-    def index(self, parts: Sequence[Part]) -> torch.Tensor:  # [heads read], int64
-        """For each part in order [keys or values, row, KV head, position], whole blocks."""
+    def runs(self, parts: Sequence[Part]) -> torch.Tensor:  # [runs], int64
+        """Those of each part in order."""
         blocks = [part.blocks for part in parts]
         if len(blocks) != len(self._blocks) or not all(map(is_, blocks, self._blocks)):
-            pieces = []
-            for part in parts:
-                first = part.blocks.numpy().reshape(part.rows, -1, 1) * self._block
-                at = (first + self._positions).reshape(1, part.rows, 1, -1)
-                pieces.append((at + self._heads).reshape(-1))
+            pieces = [self._cache.runs(part) for part in parts]
             whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            self._blocks, self._index = blocks, torch.from_numpy(whole)
-        return self._index
+            self._blocks, self._runs = blocks, torch.from_numpy(whole)
+        return self._runs
 
 
 class Batched:
@@ -86,7 +78,7 @@ class Batched:
         self._scaling = scaling
         self._tokens = tokens
         parts = window.parts or (window,)
-        self._read = gathering.index(parts)
+        self._read = gathering.runs(parts)
         self._gathered = cache.room(self._read.shape[0])
         if window.cells is None:
             self._asked, self._answered = _of_grid(rows, width, shape)
@@ -100,7 +92,7 @@ class Batched:
             items, length = part.rows * kv_heads, part.length
             queries = slice(asked, asked + part.rows * heads * width)
             folded = (items, heads // kv_heads * width, dim)
-            after = read + part.blocks.shape[0] * cache.block_size * 2 * kv_heads
+            after = read + part.blocks.shape[0] * 2 * kv_heads
             both = self._gathered[read:after].view(2, items, -1, dim)
             keys, values = both[:, :, :length].unbind(0)
             mask = part.mask

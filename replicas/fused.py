@@ -119,7 +119,7 @@ class FusedDecoder:
         self._embedding = body.embed_tokens.weight
         self._gathering: Gathering | None = None
         if batch and can_batch(self._embedding.device, self._embedding.dtype):
-            self._gathering = Gathering(cache, self._kv_heads)
+            self._gathering = Gathering(cache)
         self._norm = _norm(body.norm)
         self._pack = pack
         self._head = self._product(model.lm_head)

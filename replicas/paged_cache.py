@@ -350,7 +350,10 @@ class Layout:
 class PagedCache:
     """One model's KV tensors, handed to transformers as its `past_key_values`.
 
-    Keys and values of a position lie side by side, so that a layer costs one write and one gather.
+    On a GPU keys and values of a position lie side by side, so that a layer costs one write and one
+    gather, and who reads in place finds whole positions. On a CPU those of a block lie head by
+    head, so that a gather copies whole runs of positions: of pieces as short as one position's head
+    it has to find a page each, which takes longer than the copy.
 
     What is stored is finite. Rows read masked positions, too: padding in the scrap block, what an
     earlier owner left in a block. Their weight is 0, but 0 times NaN is NaN, so one row beyond the
@@ -370,26 +373,44 @@ class PagedCache:
         self.blocks = blocks
         self.block_size = block_size
         self._overflows = dtype is torch.float16
-        shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._shape = (block_size, 2, kv_heads, head_dim)
         self.part_positions = max(1, PART_NUMBERS // (2 * kv_heads * head_dim))
         """KV positions whose reading takes about as long as reading in one more part."""
-        # One layer is read at a time: a standing buffer spares the page faults of fresh memory. A
-        # GPU has none, and a recorded pass must not read from a buffer that others replace.
-        self._standing = device.type == "cpu"
-        self._gathered = self._layers[0][:0]
+        self._on_host = device.type == "cpu"
+        shape = (blocks + 1, *self._shape)
+        if self._on_host:
+            shape = (blocks + 1, 2, kv_heads, block_size, head_dim)
+        self._stores = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        # Whatever lies where: [blocks + 1, block_size, 2, kv_heads, head_dim].
+        self._layers = self._stores
+        self._arrays: list[Any] = []
+        """The same for numpy, which stores a few positions in a third of torch's time."""
+        if self._on_host:
+            self._layers = [store.permute(0, 3, 1, 2, 4) for store in self._stores]
+            self._arrays = [_array(layer) for layer in self._layers]
         self._window: Window | None = None
         self._in_place = False
+        self._at: tuple[Any, Any] = ((), ())
+        """Block and position in it of each of the window's tokens."""
+        # One layer is read at a time: a standing buffer spares the page faults of fresh memory. A
+        # GPU has none, and a recorded pass must not read from a buffer that others replace.
+        self._gathered = self._stores[0].new_empty((0, block_size * head_dim))
+        self._runs: dict[int, torch.Tensor] = {}
+        """`runs` of parts of the window, by the part's id."""
 
     def enter(self, window: Window, in_place: bool = False) -> None:
         """Set where the next forward pass reads and writes, and whether its reads gather."""
         self._window = window
         self._in_place = in_place
-        wanted = 0
-        if self._standing and not in_place:
-            wanted = max(part.blocks.shape[0] for part in (window, *window.parts))
-        if self._gathered.shape[0] < wanted:
-            self._gathered = self._layers[0].new_empty((wanted, *self._layers[0].shape[1:]))
+        if not self._on_host:
+            return
+        self._at = np.divmod(window.slots.numpy(), self.block_size)
+        self._runs.clear()
+        if not in_place:
+            _, _, kv_heads, _ = self._shape
+            wanted = max(part.blocks.shape[0] for part in (window, *window.parts)) * 2 * kv_heads
+            if self._gathered.shape[0] < wanted:
+                self._gathered = self._gathered.new_empty((wanted, self._gathered.shape[1]))
 
     def update(
         self,
@@ -400,9 +421,8 @@ class PagedCache:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new positions, return what `read` returns (transformers' interface)."""
-        kv_heads, dim = self._layers[layer_idx].shape[3:]
         both = torch.stack((key_states, value_states), dim=1)  # [rows, 2, heads, width, dim]
-        self.write(layer_idx, both.permute(0, 3, 1, 2, 4).reshape(-1, 2, kv_heads, dim))
+        self.write(layer_idx, both.permute(0, 3, 1, 2, 4).reshape(-1, *self._shape[1:]))
         return self.read(layer_idx)
 
     def write(self, layer_idx: int, fresh: torch.Tensor) -> None:
@@ -411,7 +431,10 @@ class PagedCache:
         assert self._window is not None, "enter() comes before a forward pass"
         if self._overflows:
             fresh.nan_to_num_()
-        self._layers[layer_idx].flatten(0, 1).index_copy_(0, self._window.slots, fresh)
+        if self._on_host:
+            self._arrays[layer_idx][self._at] = _array(fresh)
+        else:
+            self._stores[layer_idx].flatten(0, 1).index_copy_(0, self._window.slots, fresh)
 
     def read(self, layer_idx: int, part: Part | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all positions that the rows read, [rows, kv_heads, length, head_dim];
@@ -422,32 +445,44 @@ class PagedCache:
         """
         part = part or self._window
         assert part is not None, "enter() comes before a forward pass"
-        store = self._layers[layer_idx]
         if self._in_place:
-            keys, values = store.unbind(2)
+            keys, values = self._layers[layer_idx].unbind(2)
             return keys, values
-        if self._standing:
-            read = self._gathered[: part.blocks.shape[0]]
-            torch.index_select(store, 0, part.blocks, out=read)
+        _, _, kv_heads, dim = self._shape
+        if self._on_host:
+            runs = self._runs.get(id(part))
+            if runs is None:
+                runs = self._runs[id(part)] = torch.from_numpy(self.runs(part))
+            out = self.room(runs.shape[0])
+            self.gather(layer_idx, runs, out)
+            both = out.view(2, part.rows, kv_heads, -1, dim)[:, :, :, : part.length]
         else:
-            read = store.index_select(0, part.blocks)
-        read = read.view(part.rows, -1, *store.shape[2:])[:, : part.length]
-        keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
+            read = self._stores[layer_idx].index_select(0, part.blocks)
+            read = read.view(part.rows, -1, *self._shape[1:])[:, : part.length]
+            both = read.permute(2, 0, 3, 1, 4)
+        keys, values = both.unbind(0)
         return keys, values
 
-    def room(self, heads: int) -> torch.Tensor:  # [heads, head_dim]
-        """Of the standing buffer, for `gather`; it serves until the next pass is entered."""
-        return self._gathered.view(-1, self._gathered.shape[-1])[:heads]
+    def runs(self, part: Part) -> Any:  # array, [2 * kv_heads * blocks of the part], int64
+        """Where on a host the part's keys and values lie, one run for a block and head of either:
+        in the order keys or values, row, KV head, block of the row."""
+        _, _, kv_heads, _ = self._shape
+        blocks = part.blocks.numpy().reshape(1, part.rows, 1, -1)
+        heads = np.arange(2 * kv_heads).reshape(2, 1, kv_heads, 1)
+        return (blocks * (2 * kv_heads) + heads).reshape(-1)
+
+    def room(self, runs: int) -> torch.Tensor:  # [runs, block_size * head_dim]
+        """Of a host's standing buffer, for `gather`; it serves until the next pass is entered."""
+        return self._gathered[:runs]
 
     def gather(
         self,
         layer_idx: int,
-        heads: torch.Tensor,  # [heads read], int64: (slot * 2 + (0 key, 1 value)) * kv_heads + head
-        out: torch.Tensor,  # [heads read, head_dim]
+        runs: torch.Tensor,  # [runs], int64
+        out: torch.Tensor,  # [runs, block_size * head_dim]
     ) -> None:
-        """Copy keys and values in any order, head by head."""
-        store = self._layers[layer_idx]
-        torch.index_select(store.view(-1, store.shape[-1]), 0, heads, out=out)
+        """Copy keys and values on a host, run by run."""
+        torch.index_select(self._stores[layer_idx].view(-1, out.shape[1]), 0, runs, out=out)
 
     def clear(self) -> None:
         """Store 0 everywhere."""
@@ -457,6 +492,11 @@ class PagedCache:
     @property
     def bytes(self) -> int:
         return sum(layer.numel() * layer.element_size() for layer in self._layers)
+
+
+def _array(x: torch.Tensor) -> Any:
+    """The tensor's memory as numpy's array, which knows no bfloat16: its bits are as good."""
+    return (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
 
 
 def kv_bytes_per_block(

@@ -62,7 +62,7 @@ def test_queries_get_the_attention_over_their_own_positions(
 ) -> None:
     """All cells or some in any order, over one block table after the other."""
     cache = filled_cache()
-    gathering = Gathering(cache, KV_HEADS)
+    gathering = Gathering(cache)
     generator = torch.Generator().manual_seed(2)
 
     def checked(window: Window, table: torch.Tensor, cells: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from replicas import batched, products
 from replicas.fused import TOLERANCE
 from replicas.model import ATTENTION, PagedModel
-from replicas.paged_cache import CacheShape, Layout, PagedCache, Part
+from replicas.paged_cache import CacheShape, Layout, PagedCache
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model
 
 CPU = torch.device("cpu")
@@ -138,20 +138,14 @@ def test_rows_that_read_in_parts_get_what_they_get_as_one(
     """All cells and some, a few positions and one; each part reads no further than its rows."""
     model = paged(uneven_model(architecture), fuse=True)
     read: list[int] = []
-    cache = model._cache
-    plain, gather = cache.read, cache.gather
+    gather = model._cache.gather
+    runs_per_block = 2 * model._model.config.num_key_value_heads
 
-    def noted(layer_idx: int, part: Part | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        assert part is not None
-        read.append(part.blocks.shape[0] * SHAPE.block_size)
-        return plain(layer_idx, part)
+    def noted(layer_idx: int, runs: torch.Tensor, out: torch.Tensor) -> None:
+        gather(layer_idx, runs, out)
+        read.append(runs.shape[0] // runs_per_block * SHAPE.block_size)
 
-    def noted_heads(layer_idx: int, heads: torch.Tensor, out: torch.Tensor) -> None:
-        gather(layer_idx, heads, out)
-        read.append(heads.shape[0] // (2 * model._model.config.num_key_value_heads))
-
-    cache.read = noted  # type: ignore[method-assign]
-    cache.gather = noted_heads  # type: ignore[method-assign]
+    model._cache.gather = noted  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(4)
     table = torch.arange(1, 1 + 4 * 15).view(4, 15)
     tokens = torch.randint(VOCAB, (4, 50), generator=generator)
