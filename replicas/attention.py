@@ -22,9 +22,9 @@ import torch
 from replicas.config import ReplicaConfig
 from replicas.in_place import FlexInPlace, InPlace, NotInPlace, VarlenInPlace
 from replicas.model import PagedModel, alike
-from replicas.paged_cache import CacheShape, Layout, Span
 from replicas.pair import PairRefused
 from replicas.recording import record, warm_up
+from replicas.windows import CacheShape, Layout, Span
 
 AUTO, GATHER, FLEX, VARLEN = "auto", "gather", "flex", "varlen"
 

@@ -18,7 +18,8 @@ from operator import is_
 import numpy as np
 import torch
 
-from replicas.paged_cache import PagedCache, Part, Window
+from replicas.paged_cache import PagedCache
+from replicas.windows import Part, Window
 
 SCORES_MOST = 1 << 19
 """Scores of all heads of a pass: fused attention, which never stores them, is better beyond."""

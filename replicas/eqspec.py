@@ -14,18 +14,18 @@ sees the chosen ones only, packed into one row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from replicas.model import PagedModel
-from replicas.paged_cache import CacheShape, Layout, Span, Window
 from replicas.sampling import SamplingBatch, array_of, choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
 from replicas.trimming import trimmed
 from replicas.upload import upload
+from replicas.windows import CacheShape, Layout, Span, Window
 
 _NO_TOKEN = -1
 
@@ -268,11 +268,13 @@ def _of_numbers(
     NaN spreads to all scores there, and any token may be the first of them.
     """
     if logits.is_cpu and not sampling.any_sampled:
-        tokens = chosen.numpy().reshape(-1)
-        scores = array_of(logits).reshape(tokens.shape[0], -1)
-        best = scores[np.arange(tokens.shape[0]), tokens]
-        if not best.min() > -np.inf:  # NaN is not, either
-            tokens[~(best > -np.inf)] = _NO_TOKEN
+        # A few numbers, one by one: less code to fetch than for any operation on all.
+        score = array_of(logits).item
+        tokens = chosen.numpy()
+        for row, of_row in enumerate(tokens.tolist()):
+            for column, token in enumerate(of_row):
+                if not score(row, column, token) > -math.inf:
+                    tokens[row, column] = _NO_TOKEN
         return chosen
     best = (
         logits.amax(dim=-1)

@@ -26,8 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from replicas.batched import Batched, Gathering, can_batch, fits
 from replicas.in_place import Attend
-from replicas.paged_cache import PagedCache, Part, Window
+from replicas.paged_cache import PagedCache
 from replicas.products import Product
+from replicas.windows import Part, Window
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Greatest difference of a logit from the model's own, as a share of the greatest logit: what

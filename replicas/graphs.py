@@ -22,11 +22,11 @@ import torch
 
 from replicas.eqspec import Group, Inputs, Outcome, Proposal, check, propose, read_back, state_of
 from replicas.model import PagedModel
-from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Span
 from replicas.recording import record, warm_up
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from replicas.upload import on_host
+from replicas.windows import SCRAP_BLOCK, CacheShape, Span
 
 _WARM_UPS = 2
 """Runs before a recording."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from replicas.paged_cache import SCRAP_BLOCK, Window
+from replicas.windows import SCRAP_BLOCK, Window
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
 """Queries [rows, heads, width, head_dim], keys and values [blocks + 1, block_size, kv_heads,

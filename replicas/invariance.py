@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from replicas.buffers import ModelShape
 from replicas.model import PagedModel
-from replicas.paged_cache import CacheShape, Layout, PagedCache
+from replicas.paged_cache import PagedCache
 from replicas.tiles import TILES
+from replicas.windows import CacheShape, Layout
 
 _EDGE = 24
 """Positions at the beginning that are computed one by one, and those beyond the first chunk."""

@@ -17,7 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.fused import TOLERANCE, FusedDecoder, NotFused
 from replicas.in_place import Attend, InPlace
-from replicas.paged_cache import CacheShape, Layout, PagedCache, Window
+from replicas.paged_cache import PagedCache
+from replicas.windows import CacheShape, Layout, Window
 
 ATTENTION = "lockstep_paged"
 

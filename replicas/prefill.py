@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from replicas.model import PagedModel
-from replicas.paged_cache import CacheShape, Layout
 from replicas.spans import Span, cut_up, round_tokens, spans_window
 from replicas.upload import send, upload
+from replicas.windows import CacheShape, Layout
 
 PASS_COST_TOKENS = {"cpu": 48, "cuda": 2048}
 """What a forward pass costs beside its tokens, in tokens: launches and interpreter time. A rough

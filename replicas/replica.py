@@ -19,7 +19,7 @@ from replicas.eqspec import Group, step
 from replicas.graphs import Limits, StepRunner
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
-from replicas.paged_cache import BlockAllocator, CacheShape, PagedCache
+from replicas.paged_cache import BlockAllocator, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.parts import part_rows, positions_read
 from replicas.prefill import PASS_COST_TOKENS, prefill
@@ -27,6 +27,7 @@ from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.resident import Resident, Tally, commit
 from replicas.sampling import sampling_batch
 from replicas.stopwatch import Stopwatch
+from replicas.windows import CacheShape
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import (
     Order,

@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Part, Window
+from replicas.windows import SCRAP_BLOCK, CacheShape, Part, Window
 
 Span = tuple[int, int]
 """Positions [begin, end) of a row."""

@@ -19,8 +19,8 @@ from replicas.attention import FLEX, GATHER, Place, checked, fastest, measured, 
 from replicas.config import ReplicaConfig
 from replicas.in_place import Attend, FlexInPlace, InPlace, NotInPlace
 from replicas.model import PagedModel, scaled_dot_product_attention
-from replicas.paged_cache import Window
 from replicas.pair import PairRefused
+from replicas.windows import Window
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.oracle.test_trimmed import Trimming

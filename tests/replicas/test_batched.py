@@ -8,7 +8,8 @@ import torch
 
 from replicas import batched
 from replicas.batched import Batched, Gathering, fits
-from replicas.paged_cache import CacheShape, Layout, PagedCache, Window
+from replicas.paged_cache import PagedCache
+from replicas.windows import CacheShape, Layout, Window
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 BLOCK, BLOCKS, LAYERS = 4, 40, 2

@@ -26,11 +26,12 @@ from replicas.deterministic import make_deterministic
 from replicas.eqspec import Group, step
 from replicas.graphs import Limits, StepRunner
 from replicas.model import ATTENTION, PagedModel
-from replicas.paged_cache import CacheShape, PagedCache
+from replicas.paged_cache import PagedCache
 from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from replicas.tiles import TILES, Tiles
+from replicas.windows import CacheShape
 from scheduler.messages import SamplingParams
 from tests.memory_meter import peak_bytes
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from replicas.eqspec import Group, step
-from replicas.paged_cache import BlockAllocator, CacheShape, Window
+from replicas.paged_cache import BlockAllocator
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
+from replicas.windows import CacheShape, Window
 from scheduler.messages import SamplingParams
 
 CPU = torch.device("cpu")

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from replicas import batched, products
 from replicas.fused import TOLERANCE
 from replicas.model import ATTENTION, PagedModel
-from replicas.paged_cache import CacheShape, Layout, PagedCache
+from replicas.paged_cache import PagedCache
+from replicas.windows import CacheShape, Layout
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model
 
 CPU = torch.device("cpu")

@@ -18,7 +18,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from replicas.in_place import FlexInPlace, InPlace, NotInPlace, VarlenInPlace, logical_blocks
 from replicas.model import paged_attention
-from replicas.paged_cache import SCRAP_BLOCK, CacheShape, Layout, PagedCache, Window
+from replicas.paged_cache import PagedCache
+from replicas.windows import SCRAP_BLOCK, CacheShape, Layout, Window
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DIM = 8

@@ -26,11 +26,12 @@ from replicas.eqspec import Group
 from replicas.graphs import FixedStep, StepKind
 from replicas.in_place import FlexInPlace, InPlace, NotInPlace, VarlenInPlace
 from replicas.model import ATTENTION, PagedModel
-from replicas.paged_cache import BlockAllocator, CacheShape, Layout, PagedCache
+from replicas.paged_cache import BlockAllocator, PagedCache
 from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from replicas.tiles import EFFICIENT, TILED, TILES
+from replicas.windows import CacheShape, Layout
 from scheduler.messages import SamplingParams
 from tests.tiny_pairs import ARCHITECTURES, random_model
 

@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.paged_cache import (
-    SCRAP_BLOCK,
-    BlockAllocator,
-    CacheShape,
-    Layout,
-    OutOfBlocks,
-    PagedCache,
-)
+from replicas.paged_cache import BlockAllocator, OutOfBlocks, PagedCache
+from replicas.windows import SCRAP_BLOCK, CacheShape, Layout
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(block_size=4, context_len=64, dtype=torch.float32)

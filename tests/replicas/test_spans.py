@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from replicas.fused import TOLERANCE
 from replicas.model import PagedModel
-from replicas.paged_cache import SCRAP_BLOCK, Layout, Window
 from replicas.prefill import prefill
 from replicas.spans import Span, cut_up, round_tokens, spans_window
+from replicas.windows import SCRAP_BLOCK, Layout, Window
 from tests.replicas.test_fused import SHAPE, paged, uneven_model
 from tests.tiny_pairs import ARCHITECTURES, VOCAB
 

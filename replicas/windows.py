@@ -1,0 +1,280 @@
+"""Where a forward pass reads and writes: positions, slots, masks and blocks from lengths alone.
+
+Rows are left-aligned and every forward pass writes row i at its own positions, so realignment
+after a step is arithmetic on lengths: no KV data moves. Masks and positions come from lengths,
+never from token values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from replicas.upload import upload
+
+_NUMPY_HAS = (torch.float32, torch.float16)
+"""Dtypes of masks that numpy has, too."""
+SCRAP_BLOCK = 0
+"""A block nobody owns: padding of ragged rows is written there and never attended to."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What index arithmetic must know of a replica's cache."""
+
+    block_size: int
+    context_len: int
+    """Positions in use are below it; padding is clamped to it."""
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Part:
+    """What some rows of a forward pass read: as far as the longest of them.
+
+    Made a dozen times a step and changed by nobody: freezing it would triple what that takes.
+    """
+
+    blocks: torch.Tensor  # [rows * blocks of the longest], int64: blocks to read
+    length: int
+    """KV positions read per row: those before the window and the window itself."""
+    mask: torch.Tensor | None  # [rows or 1, 1, width, length], 0 or -inf; None: nothing is masked
+    rows: int
+    width: int
+    first: bool = field(default=False, kw_only=True)
+    """Nothing lies before any row, so what they read are their own tokens' keys and values: a query
+    sees those up to its own. There are no blocks and no mask then."""
+
+    def folded_mask(self, group: int) -> torch.Tensor | None:  # [.., 1, group * width, length]
+        """The mask where `group` query heads that share a KV head are rows of one."""
+        if self.mask is None or group == 1 or self.width == 1:
+            return self.mask
+        masks, _, width, length = self.mask.shape
+        shape = (masks, 1, group * width, length)
+        return self.mask.expand(masks, group, width, length).reshape(shape)
+
+
+@dataclass(slots=True)
+class Window(Part):
+    """Where one forward pass of a group reads and writes: made by `Layout`."""
+
+    positions: torch.Tensor  # [rows, width], int64, within the context
+    begins: Any  # [rows], int64, array or tensor: what `starts` is made of
+    slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
+    parts: tuple[Part, ...] = ()
+    """The same rows in several parts, in order, for whoever reads them so; empty: all as one. Parts
+    of one width each may make up a window that has none: see `replicas.spans`."""
+    cells: torch.Tensor | None = None  # [tokens], int64; None: every cell of the grid, in order
+    """Of a packed window, which holds some cells of the grid of rows and positions only: the cell
+    row * width + column of each token. Its positions are [1, tokens] and its slots [tokens]."""
+
+    @property
+    def starts(self) -> torch.Tensor:  # [rows], int64
+        """Positions of the first column, which may lie outside the context. Only who reads in place
+        asks for them."""
+        begins = self.begins
+        return begins if isinstance(begins, torch.Tensor) else torch.from_numpy(begins)
+
+    def packed(self, cells: torch.Tensor) -> Window:
+        """The window of some of the cells only, in the order given, [tokens]."""
+        return Window(
+            positions=self.positions.reshape(-1).index_select(0, cells)[None],
+            begins=self.begins,
+            slots=self.slots.index_select(0, cells),
+            blocks=self.blocks,
+            length=self.length,
+            mask=self.mask,
+            rows=self.rows,
+            width=self.width,
+            parts=self.parts,
+            cells=cells,
+        )
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows * width, ...]
+        """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
+        if self.cells is None:
+            return x
+        return x.new_zeros((self.rows * self.width, *x.shape[1:])).index_copy_(0, self.cells, x)
+
+    def pack(self, grid: torch.Tensor) -> torch.Tensor:  # [tokens, ...]
+        """Take what the tokens have out of the grid, [rows * width, ...]."""
+        return grid if self.cells is None else grid.index_select(0, self.cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is known on the host of where a step's rows lie; it fixes shapes and spares masks."""
+
+    longest: int
+    """The greatest start of a row, or a bound of it."""
+    uniform: bool
+    """All rows start at one position."""
+    inside: bool
+    """Every position of every row has a column in the block table."""
+    shortest: int = 0
+    """The least start of a row, or a bound of it: positions before it are seen by every query."""
+
+    @classmethod
+    def of(cls, starts: Sequence[int], width: int, table: torch.Tensor, shape: CacheShape) -> Span:
+        """Of rows that start at `starts` and have `width` positions each."""
+        first, longest = min(starts), max(starts)
+        inside = first >= 0 and (longest + width - 1) // shape.block_size < table.shape[1]
+        return cls(longest, first == longest, inside, max(first, 0))
+
+
+@lru_cache(maxsize=32)
+def _masks(reach: int, dtype: torch.dtype) -> Any:  # array, [reach, reach + 1]
+    """Every row that a mask of up to `reach` positions may have: row i hides all of them but the
+    first reach - i.
+
+    They overlap in memory, 2 * reach numbers in all.
+    """
+    stair = torch.zeros(2 * reach, dtype=dtype)
+    stair[reach:] = -torch.inf
+    return stair.as_strided((reach, reach + 1), (1, 1)).numpy()
+
+
+class Layout:
+    """Index arithmetic for all forward passes of one step, computed at once.
+
+    `starts[i]` is the first position of row i in the step; windows are slices of the `width`
+    positions that follow. With equal starts the group is uniform: one mask serves all rows, and a
+    window of width 1 needs none. Positions outside a row (before 0, or padding beyond its blocks)
+    are written to the scrap block.
+    """
+
+    def __init__(
+        self,
+        table: torch.Tensor,  # [rows, blocks], int64
+        starts: Sequence[int] | torch.Tensor,  # [rows]
+        width: int,
+        shape: CacheShape,
+        span: Span | None = None,
+        parts: Sequence[int] = (),
+    ) -> None:
+        """A span is needed with starts that are a tensor already, so that none is read back.
+
+        `parts` are the rows of each part that windows are read in, in order; see `replicas.parts`.
+        """
+        self._on_host = table.device.type == "cpu" and not isinstance(starts, torch.Tensor)
+        # numpy's operations on small arrays take a tenth of the time of torch's.
+        xp: Any = np if self._on_host else torch
+        columns: Any = table
+        if isinstance(starts, torch.Tensor):
+            assert span is not None, "starts on a device come with their span"
+            first: Any = starts
+        else:
+            span = span or Span.of(starts, width, table, shape)
+            if self._on_host:
+                columns, first = table.numpy(), np.array(starts, dtype=np.int64)
+            else:
+                first = upload(starts, torch.int64, table.device)
+
+        def arange(begin: int, end: int) -> Any:
+            if self._on_host:
+                return np.arange(begin, end)
+            return torch.arange(begin, end, device=table.device)
+
+        self._table = table
+        self._block_size = block_size = shape.block_size
+        self._longest = span.longest
+        self.uniform = span.uniform
+        self._positions = first[:, None] + arange(0, width)  # [rows, width]
+        self._inside = self._positions
+        column = self._positions // block_size
+        every = arange(0, table.shape[0])[:, None]
+        if span.inside:
+            block = columns[every, column]
+        else:
+            reach = table.shape[1]
+            outside = (column < 0) | (column >= reach)
+            block = xp.where(outside, SCRAP_BLOCK, columns[every, column.clip(0, reach - 1)])
+        if not span.inside or span.longest + width > shape.context_len:
+            self._inside = self._positions.clip(0, shape.context_len - 1)
+        self._slots = block * block_size + self._positions % block_size
+        self._read: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        """Blocks per row and which, by rows: the windows of a step mostly read the same ones."""
+        self._parts: list[tuple[int, int, int]] = []
+        """First row, the row after the last, and the greatest start of each part."""
+        end = 0
+        for rows in parts:
+            assert not isinstance(starts, torch.Tensor), "parts are of starts on the host"
+            self._parts.append((end, end + rows, max(starts[end : end + rows])))
+            end += rows
+        assert end in (0, table.shape[0]), "parts hold all rows"
+        length = self._longest + width
+        # Every query sees a key, so that padding stays finite.
+        last_seen = self._positions[:1] if self.uniform else self._positions
+        if not span.inside:
+            last_seen = last_seen.clip(0)
+        size = (last_seen.shape[0], 1, width, length)
+        # The memory is torch's, so that what is measured of it is all.
+        self._mask: Any = torch.empty(size, dtype=shape.dtype, device=table.device)
+        if self._on_host and shape.dtype in _NUMPY_HAS:
+            self._mask = self._mask.numpy()
+            if span.inside:
+                # A row's queries see one position more each: neighbours among all masks' rows.
+                masks = _masks(1 << length.bit_length(), shape.dtype)
+                for row, seen in enumerate(last_seen[:, 0].tolist()):
+                    begin = masks.shape[0] - 1 - seen
+                    self._mask[row, 0] = masks[begin : begin - width : -1, :length]
+                return
+        # All see what lies before the shortest row's first query; nothing is computed for it.
+        ragged = min(span.shortest + 1, length)
+        hidden = self._tensor(arange(ragged, length) > last_seen[:, :, None])
+        mask = self._tensor(self._mask).zero_()
+        mask[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
+
+    @property
+    def positions(self) -> torch.Tensor:  # [rows, width], int64
+        return self._tensor(self._positions)
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+
+    def window(self, begin: int, end: int) -> Window:
+        """The pass over positions starts + begin .. starts + end - 1."""
+        length = self._longest + end
+        unmasked = self.uniform and end - begin == 1
+        rows = self._table.shape[0]
+        return Window(
+            positions=self._tensor(self._inside[:, begin:end]),
+            begins=self._positions[:, begin],
+            slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
+            blocks=self._blocks(0, rows, length),
+            length=length,
+            mask=None if unmasked else self._tensor(self._mask[:, :, begin:end, :length]),
+            rows=rows,
+            width=end - begin,
+            parts=tuple(
+                [
+                    Part(
+                        blocks=self._blocks(first, after, longest + end),
+                        length=longest + end,
+                        mask=self._tensor(self._mask[first:after, :, begin:end, : longest + end]),
+                        rows=after - first,
+                        width=end - begin,
+                    )
+                    for first, after, longest in self._parts
+                ]
+            ),
+        )
+
+    def _blocks(self, first: int, after: int, length: int) -> torch.Tensor:
+        """Blocks of these rows' first positions, [rows * blocks of a row]."""
+        blocks = -(-length // self._block_size)
+        known = self._read.get((first, after))
+        if known is not None and known[0] == blocks:
+            return known[1]
+        table = self._table[first:after, :blocks]
+        missing = blocks - table.shape[1]
+        if missing > 0:
+            table = torch.nn.functional.pad(table, (0, missing), value=SCRAP_BLOCK)
+        read = table.reshape(-1)
+        self._read[first, after] = (blocks, read)
+        return read
