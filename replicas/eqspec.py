@@ -34,9 +34,10 @@ class NotFinite(ArithmeticError):
     """A row's logits are no numbers, so it has no next token; the message says which row's."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Group:
-    """The rows of one step."""
+    """The rows of one step. Like all that a step makes it is changed by nobody; to freeze it would
+    triple what making it takes."""
 
     contents: Sequence[Sequence[int]]
     """All content tokens per row; at least one. Read, never changed."""
@@ -48,11 +49,13 @@ class Group:
     """Draft tokens of all rows together that the target checks; None: all. Needs a `whole`
     SamplingBatch."""
     parts: Sequence[int] = ()
-    """Rows of each part that attention reads together, in order; see `replicas.parts`. Empty: all.
-    Steps of fixed shapes read all."""
+    """Rows of each part that the target's attention reads together, in order; see `replicas.parts`.
+    Empty: all. Steps of fixed shapes read all."""
+    draft_parts: Sequence[int] = ()
+    """The same of the draft's."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Outcome:
     """What a step did, per row."""
 
@@ -63,7 +66,7 @@ class Outcome:
     """Draft tokens that the target saw."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Inputs:
     """All that the device part depends on: tensors, and beside them what fixes their shapes."""
 
@@ -81,6 +84,7 @@ class Inputs:
     those of `state` are taken, and nothing is read back."""
     parts: Sequence[int] = ()
     """The group's; they need `starts`."""
+    draft_parts: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -131,6 +135,7 @@ def step(
         Span.of(state[1], k + 2, group.table, shape),
         state[1] if on_host else None,
         group.parts,
+        group.draft_parts,
     )
     verdict = check(target, inputs, propose(target, draft, inputs, shape, watch), watch)
     if on_host:
@@ -201,7 +206,7 @@ def propose(
     # After a step that accepted everything the draft lacks two positions, else one; feeding two
     # always keeps the shapes fixed and writes nothing new into the second. All windows are made
     # now, and not each before its pass: after a pass a processor would have to fetch the code anew.
-    windows = [layout.window(j + 1 if j else 0, j + 2) for j in range(k)]
+    windows = layout.draft_windows(k, inputs.draft_parts)
     verified = layout.window(1, k + 2)
     tokens = inputs.state[2:]
     feeds = tokens[:, :, None].unbind(0)  # each [rows, 1]

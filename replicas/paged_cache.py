@@ -16,9 +16,11 @@ import torch
 from replicas.upload import send
 from replicas.windows import SCRAP_BLOCK, Part, Window
 
-PART_NUMBERS = 8192
+PART_NUMBERS = 6144
 """Numbers (keys and values of one layer) whose reading takes about as long as reading in one more
 part: a few calls of some microseconds each."""
+PART_SETUP_NUMBERS = 28672
+"""The same of what a part takes once a pass, which all layers share."""
 
 
 class OutOfBlocks(Exception):
@@ -45,7 +47,11 @@ class BlockAllocator:
 
     def grow(self, sequence_id: str, length: int) -> None:
         """Own blocks for `length` positions; raises OutOfBlocks and then changes nothing."""
-        table = self._tables.setdefault(sequence_id, array("q"))
+        table = self._tables.get(sequence_id)
+        if table is None:
+            table = self._tables[sequence_id] = array("q")
+        elif len(table) * self.block_size >= length:
+            return
         missing = self.blocks_for(length) - len(table)
         if missing > self.free_blocks:
             if not table:
@@ -108,7 +114,8 @@ class PagedCache:
         self.block_size = block_size
         self._overflows = dtype is torch.float16
         self._shape = (block_size, 2, kv_heads, head_dim)
-        self.part_positions = max(1, PART_NUMBERS // (2 * kv_heads * head_dim))
+        numbers = PART_NUMBERS + PART_SETUP_NUMBERS // layers
+        self.part_positions = max(1, numbers // (2 * kv_heads * head_dim))
         """KV positions whose reading takes about as long as reading in one more part."""
         self._on_host = device.type == "cpu"
         shape = (blocks + 1, *self._shape)
@@ -142,7 +149,8 @@ class PagedCache:
         self._runs.clear()
         if not in_place:
             _, _, kv_heads, _ = self._shape
-            wanted = max(part.blocks.shape[0] for part in (window, *window.parts)) * 2 * kv_heads
+            blocks = sum(part.blocks.shape[0] for part in window.parts or (window,))
+            wanted = blocks * 2 * kv_heads
             if self._gathered.shape[0] < wanted:
                 self._gathered = self._gathered.new_empty((wanted, self._gathered.shape[1]))
 

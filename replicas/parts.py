@@ -35,20 +35,42 @@ def positions_read(lengths: Sequence[int], parts: Sequence[int]) -> int:
     return read
 
 
+def coarser(lengths: Sequence[int], parts: Sequence[int], part_positions: int | None) -> list[int]:
+    """Fewer parts of the same rows, for who pays more for one: neighbours become one where that
+    makes them read no more than `part_positions` further KV positions. O(rows)."""
+    if not parts or part_positions is None:
+        return []
+    merged: list[int] = []
+    begin, longest = 0, 0
+    for rows in parts:
+        most = max(lengths[begin : begin + rows])
+        begin += rows
+        if merged:
+            both = max(longest, most)
+            if merged[-1] * (both - longest) + rows * (both - most) <= part_positions:
+                merged[-1] += rows
+                longest = both
+                continue
+        merged.append(rows)
+        longest = most
+    return [] if len(merged) == 1 else merged
+
+
 def _divided(lengths: Sequence[int], begin: int, part_positions: int) -> list[int]:
     """Ends of the parts of these rows, the first of which is row `begin` of all."""
     rows = len(lengths)
     most = list(accumulate(lengths, max))
     least = list(accumulate(reversed(lengths), max))[::-1]
     whole = most[-1]
-    saved = at = 0
-    for rows_before in range(1, rows):
-        would_save = rows_before * (whole - most[rows_before - 1])
-        would_save += (rows - rows_before) * (whole - least[rows_before])
-        if would_save >= saved:
-            saved, at = would_save, rows_before
+    would_save = [
+        before * (whole - shorter) + (rows - before) * (whole - later)
+        for before, shorter, later in zip(range(1, rows), most, least[1:], strict=False)
+    ]
+    saved = max(would_save, default=0)
     if saved <= part_positions:
         return [begin + rows]
+    # The last of equals, that is.
+    at = rows - 1 - would_save[::-1].index(saved)
     return [
         *_divided(lengths[:at], begin, part_positions),
         *_divided(lengths[at:], begin + at, part_positions),

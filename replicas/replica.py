@@ -21,7 +21,7 @@ from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
-from replicas.parts import part_rows, positions_read
+from replicas.parts import coarser, part_rows, positions_read
 from replicas.prefill import PASS_COST_TOKENS, prefill
 from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.resident import Resident, Tally, commit
@@ -306,13 +306,9 @@ class Replica:
         start = perf_counter()
         watch = Stopwatch(self._device)
         ids = [row.sequence_id for row in order.rows]
-        rows = [self._checked(row) for row in order.rows]
-        for row, resident in zip(order.rows, rows, strict=True):
-            # The last token committed has no KV entry yet.
-            most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
-            self._own(row.sequence_id, row.blocks, row.length + most - 1)
+        rows = [self._ready(row, order.steps) for row in order.rows]
         before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
-        tallies = [Tally(0, 0, [0] * order.draft_len, [0] * order.draft_len) for _ in rows]
+        tallies = [Tally() for _ in rows]
         table = self._blocks.table(ids, self._device)
         # A target that cannot leave tokens out checks all of them: slower, and as right.
         verify = order.verify_tokens if self._target.packs else None
@@ -323,7 +319,10 @@ class Replica:
             static=self._runner is not None,
         )
         # Steps of fixed shapes read all rows as one.
-        part_positions = None if self._runner is not None else self._target.part_positions
+        part_positions = draft_part_positions = None
+        if self._runner is None:
+            part_positions = self._target.part_positions
+            draft_part_positions = self._draft.part_positions if self._draft else None
         own = read = done = 0
         try:
             for done in range(1, order.steps + 1):  # noqa: B007, the count outlives the loop
@@ -338,21 +337,19 @@ class Replica:
                 parts = part_rows(lengths, part_positions)
                 own += sum(lengths) + len(rows) * k
                 read += positions_read(lengths, parts) + len(rows) * k
+                draft_parts = coarser(lengths, parts, draft_part_positions)
                 contents = [resident.content for resident in rows]
-                group = Group(contents, caps, sampling, table, verify, parts)
+                group = Group(contents, caps, sampling, table, verify, parts, draft_parts)
                 if self._runner is None:
                     outcome = step(self._target, self._draft, group, self._shape, watch)
                 else:
                     outcome = self._runner.step(group, watch)
+                ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tally.draft_tokens += caps[index]
                     commit(resident, tally, outcome, index, k)
-                if any(
-                    resident.finished(tokens)
-                    for resident, tokens in zip(rows, outcome.committed, strict=True)
-                ):
-                    break
-                if interrupted():
+                    ended |= resident.finished(outcome.committed[index])
+                if ended or interrupted():
                     break
         except BaseException:
             for row, resident, (tokens_left, draft_kv) in zip(
@@ -369,10 +366,10 @@ class Replica:
                 RowResult(
                     sequence_id=row.sequence_id,
                     tokens=tuple(resident.content[row.length :]),
-                    steps=tally.steps,
+                    steps=done,
                     draft_tokens=tally.draft_tokens,
-                    accepted_at=tuple(tally.accepted_at),
-                    tried_at=tuple(tally.tried_at),
+                    accepted_at=tally.accepted_at(order.draft_len),
+                    tried_at=tally.tried_at(order.draft_len),
                 )
                 for row, resident, tally in zip(order.rows, rows, tallies, strict=True)
             ),
@@ -387,7 +384,8 @@ class Replica:
             kv_positions_read=read,
         )
 
-    def _checked(self, row: StepRow) -> Resident:
+    def _ready(self, row: StepRow, steps: int) -> Resident:
+        """The row's resident, as the pool says it is, with the blocks that so many steps need."""
         resident = self._residents[row.sequence_id]
         assert len(resident.content) == row.length, (
             f"{row.sequence_id}: the pool says {row.length} tokens,"
@@ -397,6 +395,9 @@ class Replica:
         assert self._frozen(row.sequence_id) <= resident.settled, "it would write shared blocks"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
         assert row.draft_len == 0 or self._draft is not None, "drafting needs a draft"
+        # The last token committed has no KV entry yet.
+        most = min(steps * (row.draft_len + 1), resident.tokens_left)
+        self._own(row.sequence_id, row.blocks, row.length + most - 1)
         return resident
 
     def _catch_up(self, ids: list[str], rows: list[Resident], watch: Stopwatch) -> None:

@@ -5,7 +5,8 @@ Knows lengths and tokens; nothing of models, caches or blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from replicas.eqspec import Outcome
 from replicas.prefix import Chain
@@ -39,25 +40,37 @@ class Resident:
         return self.tokens_left == 0 or not self.stop_token_ids.isdisjoint(committed)
 
 
-@dataclass
+@dataclass(slots=True)
 class Tally:
-    """What a row committed over the steps of an order."""
+    """What became of a row's draft tokens over the steps of an order."""
 
-    steps: int
-    draft_tokens: int
-    accepted_at: list[int]
-    tried_at: list[int]
+    draft_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    """By step: how many were right."""
+    tried: list[int] = field(default_factory=list)
+    """By step: how many were checked that had none but right ones before them."""
+
+    def accepted_at(self, draft_len: int) -> tuple[int, ...]:
+        """By position, up to draft_len: in how many steps that draft token was right."""
+        return _steps_beyond(tuple(self.accepted), draft_len)
+
+    def tried_at(self, draft_len: int) -> tuple[int, ...]:
+        """In how many steps it was checked and all before it were right."""
+        return _steps_beyond(tuple(self.tried), draft_len)
+
+
+@lru_cache(maxsize=1024)
+def _steps_beyond(counts: tuple[int, ...], draft_len: int) -> tuple[int, ...]:
+    """Mostly of one step, so there are few of them."""
+    return tuple([sum(count > j for count in counts) for j in range(draft_len)])
 
 
 def commit(resident: Resident, tally: Tally, outcome: Outcome, row: int, k: int) -> None:
     """Append a step's tokens. Drafting fed the draft all proposed tokens but the last one."""
-    length, accepted = len(resident.content), outcome.accepted[row]
-    resident.content.extend(outcome.committed[row])
-    resident.tokens_left -= len(outcome.committed[row])
+    tokens, accepted = outcome.committed[row], outcome.accepted[row]
     if k > 0:
-        resident.draft_kv = length + min(accepted, k - 1)
-    tally.steps += 1
-    for j in range(accepted):
-        tally.accepted_at[j] += 1
-    for j in range(min(accepted + 1, outcome.checked[row])):
-        tally.tried_at[j] += 1
+        resident.draft_kv = len(resident.content) + min(accepted, k - 1)
+    resident.content.extend(tokens)
+    resident.tokens_left -= len(tokens)
+    tally.accepted.append(accepted)
+    tally.tried.append(min(accepted + 1, outcome.checked[row]))

@@ -154,13 +154,17 @@ class SamplingBatch:
         return gumbel_noise(self.seed, positions, vocab)
 
 
-@lru_cache(maxsize=64)
 def sampling_batch(
     params: tuple[SamplingParams, ...], device: torch.device, whole: bool, static: bool
 ) -> SamplingBatch:
     """`SamplingBatch.of`, but the same one as long as the same rows come again: order after order
     as a rule, and its tensors are on the device then."""
-    return SamplingBatch.of(params, device, whole, static)
+    if params and not any(one.temperature for one in params):
+        return _greedy_batch(device)
+    return _kept_batch(params, device, whole, static)
+
+
+_kept_batch = lru_cache(maxsize=64)(SamplingBatch.of)
 
 
 def first_best(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,8 +67,9 @@ class Window(Part):
     begins: Any  # [rows], int64, array or tensor: what `starts` is made of
     slots: torch.Tensor  # [rows * width], int64: flat KV positions to write
     parts: tuple[Part, ...] = ()
-    """The same rows in several parts, in order, for whoever reads them so; empty: all as one. Parts
-    of one width each may make up a window that has none: see `replicas.spans`."""
+    """The same rows in several parts, in order, for a model that reads so; empty: all as one. With
+    parts, blocks and masks are theirs alone. Parts of one width each may make up a window that has
+    none: see `replicas.spans`."""
     cells: torch.Tensor | None = None  # [tokens], int64; None: every cell of the grid, in order
     """Of a packed window, which holds some cells of the grid of rows and positions only: the cell
     row * width + column of each token. Its positions are [1, tokens] and its slots [tokens]."""
@@ -106,7 +107,7 @@ class Window(Part):
         return grid if self.cells is None else grid.index_select(0, self.cells)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """What is known on the host of where a step's rows lie; it fixes shapes and spares masks."""
 
@@ -137,6 +138,15 @@ def _masks(reach: int, dtype: torch.dtype) -> Any:  # array, [reach, reach + 1]
     stair = torch.zeros(2 * reach, dtype=dtype)
     stair[reach:] = -torch.inf
     return stair.as_strided((reach, reach + 1), (1, 1)).numpy()
+
+
+@cache
+def _no_blocks(device: torch.device) -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.int64, device=device)
+
+
+Bounds = tuple[int, int, int]
+"""First row, the row after the last, and the greatest start of a part."""
 
 
 class Layout:
@@ -181,6 +191,8 @@ class Layout:
             return torch.arange(begin, end, device=table.device)
 
         self._table = table
+        self._columns = columns
+        self._no_blocks = _no_blocks(table.device)
         self._block_size = block_size = shape.block_size
         self._longest = span.longest
         self.uniform = span.uniform
@@ -199,14 +211,8 @@ class Layout:
         self._slots = block * block_size + self._positions % block_size
         self._read: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         """Blocks per row and which, by rows: the windows of a step mostly read the same ones."""
-        self._parts: list[tuple[int, int, int]] = []
-        """First row, the row after the last, and the greatest start of each part."""
-        end = 0
-        for rows in parts:
-            assert not isinstance(starts, torch.Tensor), "parts are of starts on the host"
-            self._parts.append((end, end + rows, max(starts[end : end + rows])))
-            end += rows
-        assert end in (0, table.shape[0]), "parts hold all rows"
+        self._starts = None if isinstance(starts, torch.Tensor) else starts
+        self._parts = self._bounds(parts)
         length = self._longest + width
         # Every query sees a key, so that padding stays finite.
         last_seen = self._positions[:1] if self.uniform else self._positions
@@ -238,32 +244,58 @@ class Layout:
         return torch.from_numpy(array) if isinstance(array, np.ndarray) else array
 
     def window(self, begin: int, end: int) -> Window:
-        """The pass over positions starts + begin .. starts + end - 1."""
-        length = self._longest + end
-        unmasked = self.uniform and end - begin == 1
-        rows = self._table.shape[0]
+        """The pass over positions starts + begin .. starts + end - 1, in the layout's parts."""
+        return self._window(begin, end, end, self._parts)
+
+    def draft_windows(self, k: int, parts: Sequence[int] = ()) -> list[Window]:
+        """The passes of k draft steps: over two positions, then over one more each; in these parts.
+
+        Where rows are masked anyway, all passes read as far as the last one does: the same blocks.
+        """
+        bounds = self._bounds(parts)
+        return [
+            self._window(j + 1 if j else 0, j + 2, j + 2 if self.uniform else k + 1, bounds)
+            for j in range(k)
+        ]
+
+    def _window(self, begin: int, end: int, reach: int, bounds: Sequence[Bounds]) -> Window:
+        """A pass that reads up to position starts + reach - 1, starts being the greatest of those
+        that read together."""
+        rows, width = self._table.shape[0], end - begin
+        length = self._longest + reach
+        unmasked = (self.uniform and width == 1) or bounds
         return Window(
             positions=self._tensor(self._inside[:, begin:end]),
             begins=self._positions[:, begin],
             slots=self._tensor(self._slots[:, begin:end].reshape(-1)),
-            blocks=self._blocks(0, rows, length),
+            blocks=self._no_blocks if bounds else self._blocks(0, rows, length),
             length=length,
             mask=None if unmasked else self._tensor(self._mask[:, :, begin:end, :length]),
             rows=rows,
-            width=end - begin,
+            width=width,
             parts=tuple(
                 [
                     Part(
-                        blocks=self._blocks(first, after, longest + end),
-                        length=longest + end,
-                        mask=self._tensor(self._mask[first:after, :, begin:end, : longest + end]),
+                        blocks=self._blocks(first, after, longest + reach),
+                        length=longest + reach,
+                        mask=self._tensor(self._mask[first:after, :, begin:end, : longest + reach]),
                         rows=after - first,
-                        width=end - begin,
+                        width=width,
                     )
-                    for first, after, longest in self._parts
+                    for first, after, longest in bounds
                 ]
             ),
         )
+
+    def _bounds(self, parts: Sequence[int]) -> list[Bounds]:
+        bounds, first = [], 0
+        for rows in parts:
+            assert self._starts is not None, "parts are of starts on the host"
+            after = first + rows
+            bounds.append((first, after, max(self._starts[first:after])))
+            first = after
+        assert first in (0, self._table.shape[0]), "parts hold all rows"
+        return bounds
 
     def _blocks(self, first: int, after: int, length: int) -> torch.Tensor:
         """Blocks of these rows' first positions, [rows * blocks of a row]."""
@@ -271,10 +303,14 @@ class Layout:
         known = self._read.get((first, after))
         if known is not None and known[0] == blocks:
             return known[1]
-        table = self._table[first:after, :blocks]
+        table = self._columns[first:after, :blocks]
         missing = blocks - table.shape[1]
         if missing > 0:
-            table = torch.nn.functional.pad(table, (0, missing), value=SCRAP_BLOCK)
-        read = table.reshape(-1)
+            table = (
+                np.pad(table, ((0, 0), (0, missing)), constant_values=SCRAP_BLOCK)
+                if self._on_host
+                else torch.nn.functional.pad(table, (0, missing), value=SCRAP_BLOCK)
+            )
+        read = self._tensor(table.reshape(-1))
         self._read[first, after] = (blocks, read)
         return read

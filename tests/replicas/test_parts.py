@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.parts import part_rows, positions_read
+from replicas.parts import coarser, part_rows, positions_read
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=24)
 
@@ -31,6 +31,22 @@ def test_each_part_saves_more_than_it_costs_and_no_further_one_would(
         begin += rows
         for at in range(1, rows):
             assert max(part) * rows - positions_read(part, [at, rows - at]) <= cost
+
+
+@given(LENGTHS, st.integers(0, 100), st.integers(0, 300))
+def test_coarser_parts_hold_the_same_rows_and_read_little_more(
+    lengths: list[int], cost: int, further: int
+) -> None:
+    lengths = sorted(lengths)
+    parts = part_rows(lengths, cost)
+    merged = coarser(lengths, parts, further)
+    ends = {sum(parts[:n]) for n in range(len(parts) + 1)}
+    assert {sum(merged[:n]) for n in range(len(merged) + 1)} <= ends
+    assert sum(merged or [len(lengths)]) == len(lengths)
+    spared = max(len(parts), 1) - max(len(merged), 1)
+    assert positions_read(lengths, merged) <= positions_read(lengths, parts) + spared * further
+    assert coarser(lengths, parts, 10**6) == []
+    assert coarser(lengths, parts, None) == []
 
 
 def test_positions_are_counted_part_by_part() -> None:

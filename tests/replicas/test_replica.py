@@ -284,12 +284,13 @@ def test_padding_read_is_counted_by_length() -> None:
 
 def test_rows_far_apart_read_in_parts_and_are_counted_so() -> None:
     """Not where steps have fixed shapes, and not by a model whose layers are its own."""
-    prompts = {"a": prompt(4), "b": prompt(9), "c": prompt(200), "d": prompt(180)}
-    own = 5 + 10 + 201 + 181 - 4 + 4 * 2
+    lengths = {"a": 4, "b": 9, "e": 7, "f": 9, "c": 200, "d": 180}
+    prompts = {name: prompt(length) for name, length in lengths.items()}
+    own = sum(lengths.values()) + 6 * 2
     for settings, read in (
-        ({}, 2 * (9 + 2) + 2 * (200 + 2)),
-        ({"graphs": "on"}, 4 * (200 + 2)),
-        ({"fuse_layers": False}, 4 * (200 + 2)),
+        ({}, 4 * (9 + 2) + 2 * (200 + 2)),
+        ({"graphs": "on"}, 6 * (200 + 2)),
+        ({"fuse_layers": False}, 6 * (200 + 2)),
     ):
         client = Client(tiny_replica("llama", **settings))
         client.prefill(**prompts)
