@@ -5,7 +5,7 @@ step all scores fit into a processor's cache at once, and one batched product fo
 softmax and another product take two thirds of its time.
 
 What layers have in common is set up once for a pass: which numbers are copied where, masks and
-buffers. A layer then costs three copies by index, and three operations for each part of its rows.
+buffers. A layer then costs two copies by index, and four operations for each part of its rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """One part's share of the buffers; `items` are its rows x KV heads."""
+    """One part's share of the buffers; `items` are its rows x KV heads.
 
+    Gathered items stand one after the other, and each part's in the same memory: a batched product
+    gives each core the items that the same core has copied, and they fit into what it keeps.
+    """
+
+    runs: torch.Tensor  # [runs], int64
+    gathered: torch.Tensor  # [runs, block_size * head_dim]
     mask: torch.Tensor  # [items, group * width, length], or anything where nothing is masked
     masked: int
     queries: torch.Tensor  # [items, group * width, head_dim]
@@ -43,20 +49,18 @@ class _Views:
 
 
 class Gathering:
-    """Which keys and values passes read; kept, as those of a step mostly read the same blocks."""
+    """What passes read; kept, as those of a step mostly read the same blocks."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._blocks: list[torch.Tensor] = []
-        self._runs = torch.zeros(0, dtype=torch.int64)
+        self._runs: list[torch.Tensor] = []
 
-    def runs(self, parts: Sequence[Part]) -> torch.Tensor:  # [runs], int64
-        """Those of each part in order."""
+    def runs(self, parts: Sequence[Part]) -> list[torch.Tensor]:  # each [runs], int64
+        """Those of each part."""
         blocks = [part.blocks for part in parts]
         if len(blocks) != len(self._blocks) or not all(map(is_, blocks, self._blocks)):
-            pieces = [self._cache.runs(part) for part in parts]
-            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            self._blocks, self._runs = blocks, torch.from_numpy(whole)
+            self._blocks, self._runs = blocks, [self._cache.runs(part) for part in parts]
         return self._runs
 
 
@@ -79,29 +83,28 @@ class Batched:
         self._scaling = scaling
         self._tokens = tokens
         parts = window.parts or (window,)
-        self._read = gathering.runs(parts)
-        self._gathered = cache.room(self._read.shape[0])
         if window.cells is None:
             self._asked, self._answered = _of_grid(rows, width, shape)
         else:
             self._asked, self._answered = _of_cells(window.cells.numpy(), rows, width, shape)
-        self._queries = self._gathered.new_empty((rows * heads * width, dim))
+        self._queries = cache.room(0).new_empty((rows * heads * width, dim))
         self._out = torch.empty_like(self._queries)
         self._parts = []
-        asked = read = 0
-        for part in parts:
+        asked = 0
+        for part, runs in zip(parts, gathering.runs(parts), strict=True):
             items, length = part.rows * kv_heads, part.length
             queries = slice(asked, asked + part.rows * heads * width)
             folded = (items, heads // kv_heads * width, dim)
-            after = read + part.blocks.shape[0] * 2 * kv_heads
-            both = self._gathered[read:after].view(2, items, -1, dim)
-            keys, values = both[:, :, :length].unbind(0)
+            gathered = cache.room(runs.shape[0])
+            keys, values = gathered.view(items, 2, -1, dim)[:, :, :length].unbind(1)
             mask = part.mask
             if mask is not None:
                 whole = (part.rows, kv_heads, heads // kv_heads, width, length)
                 mask = mask[:, :, None].expand(whole).reshape(*folded[:2], length)
             self._parts.append(
                 _Views(
+                    runs=runs,
+                    gathered=gathered,
                     mask=self._out[:1, :1] if mask is None else mask,
                     masked=int(mask is not None),
                     queries=self._queries[queries].view(folded),
@@ -111,7 +114,7 @@ class Batched:
                     out=self._out[queries].view(folded),
                 )
             )
-            asked, read = queries.stop, after
+            asked = queries.stop
 
     def __call__(
         self,
@@ -120,8 +123,8 @@ class Batched:
     ) -> torch.Tensor:  # [tokens, heads * head_dim], valid until the next layer
         """The layer's result for its queries; the window's keys and values are written already."""
         torch.index_select(qkv.view(-1, qkv.shape[2]), 0, self._asked, out=self._queries)
-        self._cache.gather(layer_idx, self._read, self._gathered)
         for part in self._parts:
+            self._cache.gather(layer_idx, part.runs, part.gathered)
             torch.baddbmm(
                 part.mask,
                 part.queries,

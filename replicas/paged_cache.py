@@ -149,7 +149,7 @@ class PagedCache:
         self._runs.clear()
         if not in_place:
             _, _, kv_heads, _ = self._shape
-            blocks = sum(part.blocks.shape[0] for part in window.parts or (window,))
+            blocks = max([part.blocks.shape[0] for part in window.parts or (window,)])
             wanted = blocks * 2 * kv_heads
             if self._gathered.shape[0] < wanted:
                 self._gathered = self._gathered.new_empty((wanted, self._gathered.shape[1]))
@@ -194,10 +194,11 @@ class PagedCache:
         if self._on_host:
             runs = self._runs.get(id(part))
             if runs is None:
-                runs = self._runs[id(part)] = torch.from_numpy(self.runs(part))
+                runs = self._runs[id(part)] = self.runs(part)
             out = self.room(runs.shape[0])
             self.gather(layer_idx, runs, out)
-            both = out.view(2, part.rows, kv_heads, -1, dim)[:, :, :, : part.length]
+            both = out.view(part.rows, kv_heads, 2, -1, dim)[:, :, :, : part.length]
+            both = both.permute(2, 0, 1, 3, 4)
         else:
             read = self._stores[layer_idx].index_select(0, part.blocks)
             read = read.view(part.rows, -1, *self._shape[1:])[:, : part.length]
@@ -205,13 +206,13 @@ class PagedCache:
         keys, values = both.unbind(0)
         return keys, values
 
-    def runs(self, part: Part) -> Any:  # array, [2 * kv_heads * blocks of the part], int64
+    def runs(self, part: Part) -> torch.Tensor:  # [2 * kv_heads * blocks of the part], int64
         """Where on a host the part's keys and values lie, one run for a block and head of either:
-        in the order keys or values, row, KV head, block of the row."""
+        in the order row, KV head, keys or values, block of the row."""
         _, _, kv_heads, _ = self._shape
-        blocks = part.blocks.numpy().reshape(1, part.rows, 1, -1)
-        heads = np.arange(2 * kv_heads).reshape(2, 1, kv_heads, 1)
-        return (blocks * (2 * kv_heads) + heads).reshape(-1)
+        blocks = part.blocks.numpy().reshape(part.rows, 1, 1, -1)
+        heads = np.arange(2 * kv_heads).reshape(2, kv_heads).T
+        return torch.from_numpy((blocks * (2 * kv_heads) + heads[:, :, None]).reshape(-1))
 
     def room(self, runs: int) -> torch.Tensor:  # [runs, block_size * head_dim]
         """Of a host's standing buffer, for `gather`; it serves until the next pass is entered."""
