@@ -31,6 +31,7 @@ from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, th
 from cluster.replica_runner import HostedReplica, ReplicaRunner
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
+from scheduler.garbage import collect_seldom
 from scheduler.sharding import shard_of_rank
 
 APP_NAME = "lockstep"
@@ -109,6 +110,8 @@ class ReplicaDeployment:
             shard=shard_of_rank(context.rank.rank, self._shards),
         )
         await self._runner.start()
+        # A look at all that torch and the models brought along would hold up a step for 0.2 s.
+        collect_seldom()
 
     def reconfigure(self, _user_config: None, rank: ReplicaRank) -> None:
         """Serve keeps the ranks without gaps, and calls this when ours changes."""

@@ -1,7 +1,8 @@
-"""Python's cyclic garbage collector, set for a process that holds very many small objects.
+"""Python's cyclic garbage collector, set for a process that holds very many objects.
 
 It looks at all young objects after every few hundred new ones, and at all old ones now and then. A
-pool makes thousands per second that go by their reference count, and keeps hundreds of thousands.
+pool makes thousands per second that go by their reference count, and keeps hundreds of thousands;
+a replica has as many of the libraries that it is built on.
 """
 
 from __future__ import annotations
