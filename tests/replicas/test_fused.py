@@ -171,6 +171,33 @@ def test_rows_that_read_in_parts_get_what_they_get_as_one(
             assert of_parts == sum(whole_blocks(start + width) for start in (9, 9, 31, 50))
 
 
+@pytest.mark.parametrize("starts", [(6, 9, 31, 50), (20, 20, 20, 20)])
+@pytest.mark.parametrize("parts", [(), (2, 2)])
+@torch.inference_mode()
+def test_draft_passes_see_what_single_passes_see(
+    starts: tuple[int, ...], parts: tuple[int, ...], attention: None
+) -> None:
+    """They read as far as the last of them does, and mask what lies beyond their own positions."""
+    k = 3
+    model = paged(uneven_model("llama"), fuse=True)
+    generator = torch.Generator().manual_seed(5)
+    table = torch.arange(1, 1 + 4 * 15).view(4, 15)
+    filled = torch.randint(VOCAB, (4, 50), generator=generator)
+    # What lies beyond a row's own positions is another row's leavings.
+    model.forward(filled, Layout(table.flip(0), [0] * 4, 50, SHAPE).window(0, 50))
+    model.forward(filled, Layout(table, [0] * 4, 50, SHAPE).window(0, 50))
+    layout = Layout(table, list(starts), k + 2, SHAPE)
+    windows = layout.draft_windows(k, parts)
+    assert [window.width for window in windows] == [2, 1, 1]
+    fresh = torch.randint(VOCAB, (4, k + 1), generator=generator)
+    for j, window in enumerate(windows):
+        begin = j + 1 if j else 0
+        given = fresh[:, begin : j + 2]
+        expected = model.forward(given, layout.window(begin, j + 2), logits_to_keep=1)
+        got = model.forward(given, window, logits_to_keep=1)
+        assert (got - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
+
+
 def test_weights_are_joined_and_not_doubled() -> None:
     model = uneven_model("llama")
     assert paged(model, fuse=True).fused
