@@ -288,6 +288,9 @@ class Layout:
         )
 
     def _bounds(self, parts: Sequence[int]) -> list[Bounds]:
+        """None where all rows begin alike: they read equally far, and share one mask."""
+        if self.uniform:
+            return []
         bounds, first = [], 0
         for rows in parts:
             assert self._starts is not None, "parts are of starts on the host"
