@@ -30,6 +30,7 @@ def test_output_is_that_of_plain_decoding(
     whole = LocalEngine(tiny_replica(architecture), config)
     whole.generate(world(architecture, SEED).requests)
     monkeypatch.setattr(paged_cache, "PART_NUMBERS", 1)
+    monkeypatch.setattr(paged_cache, "PART_SETUP_NUMBERS", 0)
     engine = LocalEngine(tiny_replica(architecture), config, check=True)
     outputs = engine.generate(world(architecture, SEED).requests)
     assert [output.tokens for output in outputs] == world(architecture, SEED).greedy
