@@ -29,7 +29,7 @@ Shape = tuple[int, int, int]
 """Query heads, KV heads and their width."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Views:
     """One part's share of the buffers; `items` are its rows x KV heads.
 
