@@ -39,7 +39,8 @@ _CALL_REQUESTS_MAX = 1000
 """What goes out with one call, so that a pool which is told everything again, by every ingress,
 answers each of them in time; else they would begin again for ever."""
 _PART_S = 0.5
-"""How long a new session waits for what the pool has to say of the one before."""
+"""How long a new session waits for what the pool has to say of the one before, and a link that is
+closed for its loops to end."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 

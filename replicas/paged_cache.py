@@ -114,6 +114,7 @@ class PagedCache:
         self.block_size = block_size
         self._overflows = dtype is torch.float16
         self._shape = (block_size, 2, kv_heads, head_dim)
+        self._kv_heads = kv_heads
         numbers = PART_NUMBERS + PART_SETUP_NUMBERS // layers
         self.part_positions = max(1, numbers // (2 * kv_heads * head_dim))
         """KV positions whose reading takes about as long as reading in one more part."""
@@ -148,9 +149,8 @@ class PagedCache:
         self._at = np.divmod(window.slots.numpy(), self.block_size)
         self._runs.clear()
         if not in_place:
-            _, _, kv_heads, _ = self._shape
             blocks = max([part.blocks.shape[0] for part in window.parts or (window,)])
-            wanted = blocks * 2 * kv_heads
+            wanted = blocks * 2 * self._kv_heads
             if self._gathered.shape[0] < wanted:
                 self._gathered = self._gathered.new_empty((wanted, self._gathered.shape[1]))
 
@@ -190,15 +190,14 @@ class PagedCache:
         if self._in_place:
             keys, values = self._layers[layer_idx].unbind(2)
             return keys, values
-        _, _, kv_heads, dim = self._shape
         if self._on_host:
             runs = self._runs.get(id(part))
             if runs is None:
                 runs = self._runs[id(part)] = self.runs(part)
             out = self.room(runs.shape[0])
             self.gather(layer_idx, runs, out)
-            both = out.view(part.rows, kv_heads, 2, -1, dim)[:, :, :, : part.length]
-            both = both.permute(2, 0, 1, 3, 4)
+            shape = (part.rows, self._kv_heads, 2, -1, self._shape[-1])
+            both = out.view(shape)[:, :, :, : part.length].permute(2, 0, 1, 3, 4)
         else:
             read = self._stores[layer_idx].index_select(0, part.blocks)
             read = read.view(part.rows, -1, *self._shape[1:])[:, : part.length]
@@ -209,10 +208,10 @@ class PagedCache:
     def runs(self, part: Part) -> torch.Tensor:  # [2 * kv_heads * blocks of the part], int64
         """Where on a host the part's keys and values lie, one run for a block and head of either:
         in the order row, KV head, keys or values, block of the row."""
-        _, _, kv_heads, _ = self._shape
+        per_block = 2 * self._kv_heads
         blocks = part.blocks.numpy().reshape(part.rows, 1, 1, -1)
-        heads = np.arange(2 * kv_heads).reshape(2, kv_heads).T
-        return torch.from_numpy((blocks * (2 * kv_heads) + heads[:, :, None]).reshape(-1))
+        heads = np.arange(per_block).reshape(2, self._kv_heads).T
+        return torch.from_numpy((blocks * per_block + heads[:, :, None]).reshape(-1))
 
     def room(self, runs: int) -> torch.Tensor:  # [runs, block_size * head_dim]
         """Of a host's standing buffer, for `gather`; it serves until the next pass is entered."""
