@@ -118,7 +118,13 @@ class Load:
         self._residents_most = replicas * roomy.residents_max
         self.rows = 0
         self.answered = 0
-        spec = ReplicaSpec(kv_blocks=100_000, block_size=16, context_len=8192, vocab_size=1000)
+        spec = ReplicaSpec(
+            kv_blocks=100_000,
+            block_size=16,
+            context_len=8192,
+            vocab_size=1000,
+            trims_drafts=True,
+        )
         for index in range(replicas):
             self._tell(ReplicaJoined(f"r{index}", spec))
         while self._live < live:

@@ -65,13 +65,14 @@ class Acceptance:
     def observe(self, answers: Iterable[Answer]) -> None:
         """Rows came back from an order. Where one drafted nothing its past fades all the same, so
         that a row which was given up comes back to what its class shows."""
+        greedy, sampled = self._greedy, self._sampled
         for sequence, row in answers:
             tried, agreed = sum(row.tried_at), sum(row.accepted_at)
             keep = DECAY if row.steps == 1 else DECAY**row.steps
             sequence.tried = tried_lately = keep * sequence.tried + tried
             sequence.agreed = agreed_lately = keep * sequence.agreed + agreed
             # By its own tries: towards the others' acceptance both kinds would come to look alike.
-            known = self._greedy if sequence.greedy else self._sampled
+            known = greedy if sequence.greedy else sampled
             class_tried, class_agreed = known.tried, known.agreed
             acceptance = (agreed_lately + class_agreed / class_tried) / (tried_lately + 1.0)
             if acceptance < SELDOM_RIGHT or sequence.draft_len == 0:

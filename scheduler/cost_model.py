@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log2
+from struct import Struct
 
 from scheduler.messages import Order, OrderKind, StepResult, StepTiming
 from scheduler.records import record
@@ -36,7 +38,7 @@ OUTLIER = 3.0
 @lru_cache(4096)
 def _tokens_key(tokens: int) -> int:
     """Cells are a quarter of an octave of tokens wide."""
-    return round(4 * math.log2(tokens + 1))
+    return round(4 * log2(tokens + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,11 @@ class LinearCost:
         return self.fixed_s + self.token_s * tokens + self.kv_s * kv
 
 
-@dataclass(slots=True)
-class _Cell:
-    """Observations of nearly the same work, as one."""
-
-    tokens: float
-    kv: float
-    seconds: float
-    count: int
-    """How many, as far as that matters."""
-    seen: int
-    """Number of the fit's observation that was its last."""
+_CELL = Struct("dddqq")
+"""Means of the tokens, KV positions and seconds of nearly the same work, how many observations they
+are, as far as that matters, and which of the fit's was the last."""
+_KV_KEYS = 256
+"""More than there are kinds of KV positions."""
 
 
 class Fit:
@@ -69,12 +65,17 @@ class Fit:
 
     Observations of like work fall into one cell, so what happens a thousand times does not outweigh
     what happens seldom, and a cost that changes is followed.
+
+    A pool has some of these for each replica, and none is in a cache when its turn comes: so cells
+    are plain numbers side by side.
     """
 
-    __slots__ = ("_cells", "_cost", "_kinds", "_seen", "_solved_at")
+    __slots__ = ("_begins", "_cells", "_cost", "_kinds", "_seen", "_solved_at")
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._cells = bytearray()
+        self._begins: dict[int, int] = {}
+        """Where the cell of a key begins."""
         self._seen = 0
         self._solved_at = 0
         """Observations that `_cost` knows."""
@@ -87,34 +88,46 @@ class Fit:
         if seconds <= 0.0:
             return
         self._seen += 1
-        key = (_tokens_key(tokens), round(2 * math.log2(kv + 1)) if kv else 0)
-        cell = self._cells.get(key)
-        if cell is None:
-            self._kinds = None
-            if len(self._cells) >= CELLS_MAX:
-                del self._cells[min(self._cells, key=lambda one: self._cells[one].seen)]
-            cell = self._cells[key] = _Cell(tokens, kv, seconds, 0, 0)
-        elif cell.count >= 4 and seconds > OUTLIER * cell.seconds:
-            seconds = OUTLIER * cell.seconds
-        if cell.count < _COUNT_RECENT:
-            cell.count += 1
-        rate = RECENT if cell.count == _COUNT_RECENT else 1.0 / cell.count
-        cell.seen = self._seen
-        cell.tokens += rate * (tokens - cell.tokens)
-        cell.kv += rate * (kv - cell.kv)
-        cell.seconds += rate * (seconds - cell.seconds)
+        key = _tokens_key(tokens) * _KV_KEYS
+        if kv:
+            key += round(2 * log2(kv + 1))
+        begin = self._begins.get(key)
+        if begin is None:
+            begin = self._begins[key] = self._place()
+            _CELL.pack_into(self._cells, begin, tokens, kv, seconds, 1, self._seen)
+            return
+        mean_tokens, mean_kv, mean_s, count, _ = _CELL.unpack_from(self._cells, begin)
+        if count >= 4 and seconds > OUTLIER * mean_s:
+            seconds = OUTLIER * mean_s
+        if count < _COUNT_RECENT:
+            count += 1
+        rate = RECENT if count == _COUNT_RECENT else 1.0 / count
+        mean_tokens += rate * (tokens - mean_tokens)
+        mean_kv += rate * (kv - mean_kv)
+        mean_s += rate * (seconds - mean_s)
+        _CELL.pack_into(self._cells, begin, mean_tokens, mean_kv, mean_s, count, self._seen)
+
+    def _place(self) -> int:
+        """Where a new cell begins; of too many the least recently seen goes."""
+        self._kinds = None
+        begins = self._begins
+        if len(begins) < CELLS_MAX:
+            self._cells += bytes(_CELL.size)
+            return len(self._cells) - _CELL.size
+        seen = {key: _CELL.unpack_from(self._cells, begin)[-1] for key, begin in begins.items()}
+        return begins.pop(min(seen, key=lambda key: seen[key]))
 
     @property
     def kinds(self) -> int:
         """Distinct numbers of tokens seen: a slope needs two."""
         if self._kinds is None:
-            self._kinds = len({tokens for tokens, _ in self._cells})
+            self._kinds = len({key // _KV_KEYS for key in self._begins})
         return self._kinds
 
     def cost(self) -> LinearCost:
         """The fit as it stands; recomputed seldom once much was seen, for it takes its time."""
         stale = self._seen - self._solved_at
-        if stale > self._seen // 4 or stale > 4 * len(self._cells):
+        if stale > self._seen // 3 or stale > 4 * len(self._begins):
             self._solved_at = self._seen
             self._cost = self._solve()
         return self._cost
@@ -122,11 +135,13 @@ class Fit:
     def _solve(self) -> LinearCost:
         """Least squares of the relative error, without negative parts."""
         tokens_sum = kv_sum = 0.0
+        now = self._seen
         w = wt = wk = wtt = wtk = wkk = ws = wts = wks = 0.0
-        for cell in self._cells.values():
-            age = self._seen - cell.seen
-            tokens, kv, seconds = cell.tokens, cell.kv, cell.seconds
-            weight = max(FADE**age, WEIGHT_LEAST) * min(cell.count, 4) / seconds**2
+        for tokens, kv, seconds, count, last in _CELL.iter_unpack(self._cells):
+            weight = FADE ** (now - last)
+            if weight < WEIGHT_LEAST:
+                weight = WEIGHT_LEAST
+            weight *= (count if count < 4 else 4) / (seconds * seconds)
             tokens_sum += tokens
             kv_sum += kv
             weighted_tokens, weighted_kv = weight * tokens, weight * kv
@@ -140,8 +155,8 @@ class Fit:
             wts += weighted_tokens * seconds
             wks += weighted_kv * seconds
         # Columns of like size, so that one small ridge suits all.
-        t = max(tokens_sum / len(self._cells), 1e-30)
-        k = max(kv_sum / len(self._cells), 1e-30)
+        t = max(tokens_sum / len(self._begins), 1e-30)
+        k = max(kv_sum / len(self._begins), 1e-30)
         scale = (1.0, t, k)
         matrix = [
             [w, wt / t, wk / k],
@@ -207,6 +222,15 @@ class StepPrices:
         pass_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
         return none_s, token_s + verify_kv_s + pass_s, draft_kv_s
 
+    def trimmed(self) -> tuple[float, float, float]:
+        """(a, b, d) such that a + b * k + c * k**2 + d * v are the seconds with k draft tokens per
+        row, of which v of all rows are verified; c is the one of `parabola`."""
+        rows, draft, packed, rest = self.rows, self.draft, self.packed, self.packed_rest
+        kv, rest_s, each_s = rows * self.longest, rows * rest.token_s, packed.token_s
+        none_s = rest.fixed_s + packed.fixed_s + rest_s + rows * each_s + packed.kv_s * kv
+        pass_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
+        return none_s, rest_s + rows * packed.kv_s + pass_s, each_s
+
 
 class CostModel:
     """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use."""
@@ -262,7 +286,12 @@ class CostModel:
         if not steps:
             return
         # Near their limits rows draft less than the order says, and so does the group.
-        drafted = max([row.draft_tokens / row.steps for row in result.rows if row.steps], default=0)
+        drafted: float
+        if steps == 1:
+            drafted = max([row.draft_tokens for row in result.rows], default=0)
+        else:
+            rows = (row for row in result.rows if row.steps)
+            drafted = max([row.draft_tokens / row.steps for row in rows], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
         checked = order.verify_tokens
         self._note(

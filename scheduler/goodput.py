@@ -116,32 +116,56 @@ def best_choice(
     """
     rows, last_len = prices.rows, last.draft_len
     last_full = last_len if last.share == 1.0 else None
-    # Shares are learned, so with them the curve need not be smooth.
-    falls = 1 if belief is None else 2
-    # Asked for every draft length in turn: in full a step's time is that of a parabola.
+    # Asked for every draft length in turn, so what does not change with it is worked out before.
     none_s, slope_s, bend_s = prices.parabola()
     none_s += per_step_s
+    trimmed_s = trimmed_slope_s = token_s = 0.0
+    if belief is not None:
+        trimmed_s, trimmed_slope_s, token_s = prices.trimmed()
+        trimmed_s += per_step_s
+    # Shares are learned, so with them the curve need not be smooth.
+    falls = 1 if belief is None else 2
     best_len, best_share, best_goodput, stay_goodput = 0, 1.0, 0.0, 0.0
     falling = 0
     so_far: list[float] = []
     for draft_len, accepted in enumerate(expected):
         falling += 1
-        goodput = (rows + accepted) / (none_s + draft_len * (slope_s + draft_len * bend_s))
+        bent_s = draft_len * draft_len * bend_s
+        goodput = (rows + accepted) / (none_s + draft_len * slope_s + bent_s)
         if draft_len == last_full:
             stay_goodput = goodput
         if goodput > best_goodput:
             best_len, best_share, best_goodput, falling = draft_len, 1.0, goodput, 0
         if belief is not None:
             so_far.append(accepted)
-            for share in SHARES if draft_len > 1 else ():
-                choice = Choice(draft_len, share)
-                seconds = prices(draft_len, verify_tokens(rows, choice)) + per_step_s
-                goodput = TRIM_WORTH * (rows + belief.kept(so_far, choice)) / seconds
-                if choice == last:
-                    stay_goodput = goodput
-                if goodput > best_goodput:
-                    best_len, best_share, best_goodput, falling = draft_len, share, goodput, 0
+            if draft_len > 1:
+                seconds = trimmed_s + draft_len * trimmed_slope_s + bent_s
+                # No share keeps more than everything or verifies less than the least one.
+                least_s = seconds + token_s * (SHARES[-1] * rows * draft_len - 0.5)
+                most = TRIM_WORTH * (rows + accepted) / least_s
+                if most > best_goodput or (draft_len == last_len and last_full is None):
+                    for share, goodput in _trimmed(rows, so_far, belief, seconds, token_s):
+                        if share == last.share and draft_len == last_len:
+                            stay_goodput = goodput
+                        if goodput > best_goodput:
+                            best_len, best_share, best_goodput = draft_len, share, goodput
+                            falling = 0
         # Past the top of a curve that rises and then falls.
         if falling >= falls and draft_len >= last_len:
             break
     return last if stay_goodput >= STAY * best_goodput else Choice(best_len, best_share)
+
+
+def _trimmed(
+    rows: int, expected: Sequence[float], belief: DraftBelief, seconds: float, token_s: float
+) -> list[tuple[float, float]]:
+    """Each share of the longest of these draft lengths with its goodput; such a step takes
+    `seconds`, and `token_s` for each verified draft token."""
+    draft_len = len(expected) - 1
+    found = []
+    for share in SHARES:
+        choice = Choice(draft_len, share)
+        verified = round(rows * draft_len * share)
+        kept = belief.kept(expected, choice)
+        found.append((share, TRIM_WORTH * (rows + kept) / (seconds + token_s * verified)))
+    return found

@@ -19,6 +19,8 @@ from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
 
+_STEPPING, _PREFILLING = State.STEPPING, State.PREFILLING  # for a quick look, as in `pool`
+
 CAP_ORDERS = 64
 """Orders after which a lowered number of rows is doubled again."""
 
@@ -59,9 +61,14 @@ class ReplicaFigures:
         self.committed_tokens += committed_tokens
         self.kv_positions_own += result.kv_positions_own
         self.kv_positions_read += result.kv_positions_read
-        self.row_steps += sum([row.steps for row in result.rows])
-        self.draft_tokens += sum([row.draft_tokens for row in result.rows])
-        self.accepted_tokens += sum([sum(row.accepted_at) for row in result.rows])
+        row_steps = draft_tokens = accepted_tokens = 0
+        for row in result.rows:
+            row_steps += row.steps
+            draft_tokens += row.draft_tokens
+            accepted_tokens += sum(row.accepted_at)
+        self.row_steps += row_steps
+        self.draft_tokens += draft_tokens
+        self.accepted_tokens += accepted_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -149,11 +156,11 @@ class Replica:
 
     @property
     def stepping(self) -> int:
-        return self.rows_in[State.STEPPING]
+        return self.rows_in[_STEPPING]
 
     @property
     def prefilling(self) -> int:
-        return self.rows_in[State.PREFILLING]
+        return self.rows_in[_PREFILLING]
 
     @property
     def joining(self) -> int:

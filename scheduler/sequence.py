@@ -130,6 +130,7 @@ class _Row:
     greedy: bool = field(init=False)
     draft_len: int | None = field(init=False)
     """The request's own."""
+    trim_drafts: bool = field(init=False)
     stop_token_ids: tuple[int, ...] = field(init=False)
 
 
@@ -185,6 +186,7 @@ class Sequence(_Row):
         self.length_max = len(self.request.prompt) + self.request.max_new_tokens
         self.greedy = self.request.sampling.temperature == 0.0
         self.draft_len = self.request.draft_len
+        self.trim_drafts = self.request.pins.trim_drafts
         self.stop_token_ids = self.request.stop_token_ids
 
     @property
@@ -293,7 +295,7 @@ def move_all(
 ) -> None:
     """The same move of sequences that are all in one state, to an order or from one; it costs less
     than one by one."""
-    after = LEGAL[before, move]
+    after = _AFTER[before, move]
     for sequence in sequences:
         assert sequence.state is before, f"{sequence.id}: '{move}' from '{sequence.state}'"
         sequence.state = after

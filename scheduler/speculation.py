@@ -123,8 +123,9 @@ class _Known:
     """Orders that could have been trimmed."""
     longest: int = 0
     """Length of the longest row of the last order."""
+    planned: tuple[int, int, int | None] = (0, 0, None)
+    """Rows, draft tokens and verified tokens of the last order."""
     steps: int = 1
-    step_s: float = 0.0
     trip_s: float | None = None
     trials: int = 0
     """Orders planned while the model was of no use."""
@@ -134,6 +135,13 @@ class _Known:
     """Time saved up for a probe."""
     probe_s: float = 0.0
     """What the last probe cost."""
+
+    def step_s(self) -> float:
+        """Expected time of a step of the last order; 0 while nothing is known."""
+        rows, draft_len, verified = self.planned
+        if not (rows and self.model.timed):
+            return 0.0
+        return self.model.step_s(rows, draft_len, self.longest, verified)
 
 
 class GoodputPolicy:
@@ -172,9 +180,7 @@ class GoodputPolicy:
                 choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
         known.longest = longest
-        if model.timed:
-            of_group = prices or model.prices(len(rows), longest)
-            known.step_s = of_group(choice.draft_len, verified)
+        known.planned = (len(rows), choice.draft_len, verified)
         if choice.draft_len > known.choice.draft_len:
             # A probe, a trial of a share, or a row that has pinned its own.
             return StepPlan(choice.draft_len, 1, verified)
@@ -204,9 +210,10 @@ class GoodputPolicy:
         cost = known.model.prefill
         if not (stepping_rows and self._config.prefill_by_time):
             return most
-        if known.step_s <= 0.0 or cost.token_s <= 0.0:
+        step_s = known.step_s()
+        if step_s <= 0.0 or cost.token_s <= 0.0:
             return most
-        step_s = known.step_s * max(self._config.rows_max / stepping_rows, 1.0)
+        step_s *= max(self._config.rows_max / stepping_rows, 1.0)
         in_a_step = (step_s - cost.fixed_s) / cost.token_s
         worth_it = cost.fixed_s / (CHUNK_FIXED_SHARE * cost.token_s)
         chunk = max(in_a_step, worth_it, PREFILL_TOKENS_LEAST)
@@ -243,7 +250,7 @@ class GoodputPolicy:
             draft_len=known.choice.draft_len,
             verified=known.choice.share,
             steps=known.steps,
-            step_s=known.step_s,
+            step_s=known.step_s(),
             trip_s=known.trip_s or 0.0,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),
@@ -272,7 +279,7 @@ class GoodputPolicy:
         per_step_s = (known.trip_s or 0.0) / known.steps
         # Of one row the first tokens are kept, as if no more had been drafted.
         trims = known.trims and len(rows) > 1
-        trims = trims and all(one.request.pins.trim_drafts for one in rows)
+        trims = trims and all(one.trim_drafts for one in rows)
         belief = known.belief if trims else None
         expected = expected_accepted(self._acceptance.of(rows), limits, most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)
@@ -319,10 +326,11 @@ class GoodputPolicy:
     def _steps(self, known: _Known, steps_most: int) -> int:
         if self._config.draft_len is None and 0 < known.trials < len(TRIALS):
             return 1
-        if known.trip_s is None or known.step_s <= 0.0:
+        step_s = known.step_s() if steps_most > 1 else 0.0
+        if known.trip_s is None or step_s <= 0.0:
             return steps_most
-        wanted = math.ceil(known.trip_s / (TRIP_SHARE * known.step_s))
-        return max(1, min(wanted, steps_most, int(ORDER_S_MAX / known.step_s)))
+        wanted = math.ceil(known.trip_s / (TRIP_SHARE * step_s))
+        return max(1, min(wanted, steps_most, int(ORDER_S_MAX / step_s)))
 
 
 def row_draft_lens(sequences: Iterable[Sequence], draft_len: int) -> list[int]:

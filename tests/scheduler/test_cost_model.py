@@ -104,7 +104,7 @@ def test_memory_is_bounded_and_what_took_no_time_is_ignored() -> None:
     assert fit.cost()(100, 100) == 0.0
     for tokens in range(1, 5000, 7):
         fit.observe(tokens, tokens, 1e-3)
-    assert len(fit._cells) <= CELLS_MAX
+    assert len(fit._begins) == CELLS_MAX
 
 
 VERIFY = LinearCost(10e-3, 3e-4, 1e-6)
