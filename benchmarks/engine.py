@@ -99,7 +99,7 @@ def main() -> None:
             requests[: args.mixed_limit], replica.spec.vocab_size, args.mixed_new_tokens
         ),
         args.draft_lens,
-        args.rounds,
+        args.mixed_rounds,
     )
     figures |= {name: value for name, value in mixed.items() if isinstance(value, float)}
     hopeless: dict[str, object] = {}
@@ -277,6 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mixed-limit", type=int, default=32, help="easy prompts of the mix")
     parser.add_argument("--mixed-new-tokens", type=int, default=64)
+    parser.add_argument("--mixed-rounds", type=int, default=9, help="the ways differ by little")
     parser.add_argument(
         "--hopeless-rounds", type=int, default=7, help="rounds with a draft that is never right"
     )

@@ -316,7 +316,7 @@ def noise_bytes(tokens: int, vocab: int) -> int:
 
 def scores_bytes(tokens: int, vocab: int) -> int:
     """[rows, width, vocab] in float32: scores before and after top-k, noisy scores, probabilities,
-    the mass on likelier tokens and one temporary; and two comparisons in bools."""
+    and either those of likelier tokens or the last two again; and two comparisons in bools."""
     return tokens * vocab * (6 * _FLOAT32 + 2)
 
 

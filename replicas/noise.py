@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 # Golden-ratio and multiplier constants of splitmix64 (Steele et al., 2014), as signed int64.
@@ -25,8 +27,10 @@ def gumbel_noise(
     """
     key = _splitmix64(_splitmix64(seed) + positions * _GOLDEN)[..., None]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    token = torch.arange(vocab, dtype=torch.int32, device=seed.device)
-    bits = _shift_xor_(_fmix32(token) ^ low, 16, 0xFFFF).mul_(_FMIX_1).add_(high)
+    # What a graph records must lie in memory of its own, and there these few numbers cost nothing.
+    spread = _kept_spread(vocab) if seed.is_cpu else _spread(vocab, seed.device)
+    bits = spread ^ low
+    _shift_xor_(bits, 16, 0xFFFF).mul_(_FMIX_1).add_(high)
     _shift_xor_(bits, 13, 0x7FFFF).mul_(_FMIX_2)
     _shift_xor_(bits, 16, 0xFFFF).bitwise_and_(0x7FFFFFFF)
     # 31 bits as a number in (0, 1), negated. Small ones keep their relative precision, and with
@@ -43,11 +47,18 @@ def _splitmix64(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def _fmix32(x: torch.Tensor) -> torch.Tensor:
-    """murmur3's 32-bit finaliser on int32."""
-    x = _shift_xor_(x.clone(), 16, 0xFFFF).mul_(_FMIX_1)
-    x = _shift_xor_(x, 13, 0x7FFFF).mul_(_FMIX_2)
+def _spread(vocab: int, device: torch.device) -> torch.Tensor:  # [vocab], int32
+    """Token ids under murmur3's 32-bit finaliser."""
+    x = torch.arange(vocab, dtype=torch.int32, device=device)
+    _shift_xor_(x, 16, 0xFFFF).mul_(_FMIX_1)
+    _shift_xor_(x, 13, 0x7FFFF).mul_(_FMIX_2)
     return _shift_xor_(x, 16, 0xFFFF)
+
+
+@lru_cache(maxsize=8)
+def _kept_spread(vocab: int) -> torch.Tensor:
+    """On a host, once: they are all that one row's noise costs besides its own numbers."""
+    return _spread(vocab, torch.device("cpu"))
 
 
 def _shift_xor_(x: torch.Tensor, bits: int, mask: int) -> torch.Tensor:

@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from replicas.noise import gumbel_noise
 from replicas.upload import upload
 from scheduler.messages import SamplingParams
 
-_MASS_ROUNDING = 1e-5
-"""More than all probabilities together may be off 1 by."""
+_MASS_ROUNDING = 1e-4
+"""More than a sum of probabilities in float32 may be off by."""
 _FLOAT_BITS = 30
 """Bits that a float in [0, 1] has below 2.0's."""
 
@@ -236,17 +237,20 @@ def choose_and_rate(
     the softmax of the noisy scores is the probability that it stays ahead when each score changes
     by a standard Gumbel variable. Both are the same rule, without and with noise.
     """
-    token = first_best(logits)
-    rated = logits.float().log_softmax(dim=-1).amax(dim=-1)
     if noise is None:
-        return token, rated
+        return first_best(logits), _of_best(logits.float())
     assert sampling.rows is None, "only a whole batch is rated"
     sampled, noisy = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
-    ahead = noisy.log_softmax(dim=-1).amax(dim=-1)
+    ahead = _of_best(noisy)
     if sampling.greedy is None:
         return sampled, ahead
-    greedy = sampling.greedy
-    return torch.where(greedy, token, sampled), torch.where(greedy, rated, ahead)
+    greedy, rated = sampling.greedy, _of_best(logits.float())
+    return torch.where(greedy, first_best(logits), sampled), torch.where(greedy, rated, ahead)
+
+
+def _of_best(scores: torch.Tensor) -> torch.Tensor:  # [...], float32
+    """Log-probability of the best of these scores, [..., vocab], float32, under their softmax."""
+    return scores.amax(dim=-1) - scores.logsumexp(dim=-1)
 
 
 def _hot(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
@@ -291,36 +295,57 @@ def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
 def _sample_top_p(
     scores: torch.Tensor,  # [sampled, width, vocab]
     top_p: torch.Tensor,  # [sampled, 1, 1]
-    noisy: torch.Tensor,  # [sampled, width, vocab]; overwritten
+    noisy: torch.Tensor,  # [sampled, width, vocab], contiguous; what is struck out is -inf then
 ) -> torch.Tensor:  # [sampled, width], int64
     """The best noisy token of the nucleus: those with less than top_p of mass on likelier ones.
 
     Spares the sort: take the best noisy token, and if it lies outside the nucleus so does all that
     is no likelier; strike that out and take the next. The likeliest token is always inside, and
     each round strikes out at least one, so the loop ends, after two or three rounds as a rule.
-    Most tokens are so likely themselves that the rest cannot hold top_p; only the others' masses
-    are added up, and only rows whose token was struck out take part in the next round.
+    Of nearly all tokens a sum in float32 says as surely where they lie; only of the others is the
+    mass added up exactly, and only rows whose token was struck out take part in the next round.
     """
-    probability = _probability(scores).flatten(0, 1)
-    noisy = noisy.flatten(0, 1)
-    limit = top_p.expand(-1, scores.shape[1], 1).reshape(-1, 1)
-    token = first_best(noisy)[..., None]
-    chosen = probability.gather(-1, token)
-    doubtful = (chosen <= 1.0 - limit + _MASS_ROUNDING) & (limit < 1.0)
-    rows = doubtful[:, 0].nonzero()[:, 0]
-    while rows.shape[0]:
-        # Where all take part, as in the first round of a flat distribution, nothing is copied.
-        every = rows.shape[0] == probability.shape[0]
-        likely, best = (probability, chosen) if every else (probability[rows], chosen[rows])
-        mass_before = _mass(likely, likely > best)
-        # The likeliest token has no mass before it: inside, even where float32 holds a top_p of 0.
-        outside = ((mass_before >= limit[rows]) & (mass_before > 0.0))[:, 0]
-        rows = rows[outside]
-        struck = noisy[rows].masked_fill_(likely[outside] <= best[outside], -torch.inf)
-        noisy[rows] = struck
-        token[rows] = struck.argmax(dim=-1, keepdim=True)
-        chosen[rows] = probability[rows].gather(-1, token[rows])
-    return token.view(scores.shape[:-1])
+    probability = scores.softmax(dim=-1)
+    token = first_best(noisy)
+    best = probability.gather(-1, token[..., None])
+    mass_before = _likelier(probability, best).sum(dim=-1).tolist()
+    limits = top_p[:, 0, 0].tolist()
+    # A few numbers, one by one: less code to fetch than for any operation on all.
+    doubtful = {
+        row * scores.shape[1] + column: limit
+        for row, (masses, limit) in enumerate(zip(mass_before, limits, strict=True))
+        for column, mass in enumerate(masses)
+        if limit < 1.0 and mass > 0.0 and mass >= limit - _MASS_ROUNDING
+    }
+    if doubtful:
+        _strike(probability.flatten(0, 1), noisy.flatten(0, 1), token.view(-1), doubtful)
+    return token
+
+
+def _strike(
+    probability: torch.Tensor,  # [tokens, vocab]
+    noisy: torch.Tensor,  # [tokens, vocab], changed
+    token: torch.Tensor,  # [tokens], int64, changed
+    doubtful: dict[int, float],
+) -> None:
+    """The rounds of `_sample_top_p` for a few of the tokens, by number with their top_p: on the
+    host, where so little takes less time than its calls on a device would."""
+    rows = list(doubtful)
+    chosen = token[rows].tolist()
+    every, left = array_of(_in_multiples(probability[rows]).cpu()), noisy[rows].cpu()
+    for row, limit in enumerate(doubtful.values()):
+        likely, scores = every[row], left[row].numpy()
+        while True:
+            best = likely[chosen[row]]
+            # A float64 holds every partial sum exactly; see `_mass`.
+            mass_before = likely[likely > best].sum(dtype=np.float64)
+            # The likeliest has no mass before it: inside, even where float32 holds a top_p of 0.
+            if mass_before == 0.0 or not mass_before >= limit:
+                break
+            scores[likely <= best] = -np.inf
+            chosen[row] = int(scores.argmax())
+    token[rows] = torch.tensor(chosen, device=token.device)
+    noisy[rows] = left.to(noisy.device)
 
 
 def _nucleus(
@@ -333,28 +358,35 @@ def _nucleus(
     is found by bisection over the bits of a float, which are in order for positive ones: always
     the same number of passes, so that a GPU need not tell the host how the search goes.
     """
-    probability = _probability(scores)
+    probability = _in_multiples(scores.softmax(dim=-1))
     high = probability.amax(dim=-1, keepdim=True).view(torch.int32)  # inside
     low = torch.zeros_like(high)
     for _ in range(_FLOAT_BITS):
         middle = (low + high) >> 1
-        mass = _mass(probability, probability > middle.view(torch.float32))
+        mass = _mass(probability, middle.view(torch.float32))
         inside = (mass < top_p) | (mass == 0.0) | (top_p >= 1.0)
         high = torch.where(inside, middle, high)
         low = torch.where(inside, low, middle + 1)
     return probability >= high.view(torch.float32)
 
 
-def _probability(scores: torch.Tensor) -> torch.Tensor:
-    """Softmax in whole multiples of 2^-40, so that `_mass` is exact."""
+def _in_multiples(probability: torch.Tensor) -> torch.Tensor:
+    """In place: of 2^-40, whole ones, so that `_mass` is exact."""
     # Of what is not negative floor is trunc, and on a CPU 25 times as fast.
-    return scores.softmax(dim=-1).mul_(2.0**40).floor_().mul_(2.0**-40)
+    return probability.mul_(2.0**40).floor_().mul_(2.0**-40)
 
 
 def _mass(
-    probability: torch.Tensor,  # [..., vocab], of `_probability`
-    among: torch.Tensor,  # [..., vocab], bool
+    probability: torch.Tensor,  # [..., vocab], of `_in_multiples`
+    beyond: torch.Tensor,  # [..., 1]
 ) -> torch.Tensor:  # [..., 1], float64
-    """Probability of the tokens `among`. A float64 holds every partial sum exactly, so the order in
-    which a device adds them up, which it chooses by the batch, cannot decide about a token."""
-    return torch.where(among, probability, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    """Probability of the tokens likelier than `beyond`. A float64 holds every partial sum exactly,
+    so the order in which a device adds them up, which it chooses by the batch, cannot decide about
+    a token."""
+    return _likelier(probability, beyond).sum(dim=-1, keepdim=True, dtype=torch.float64)
+
+
+def _likelier(probability: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
+    """The probabilities that are greater, and 0 in place of the others."""
+    # Where, of a mask that is bool, takes four times as long on a CPU.
+    return torch.gt(probability, beyond, out=torch.empty_like(probability)).mul_(probability)

@@ -21,8 +21,8 @@ from transformers import (
 from replicas.noise import gumbel_noise
 from replicas.sampling import (
     SamplingBatch,
+    _in_multiples,
     _mass,
-    _probability,
     choose,
     choose_and_rate,
     first_best,
@@ -264,16 +264,41 @@ def test_the_nucleus_found_by_bisection_is_the_one_found_in_turn(
     assert torch.equal(*choices)
 
 
+def test_a_nucleus_that_ends_at_a_token_is_told_exactly() -> None:
+    """Where a sum in float32 is too coarse, the mass before a token decides to the last bit."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((40, 1, 30), generator=generator)
+    probability = _in_multiples(logits.softmax(dim=-1))
+    twelfth = probability.topk(12).values[..., 11:]
+    exact = _mass(probability, twelfth).float()
+    choices = {}
+    for name, top_p in {
+        "below": torch.nextafter(exact, torch.zeros(())),
+        "above": torch.nextafter(exact, torch.ones(())),
+    }.items():
+        params = [
+            SamplingParams(temperature=1.0, top_p=value, seed=i)
+            for i, value in enumerate(top_p.flatten().tolist())
+        ]
+        noise = torch.zeros_like(logits)
+        noise[probability == twelfth] = 100.0
+        choices[name] = choose(logits, SamplingBatch.of(params, CPU), noise)
+    token = (probability == twelfth).float().argmax(dim=-1)
+    assert torch.equal(choices["above"], token)
+    assert (choices["below"] != token).all()
+
+
 def test_the_mass_of_a_nucleus_does_not_depend_on_the_order_of_its_sum() -> None:
     generator = torch.Generator().manual_seed(2)
-    probability = _probability(3 * torch.randn(1, 1, 5000, generator=generator))
-    among = probability > 1e-5
-    mass = _mass(probability, among)
-    exact = sum(int(p * 2.0**40) for p in probability[among].tolist())
+    logits = 3 * torch.randn(1, 1, 5000, generator=generator)
+    probability = _in_multiples(logits.softmax(dim=-1))
+    beyond = torch.full((1, 1, 1), 1e-5)
+    mass = _mass(probability, beyond)
+    exact = sum(int(p * 2.0**40) for p in probability[probability > beyond].tolist())
     assert mass.item() == exact / 2.0**40
     for seed in range(5):
         order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(_mass(probability[..., order], among[..., order]), mass)
+        assert torch.equal(_mass(probability[..., order], beyond), mass)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
