@@ -299,14 +299,15 @@ def _gpus(config: ClusterConfig) -> float:
     """What one replica asks of Ray, so that no two of them load onto one GPU by accident."""
     if config.actors.replica_gpus is not None:
         return config.actors.replica_gpus
-    if config.replica.tensor_parallel > 1 and config.replica.device != "cpu":
-        return float(config.replica.tensor_parallel)
+    ranks = config.replica.tensor_parallel
     if config.replica.device != "auto":
         # Who names a GPU by its number places the replicas himself.
-        return 1.0 if config.replica.device == "cuda" else 0.0
+        return float(ranks) if config.replica.device == "cuda" else 0.0
     gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
     if not gpus:
         return 0.0
+    if ranks > 1:
+        return float(ranks)
     # A share must fit on one GPU; Ray counts in steps of 1/10000.
     replicas_per_gpu = -(-config.replicas_max // gpus)
     return (10_000 // replicas_per_gpu) / 10_000

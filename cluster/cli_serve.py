@@ -138,6 +138,11 @@ def _shards(status: pb.StatusResponse) -> Table:
     return table
 
 
+def _draft_len(beliefs: pb.ReplicaBeliefs) -> str:
+    trimmed = 0.0 < beliefs.verified < 1.0  # an older server says 0
+    return f"{beliefs.draft_len}" + (f", {beliefs.verified:.0%} verified" if trimmed else "")
+
+
 def _replicas(status: pb.StatusResponse) -> Table:
     table = Table(
         *("replica", "residents", "orders", "KV blocks free", "context", "model"),
@@ -157,7 +162,7 @@ def _replicas(status: pb.StatusResponse) -> Table:
                 if replica.attention not in ("", "gather")
                 else ""
             ),
-            str(replica.beliefs.draft_len),
+            _draft_len(replica.beliefs),
             f"{1000 * replica.beliefs.step_s:.1f} ms" if replica.beliefs.step_s else "?",
             f"{replica.beliefs.acceptance_greedy:.0%} greedy,"
             f" {replica.beliefs.acceptance_sampled:.0%} sampled",

@@ -48,7 +48,7 @@ def compare(
         with progress:
             report = verify(
                 prompts,
-                config.replica,
+                config.planned_replica,
                 config.scheduler,
                 SamplingParams(**sampling),
                 max_new_tokens,

@@ -362,6 +362,9 @@ def _beliefs(beliefs: Beliefs) -> pb.ReplicaBeliefs:
         draft=_cost(beliefs.draft),
         verify=_cost(beliefs.verify),
         prefill=_cost(beliefs.prefill),
+        verified=beliefs.verified,
+        packed=_cost(beliefs.packed),
+        rest=_cost(beliefs.rest),
     )
 
 

@@ -182,7 +182,7 @@ class LinearCost(_message.Message):
     def __init__(self, fixed_s: _Optional[float] = ..., token_s: _Optional[float] = ..., kv_s: _Optional[float] = ...) -> None: ...
 
 class ReplicaBeliefs(_message.Message):
-    __slots__ = ("draft_len", "steps", "step_s", "trip_s", "acceptance_greedy", "acceptance_sampled", "draft", "verify", "prefill")
+    __slots__ = ("draft_len", "steps", "step_s", "trip_s", "acceptance_greedy", "acceptance_sampled", "draft", "verify", "prefill", "verified", "packed", "rest")
     DRAFT_LEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,9 @@ class ReplicaBeliefs(_message.Message):
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
     draft_len: int
     steps: int
     step_s: float
@@ -201,7 +204,10 @@ class ReplicaBeliefs(_message.Message):
     draft: LinearCost
     verify: LinearCost
     prefill: LinearCost
-    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., draft: _Optional[_Union[LinearCost, _Mapping]] = ..., verify: _Optional[_Union[LinearCost, _Mapping]] = ..., prefill: _Optional[_Union[LinearCost, _Mapping]] = ...) -> None: ...
+    verified: float
+    packed: LinearCost
+    rest: LinearCost
+    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., draft: _Optional[_Union[LinearCost, _Mapping]] = ..., verify: _Optional[_Union[LinearCost, _Mapping]] = ..., prefill: _Optional[_Union[LinearCost, _Mapping]] = ..., verified: _Optional[float] = ..., packed: _Optional[_Union[LinearCost, _Mapping]] = ..., rest: _Optional[_Union[LinearCost, _Mapping]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "beliefs", "attention")

@@ -326,16 +326,6 @@ class CostModel:
         return self.prices(rows, longest)(draft_len, verify_tokens)
 
     @property
-    def draft(self) -> LinearCost:
-        """One pass of the draft, by rows and KV positions read."""
-        return self._draft.cost()
-
-    @property
-    def verify(self) -> LinearCost:
-        """One verification, by tokens checked and KV positions read."""
-        return self._verify.cost()
-
-    @property
     def prefill(self) -> LinearCost:
         """One prefill order, by positions filled."""
         return self._prefill.cost()

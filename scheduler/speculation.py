@@ -59,12 +59,13 @@ class Beliefs:
     """What a policy believes of one replica; times in seconds."""
 
     draft_len: int = 0
-    """k of the last order."""
+    """k as it was chosen last; probes, trials and what requests pin for themselves are left out."""
     verified: float = 1.0
-    """Share of the drafted tokens that it verifies."""
+    """Share of the drafted tokens that is verified."""
     steps: int = 1
+    """Of the last order."""
     step_s: float = 0.0
-    """Expected time of a step of the last order; 0 while nothing is known."""
+    """Expected time of such a step with the rows of the last order; 0 while nothing is known."""
     trip_s: float = 0.0
     """What an order takes beside its run: messages and the pool's own time."""
     acceptance_greedy: float = 0.0
@@ -74,6 +75,10 @@ class Beliefs:
     """One draft pass, by rows and KV positions read."""
     verify: LinearCost = field(default_factory=LinearCost)
     """One verification, by tokens and KV positions read."""
+    packed: LinearCost = field(default_factory=LinearCost)
+    """One that checks some of the draft tokens, by tokens checked and KV positions read."""
+    rest: LinearCost = field(default_factory=LinearCost)
+    """What of a step is neither, by tokens."""
     prefill: LinearCost = field(default_factory=LinearCost)
     """One prefill order, by positions filled."""
 
@@ -117,7 +122,7 @@ class _Known:
     draft_len_max: int
     model: CostModel
     trims: bool = False
-    choice: Choice = field(default_factory=lambda: Choice(FALLBACK))
+    choice: Choice = field(default_factory=Choice)
     belief: DraftBelief = field(default_factory=DraftBelief)
     orders: int = 0
     """Orders that could have been trimmed."""
@@ -163,7 +168,9 @@ class GoodputPolicy:
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
         trims = spec.trims_drafts and self._config.trim_drafts
-        self._replicas[replica_id] = _Known(spec.draft_len_max, CostModel(spec.timings), trims)
+        known = _Known(spec.draft_len_max, CostModel(spec.timings), trims)
+        known.choice = Choice(min(FALLBACK, spec.draft_len_max))
+        self._replicas[replica_id] = known
 
     def lost(self, replica_id: str) -> None:
         del self._replicas[replica_id]
@@ -176,7 +183,7 @@ class GoodputPolicy:
         pins = [one.draft_len for one in rows if one.draft_len]
         if pins:
             pinned = min(max(pins), known.draft_len_max, self._config.draft_len_max)
-            if pinned > choice.draft_len:
+            if pinned >= choice.draft_len:
                 choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
         known.longest = longest
@@ -246,16 +253,22 @@ class GoodputPolicy:
 
     def beliefs(self, replica_id: str) -> Beliefs:
         known = self._replicas[replica_id]
+        choice, rows, step_s = known.choice, known.planned[0], 0.0
+        prices = known.model.prices(rows, known.longest)
+        if rows and known.model.timed:
+            step_s = prices(choice.draft_len, verify_tokens(rows, choice))
         return Beliefs(
-            draft_len=known.choice.draft_len,
-            verified=known.choice.share,
+            draft_len=choice.draft_len,
+            verified=choice.share,
             steps=known.steps,
-            step_s=known.step_s(),
+            step_s=step_s,
             trip_s=known.trip_s or 0.0,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),
-            draft=known.model.draft,
-            verify=known.model.verify,
+            draft=prices.draft,
+            verify=prices.verify,
+            packed=prices.packed,
+            rest=prices.rest,
             prefill=known.model.prefill,
         )
 

@@ -160,12 +160,12 @@ def fastest_assistance(
 
 
 def lockstep_way(runner: Runner, config: SchedulerConfig, draft_len: int | None) -> Way:
-    """All requests in one pool at once; `draft_len` caps every request's, 0 turns drafting off."""
+    """All requests in one pool at once; `draft_len` is every request's, 0 turns drafting off."""
 
     def run(requests: Sequence[Request]) -> list[list[int]]:
         engine = LocalEngine(runner, config)
-        capped = [replace(request, draft_len=draft_len) for request in requests]
-        return [output.tokens for output in engine.generate(capped)]
+        pinned = [replace(request, draft_len=draft_len) for request in requests]
+        return [output.tokens for output in engine.generate(pinned)]
 
     return run
 

@@ -22,6 +22,7 @@ from cluster.bench.workload import Lengths, Workload, engine_request, prompts_of
 from cluster.config import ClusterConfig
 from cluster.target_text import TargetText
 from replicas.config import DEMO, ReplicaConfig
+from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import SamplingParams
 
 Note = Callable[[str, int, int | None], None]
@@ -103,9 +104,10 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Report:
     from cluster.local_engine import LocalEngine
     from replicas.replica import Replica
 
+    config = _drafting(plan, config)
     # Before the replica takes its share of the memory that is left.
     models = _transformers(plan, config)
-    replica = Replica.load(config.replica)
+    replica = Replica.load(config.planned_replica)
     text = TargetText.load(config.replica)
     workload = plan.workload(config.replica.target, replica.spec.vocab_size)
     engine = LocalEngine(replica, config.scheduler)
@@ -143,21 +145,23 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Report:
             "replicas": 1,
         },
     )
-    return _report(plan, load, _comparison(plan, config, models, replica, workload, note))
+    comparison = _comparison(plan, config, models, replica, workload, note)
+    return _report(plan, load, comparison, config)
 
 
 def run_on_cluster(plan: Plan, config: ClusterConfig, server: Any, note: Note) -> Report:
-    """Drive the cluster at `server` (a `client_channel.Server`); `config` names the models of the
-    comparison. Raises grpc.RpcError where the server cannot be asked, and BenchError."""
-    load = asyncio.run(_through_cluster(plan, server, note))
-    return _report(
-        plan,
-        load,
-        _comparison(plan, config, _transformers(plan, config), None, load.workload, note),
-    )
+    """Drive the cluster at `server` (a `client_channel.Server`). The comparison is of the models
+    that it serves, but for what `config` was given explicitly. Raises grpc.RpcError where the
+    server cannot be asked, BenchError, and what reading the models of the comparison raises."""
+    load, config = asyncio.run(_through_cluster(plan, config, server, note))
+    models = _transformers(plan, config)
+    return _report(plan, load, _comparison(plan, config, models, None, load.workload, note), config)
 
 
-async def _through_cluster(plan: Plan, server: Any, note: Note) -> _Load:
+async def _through_cluster(
+    plan: Plan, config: ClusterConfig, server: Any, note: Note
+) -> tuple[_Load, ClusterConfig]:
+    """What the load left behind, and the settings of the comparison."""
     from cluster.bench import load as driver
     from cluster.client import AsyncClient
 
@@ -165,6 +169,9 @@ async def _through_cluster(plan: Plan, server: Any, note: Note) -> _Load:
         status = await client.status()
         replicas = list(status.replicas)
         first = replicas[0] if replicas else None
+        if plan.compare:
+            config = _drafting(plan, _as_served(config, first))
+            _check_comparable(plan, config, first)
         workload = plan.workload(
             first.target if first else "", min((r.vocab_size for r in replicas), default=0)
         )
@@ -187,7 +194,7 @@ async def _through_cluster(plan: Plan, server: Any, note: Note) -> _Load:
         )
         retries = client.retries - retries
         status = await client.status()
-        return _Load(
+        load = _Load(
             workload,
             records,
             before,
@@ -203,6 +210,39 @@ async def _through_cluster(plan: Plan, server: Any, note: Note) -> _Load:
                 "replicas": len(status.replicas),
             },
         )
+        return load, config
+
+
+def _as_served(config: ClusterConfig, served: Any) -> ClusterConfig:
+    """The settings with the models of a replica (a `pb.ReplicaStatus`) where none were given."""
+    if served is None or not served.target:
+        return config
+    names = {"target": served.target, "draft": served.draft or None, "dtype": served.dtype}
+    given = config.replica.model_fields_set
+    missing = {name: value for name, value in names.items() if name not in given}
+    return config.model_copy(update={"replica": config.replica.model_copy(update=missing)})
+
+
+def _check_comparable(plan: Plan, config: ClusterConfig, served: Any) -> None:
+    """Before the load: a comparison that cannot run must not cost what the load has found."""
+    from replicas.pair import read_pair
+
+    files = read_pair(config.replica)
+    if plan.prompt_tokens is not None and served and files.vocab_size < served.vocab_size:
+        raise BenchError(
+            f"prompt_tokens: they are drawn from the server's {served.vocab_size} tokens, and"
+            f" {config.replica.target!r}, which is compared, has {files.vocab_size}"
+        )
+
+
+def _drafting(plan: Plan, config: ClusterConfig) -> ClusterConfig:
+    """An engine that drafts as many tokens as the requests ask for."""
+    if plan.draft_len is None or plan.draft_len <= config.scheduler.draft_len_max:
+        return config
+    if plan.draft_len > DRAFT_LEN_MAX:
+        raise BenchError(f"draft_len: must be at most {DRAFT_LEN_MAX}, is {plan.draft_len}")
+    scheduler = config.scheduler.model_copy(update={"draft_len_max": plan.draft_len})
+    return config.model_copy(update={"scheduler": scheduler})
 
 
 def _transformers(plan: Plan, config: ClusterConfig) -> Any:
@@ -227,7 +267,7 @@ def _comparison(
     from cluster.bench.compare import compare
     from replicas.replica import Replica
 
-    replica = replica or Replica.load(config.replica)
+    replica = replica or Replica.load(config.planned_replica)
     text = TargetText.load(config.replica)
     count = min(plan.compare_prompts, len(workload.prompts))
     requests = [engine_request(workload, n, text.encode, ()) for n in range(count)]
@@ -251,10 +291,15 @@ def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:
     return lambda ended: note(phase, ended, total)
 
 
-def _report(plan: Plan, load: _Load, comparison: Any) -> Report:
+def _report(plan: Plan, load: _Load, comparison: Any, config: ClusterConfig) -> Report:
+    """`config` is that of the comparison, if there is one."""
     import torch
 
     sampling = plan.sampling
+    compared = {}
+    if comparison is not None:
+        pair = config.replica
+        compared["compared"] = f"{pair.target}, draft {pair.draft}, {pair.dtype} on {pair.device}"
     return Report(
         created=datetime.now().astimezone().isoformat(timespec="seconds"),
         settings={
@@ -270,8 +315,9 @@ def _report(plan: Plan, load: _Load, comparison: Any) -> Report:
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "seed": plan.seed,
-            "draft tokens per step at most": plan.draft_len,
+            "draft tokens per step": "chosen" if plan.draft_len is None else plan.draft_len,
             **load.served_by,
+            **compared,
             "torch threads of this process": torch.get_num_threads(),
         },
         machine=machine(),

@@ -135,6 +135,10 @@ def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:
         ({"device": "auto", "replicas": 4}, 3, 0.5),
         ({"device": "auto", "replicas": 3}, 1, 0.3333),
         ({"device": "cuda", "actors": {"replica_gpus": 0.25}}, 1, 0.25),
+        ({"device": "cuda", "replica": {"tensor_parallel": 2}}, 0, 2.0),
+        ({"device": "auto", "replica": {"tensor_parallel": 2}}, 4, 2.0),
+        ({"device": "auto", "replica": {"tensor_parallel": 2}}, 0, 0.0),
+        ({"device": "cpu", "replica": {"tensor_parallel": 2}}, 4, 0.0),
     ],
 )
 def test_gpus_of_a_replica(

@@ -4,7 +4,7 @@ that a status answer sums over the replicas.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from grpc import StatusCode
@@ -15,7 +15,9 @@ from cluster.target_text import TargetText
 from cluster.wire import Refusal, refusal_of_finish, to_ask, to_status
 from protos import lockstep_pb2 as pb
 from scheduler.config import SchedulerConfig
+from scheduler.cost_model import LinearCost
 from scheduler.messages import Finish, FinishReason, Pins, ReplicaSpec, StepTimes
+from scheduler.speculation import Beliefs
 from scheduler.status import PoolStatus, ReplicaStatus
 
 
@@ -110,3 +112,22 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
     assert [replica.attention for replica in answer.replicas] == ["flex", "flex"]
+
+
+def test_a_status_answer_has_all_that_the_pool_believes_of_a_replica() -> None:
+    costs = {
+        name: LinearCost(0.1 * number, 0.01 * number, 0.001 * number)
+        for number, name in enumerate(("draft", "verify", "packed", "rest", "prefill"), start=1)
+    }
+    beliefs = Beliefs(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, **costs)
+    one = replace(replica_status("a", 3, 12, 900, 1000), beliefs=beliefs)
+    view = PoolView("one", 2.0, 1, PoolStatus(0, 0, (one,), finished={}, rejected=0))
+    told = to_status(view).replicas[0].beliefs
+    assert {field.name for field in fields(Beliefs)} == {
+        field.name for field in pb.ReplicaBeliefs.DESCRIPTOR.fields
+    }
+    for field in fields(Beliefs):
+        sent, believed = getattr(told, field.name), getattr(beliefs, field.name)
+        if field.name in costs:
+            sent = LinearCost(sent.fixed_s, sent.token_s, sent.kv_s)
+        assert sent == believed, field.name

@@ -31,3 +31,22 @@ def test_a_benchmark_of_a_real_cluster(cluster: RunningCluster, tmp_path: Path) 
     assert 0 <= figures["padding"] < 1
     assert figures["spread_mean"] >= 0
     assert data["settings"]["replicas"] == 2
+
+
+def test_a_comparison_is_of_the_models_that_the_cluster_serves(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.json"
+    arguments = [
+        *("bench", "--address", cluster.address, "--prompt-tokens", "8..20", "--requests", "4"),
+        *("--warm-up", "0", "--max-new-tokens", "8", "--json", str(path), "--device", "cpu"),
+        *("--compare", "--rounds", "1", "--compare-prompts", "2", "--batch-size", "2"),
+    ]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    pair = cluster.config.replica
+    assert data["settings"]["compared"] == f"{pair.target}, draft {pair.draft}, float32 on cpu"
+    ways = {each["name"]: each for each in data["comparison"]["contenders"]}
+    assert ways["Lockstep, batch 2"]["identical"] == 2
+    assert ways["transformers generate, batch 1"]["tokens_per_s"][0] > 0

@@ -235,6 +235,7 @@ def test_a_replica_without_a_draft_never_drafts() -> None:
     policy = GoodputPolicy(SchedulerConfig())
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
     assert policy.plan("r", rows_of(2), 1).draft_len == 0
+    assert policy.beliefs("r").draft_len == 0
 
 
 def test_without_a_draft_steps_still_follow_their_times() -> None:
@@ -328,6 +329,31 @@ def test_beliefs_tell_what_was_measured() -> None:
     assert beliefs.acceptance_greedy == pytest.approx(0.8, abs=0.08)
     assert beliefs.step_s == pytest.approx(pair.step_s(8, beliefs.draft_len), rel=0.05)
     assert beliefs.verify.fixed_s == pytest.approx(TARGET.fixed_s, rel=0.1)
+    assert beliefs.verified == 1.0
+
+
+def test_beliefs_are_of_one_step_even_where_a_request_pins_another_draft_length() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 200)
+    plan = policy.plan("r", [*rows_of(7), *rows_of(1, draft_len=8)], 1)
+    assert plan.draft_len == 8
+    beliefs = policy.beliefs("r")
+    assert beliefs.draft_len == 0
+    assert beliefs.step_s == pytest.approx(pair.step_s(8, 0), rel=0.05)
+
+
+@pytest.mark.parametrize("pinned", [4, 5, 6])
+def test_where_the_longest_draft_is_pinned_all_of_it_is_verified(pinned: int) -> None:
+    """Also where it is as long as the one that would have been chosen and trimmed."""
+    pair = Pair(CHEAP, TARGET, 0.8)
+    policy = policy_for(pair, trims=True)
+    for _ in range(300):
+        rows = rows_of(8, draft_len=pinned)
+        plan = policy.plan("r", rows, 1)
+        assert (plan.draft_len, plan.verify_tokens) == (pinned, None)
+        order, result = pair.answer(rows, plan)
+        policy.observe(order, result, answers(rows, result), None)
 
 
 @pytest.mark.parametrize("by_time", [True, False])
