@@ -278,9 +278,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mixed-limit", type=int, default=32, help="easy prompts of the mix")
     parser.add_argument("--mixed-new-tokens", type=int, default=64)
     parser.add_argument("--mixed-rounds", type=int, default=9, help="the ways differ by little")
-    parser.add_argument(
-        "--hopeless-rounds", type=int, default=7, help="rounds with a draft that is never right"
-    )
+    parser.add_argument("--hopeless-rounds", type=int, default=15, help="as with --mixed-rounds")
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--device", default="auto")

@@ -25,6 +25,8 @@ from scheduler.messages import SamplingParams
 
 _MASS_ROUNDING = 1e-4
 """More than a sum of probabilities in float32 may be off by."""
+_FAR_BELOW = 1e38
+"""What is struck out is so far below the best: exp of it is 0, and no noise makes it the best."""
 _FLOAT_BITS = 30
 """Bits that a float in [0, 1] has below 2.0's."""
 
@@ -284,12 +286,32 @@ def _sample(
 
 
 def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+    if scores.is_cpu and not sampling.static:
+        threshold = _kth_best(scores.numpy(), sampling.top_k[:, 0, 0].tolist())
+        # A few products by vectors: filling by a mask that is bool takes four times as long.
+        struck = torch.ge(scores, threshold, out=torch.empty_like(scores)).sub_(1.0)
+        return struck.mul_(_FAR_BELOW).add_(scores)
     kept = min(sampling.top_k_max, scores.shape[-1])
     best = scores.topk(kept, dim=-1).values  # [sampled, width, kept], falling
     nth = (sampling.top_k.clamp(1, kept) - 1).expand(-1, scores.shape[1], 1)
     # Rows with top_k 0 keep everything; tokens that tie with the k-th stay.
     threshold = best.gather(-1, nth).masked_fill(sampling.top_k == 0, -torch.inf)
     return scores.masked_fill(scores < threshold, -torch.inf)
+
+
+def _kth_best(scores: Any, top_k: Sequence[int]) -> torch.Tensor:  # [sampled, width, 1]
+    """Of each row its own k-th best, -inf where that is 0; of an array [sampled, width, vocab].
+
+    numpy parts the better from the others by vectors, where torch's top-k sorts by elements.
+    """
+    vocab = scores.shape[-1]
+    at = [vocab - min(k, vocab) for k in top_k]
+    parted = np.partition(scores, sorted({one for one, k in zip(at, top_k, strict=True) if k}))
+    found = np.full((*scores.shape[:-1], 1), -np.inf, dtype=np.float32)
+    for row, k in enumerate(top_k):
+        if k:
+            found[row, :, 0] = parted[row, :, at[row]]
+    return torch.from_numpy(found)
 
 
 def _sample_top_p(

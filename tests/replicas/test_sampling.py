@@ -264,6 +264,32 @@ def test_the_nucleus_found_by_bisection_is_the_one_found_in_turn(
     assert torch.equal(*choices)
 
 
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.integers(0, 33), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.3]),
+)
+def test_the_best_k_parted_on_a_host_are_those_found_by_fixed_kernels(
+    seed: int, top_k: list[int], min_p: float
+) -> None:
+    """Each row by its own k: none, one, as many as there are tokens and more; equal logits too."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(top_k)
+    logits = (torch.randn((rows, 3, 30), generator=generator) * 2).round(decimals=seed % 3)
+    logits[0, 0, 4:] = -torch.inf
+    params = [
+        SamplingParams(temperature=1.5, top_k=k, min_p=min_p, seed=row)
+        for row, k in enumerate(top_k)
+    ]
+    positions = torch.arange(rows * 3).view(rows, 3)
+    choices = []
+    for static in (False, True):
+        sampling = SamplingBatch.of(params, CPU, whole=True, static=static)
+        choices.append(choose_and_rate(logits, sampling, sampling.noise(positions, 30)))
+    for one, other in zip(*choices, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_nucleus_that_ends_at_a_token_is_told_exactly() -> None:
     """Where a sum in float32 is too coarse, the mass before a token decides to the last bit."""
     generator = torch.Generator().manual_seed(3)
