@@ -224,6 +224,18 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
     }
 
 
+class StartFailed(RuntimeError):
+    """The application did not come up; the message says why."""
+
+
+def _start_failures() -> list[str]:
+    """Why: of each deployment that failed the last line of what it raised; each once."""
+    applications = serve.status().applications
+    deployments = applications[APP_NAME].deployments if APP_NAME in applications else {}
+    said = [one.message.strip() for one in deployments.values() if "Traceback" in one.message]
+    return list(dict.fromkeys(message.splitlines()[-1] for message in said))
+
+
 class ClusterRun:
     """A cluster begun here; `stop` ends what `start` has begun, and nothing of others."""
 
@@ -238,7 +250,7 @@ class ClusterRun:
         """Start Ray, Serve and the application; returns when it is ready.
 
         A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
-        only if none is found, through RAY_ADDRESS or on this machine.
+        only if none is found, through RAY_ADDRESS or on this machine. Raises StartFailed.
         """
         if not ray.is_initialized():
             for name, value in ray_environment(self._config).items():
@@ -262,7 +274,13 @@ class ClusterRun:
             ),
             logging_config={"enable_access_log": False},
         )
-        serve.run(app or build_app(self._config), name=APP_NAME, route_prefix="/")
+        try:
+            serve.run(app or build_app(self._config), name=APP_NAME, route_prefix="/")
+        except RuntimeError as error:
+            # Serve itself says which deployments failed, and not why.
+            if reasons := _start_failures():
+                raise StartFailed("; ".join(reasons)) from error
+            raise
 
     def stop(self, at_once: bool = False) -> None:
         """Let requests finish within the grace time, then stop the application and the pool.

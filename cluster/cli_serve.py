@@ -23,7 +23,7 @@ def serve_until_signal(config: ClusterConfig) -> int:
     """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
 
     0 when the running requests could finish or the grace time had passed; 1 when a second signal
-    ended them at once.
+    ended them at once, or when the cluster did not start.
     """
     from cluster import app
 
@@ -58,6 +58,10 @@ def serve_until_signal(config: ClusterConfig) -> int:
         console.print("Stopping at once.")
         cluster.stop(at_once=True)
         return 1 if told.is_set() else 0
+    except app.StartFailed as error:
+        cluster.stop()
+        console.print(f"Lockstep did not start: {error}", markup=False, soft_wrap=True)
+        return 1
     except BaseException:
         cluster.stop()
         raise

@@ -8,6 +8,7 @@ context, and their position encoding must not depend on what else is in the batc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +44,14 @@ class Pair:
 
 
 def resolve(name: str, role: str = "target") -> str:
-    """The directory or hub name behind `name`; 'demo' is the embedded pair's model of that role."""
+    """The directory or hub name behind `name`; 'demo' is the embedded pair's model of that role.
+
+    Raises OSError for what can only be a directory and is none.
+    """
     if name == DEMO:
         return str(TARGET_DIR if role == "target" else DRAFT_DIR)
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
     return name
 
 
@@ -84,11 +90,11 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     """
     target_path = resolve(config.target, "target")
     draft_path = None if config.draft is None else resolve(config.draft, "draft")
-    target_config = _load_config(target_path, config)
+    target_config = _load_config(target_path, config, "target")
     draft_config = None
     vocab_size = target_config.vocab_size
     if draft_path is not None:
-        draft_config = _load_config(draft_path, config)
+        draft_config = _load_config(draft_path, config, "draft")
         vocab_size = _check_vocabularies(target_path, draft_path, config)
         vocab_size = min(vocab_size, target_config.vocab_size, draft_config.vocab_size)
     context_len = _context_len(target_config, config.context_len)
@@ -158,10 +164,15 @@ def check_attention(config: Any, context_len: int) -> None:
         )
 
 
-def _load_config(path: str, config: ReplicaConfig) -> Any:
+def _load_config(path: str, config: ReplicaConfig, role: str) -> Any:
     if is_planted(path):
         return planted_config(parse_planted(path))
-    loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    try:
+        loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except OSError as error:
+        raise OSError(f"{role}: {error}") from error
+    except ValueError as error:
+        raise PairRefused(f"{role}: {error}") from error
     if getattr(loaded, "is_encoder_decoder", False):
         raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
     return loaded
@@ -218,8 +229,8 @@ def _check_planted(target_path: str, draft_path: str, config: ReplicaConfig) -> 
             f"target {target_path} and draft {draft_path}: a planted model has no tokenizer and"
             " goes with another planted model only"
         )
-    ours = int(_load_config(target_path, config).vocab_size)
-    theirs = int(_load_config(draft_path, config).vocab_size)
+    ours = int(_load_config(target_path, config, "target").vocab_size)
+    theirs = int(_load_config(draft_path, config, "draft").vocab_size)
     if ours != theirs:
         raise PairRefused(
             f"target and draft have different vocabularies: {ours} and {theirs} tokens"

@@ -118,6 +118,29 @@ def test_a_ray_of_the_caller_stays_connected(
     assert calls == ["serve.start", STOP_POOL, DELETE, "serve.shutdown", KILL_POOL]
 
 
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        (["Traceback\n  in x\nOSError: gone\n", "", "Traceback\nOSError: gone"], "^OSError: gone$"),
+        (["Traceback\nA: one", "Traceback\nB: two"], "^A: one; B: two$"),
+        (["Replicas: 1 starting"], "^as Serve says$"),
+    ],
+)
+def test_what_does_not_start_says_why(
+    messages: list[str], error: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_args: Any, **_options: Any) -> None:
+        deployments = {str(n): SimpleNamespace(message=one) for n, one in enumerate(messages)}
+        applications = {app.APP_NAME: SimpleNamespace(deployments=deployments)}
+        status = SimpleNamespace(proxies={}, applications=applications)
+        monkeypatch.setattr(serve, "status", lambda: status)
+        raise RuntimeError("as Serve says")
+
+    monkeypatch.setattr(serve, "run", run)
+    with pytest.raises(RuntimeError, match=error):
+        app.ClusterRun(CONFIG).start(APPLICATION)
+
+
 def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:
     app.ClusterRun(CONFIG).stop()
     assert calls == []

@@ -19,7 +19,14 @@ from transformers import (
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.pair import PairRefused, check_attention, load_pair, resolve, resolve_device
+from replicas.pair import (
+    PairRefused,
+    check_attention,
+    load_pair,
+    read_pair,
+    resolve,
+    resolve_device,
+)
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -108,6 +115,17 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
 def test_demo_names_the_embedded_pair() -> None:
     assert resolve("demo", "target") != resolve("demo", "draft")
     assert resolve("some/name") == "some/name"
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_that_is_not_there_is_named_with_its_setting(role: str, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    with pytest.raises(OSError, match=f"{role}: .*gone.* no directory"):
+        read_pair(ReplicaConfig(**{role: gone}))
+    with pytest.raises(OSError, match=f"{role}: "):
+        read_pair(ReplicaConfig(**{role: "no hub has such a name"}))
+    with pytest.raises(PairRefused, match=f"{role}: "):
+        read_pair(ReplicaConfig(**{role: str(tmp_path)}))  # nothing is in it
 
 
 @pytest.mark.parametrize(
