@@ -229,11 +229,17 @@ class StartFailed(RuntimeError):
 
 
 def _start_failures() -> list[str]:
-    """Why: of each deployment that failed the last line of what it raised; each once."""
+    """Why: what each deployment that failed has raised, without the way there; each once."""
     applications = serve.status().applications
     deployments = applications[APP_NAME].deployments if APP_NAME in applications else {}
-    said = [one.message.strip() for one in deployments.values() if "Traceback" in one.message]
-    return list(dict.fromkeys(message.splitlines()[-1] for message in said))
+    said: dict[str, None] = {}
+    for one in deployments.values():
+        lines = one.message.strip().splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        # Without a frame it is no traceback: something is slow, and another deployment's fault.
+        if frames:
+            said[" ".join(lines[frames[-1] + 1 :])] = None
+    return list(said)
 
 
 class ClusterRun:

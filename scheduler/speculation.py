@@ -121,8 +121,8 @@ class _Known:
 
     draft_len_max: int
     model: CostModel
-    trims: bool = False
-    choice: Choice = field(default_factory=Choice)
+    trims: bool
+    choice: Choice
     belief: DraftBelief = field(default_factory=DraftBelief)
     orders: int = 0
     """Orders that could have been trimmed."""
@@ -143,7 +143,15 @@ class _Known:
 
     def step_s(self) -> float:
         """Expected time of a step of the last order; 0 while nothing is known."""
-        rows, draft_len, verified = self.planned
+        _, draft_len, verified = self.planned
+        return self._expected_s(draft_len, verified)
+
+    def chosen_step_s(self) -> float:
+        """The same with the draft length and the share that were chosen last."""
+        return self._expected_s(self.choice.draft_len, verify_tokens(self.planned[0], self.choice))
+
+    def _expected_s(self, draft_len: int, verified: int | None) -> float:
+        rows = self.planned[0]
         if not (rows and self.model.timed):
             return 0.0
         return self.model.step_s(rows, draft_len, self.longest, verified)
@@ -168,9 +176,10 @@ class GoodputPolicy:
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
         trims = spec.trims_drafts and self._config.trim_drafts
-        known = _Known(spec.draft_len_max, CostModel(spec.timings), trims)
-        known.choice = Choice(min(FALLBACK, spec.draft_len_max))
-        self._replicas[replica_id] = known
+        choice = Choice(min(FALLBACK, spec.draft_len_max))
+        self._replicas[replica_id] = _Known(
+            spec.draft_len_max, CostModel(spec.timings), trims, choice
+        )
 
     def lost(self, replica_id: str) -> None:
         del self._replicas[replica_id]
@@ -253,15 +262,12 @@ class GoodputPolicy:
 
     def beliefs(self, replica_id: str) -> Beliefs:
         known = self._replicas[replica_id]
-        choice, rows, step_s = known.choice, known.planned[0], 0.0
-        prices = known.model.prices(rows, known.longest)
-        if rows and known.model.timed:
-            step_s = prices(choice.draft_len, verify_tokens(rows, choice))
+        prices = known.model.prices(known.planned[0], known.longest)
         return Beliefs(
-            draft_len=choice.draft_len,
-            verified=choice.share,
+            draft_len=known.choice.draft_len,
+            verified=known.choice.share,
             steps=known.steps,
-            step_s=step_s,
+            step_s=known.chosen_step_s(),
             trip_s=known.trip_s or 0.0,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),

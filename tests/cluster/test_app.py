@@ -121,8 +121,12 @@ def test_a_ray_of_the_caller_stays_connected(
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        (["Traceback\n  in x\nOSError: gone\n", "", "Traceback\nOSError: gone"], "^OSError: gone$"),
-        (["Traceback\nA: one", "Traceback\nB: two"], "^A: one; B: two$"),
+        (
+            ["Error:\n  File x\nOSError: gone\n", "", "E:\n  File y\nOSError: gone"],
+            "^OSError: gone$",
+        ),
+        (["E:\n  File x\nA: one", "E:\n  File x\nB: two", "is slow"], "^A: one; B: two$"),
+        (["E:\n  File x\nOSError: none\nSee there."], "^OSError: none See there.$"),
         (["Replicas: 1 starting"], "^as Serve says$"),
     ],
 )
