@@ -227,7 +227,7 @@ def test_what_runs_is_finished_and_what_is_new_refused(
 def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with lockstep_serve(pair, tmp_path, grace_s=0.3) as served:
+    with lockstep_serve(pair, tmp_path, grace_s=0.05) as served:
         streams = Streams(served.address, 8)
         streams.begin()
         ctrl_c(served)
