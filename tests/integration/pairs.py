@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.cluster.fakes import VOCAB, tokenizer
 
 
-def write_pair(directory: Path) -> tuple[Path, Path]:
+def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:
     """(target, draft); the draft is a perturbed copy, so that acceptance is neither 0 nor 1."""
     encoder = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(), bos_token="<s>", eos_token="</s>"
@@ -22,7 +22,7 @@ def write_pair(directory: Path) -> tuple[Path, Path]:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         initializer_range=0.3,
         bos_token_id=0,
         eos_token_id=1,

@@ -36,12 +36,14 @@ GRACE_S = 120.0
 STOP_S = 60.0
 """For Ray's end where nothing is waited for."""
 FLOW_S = 60.0
+TOKENS = 2000
+"""Of a stream: more than a second on a machine that takes 0.2 ms for a step."""
 STATES = health_pb2.HealthCheckResponse
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
+    return write_pair(tmp_path_factory.mktemp("pair"), positions=TOKENS + 48)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def lockstep_serve(pair: tuple[Path, Path], directory: Path, grace_s: float) -> 
         "target": str(pair[0]),
         "draft": str(pair[1]),
         "device": "cpu",
-        "kv_memory_mb": 16,
+        "kv_memory_mb": 64,
         "torch_threads": 1,
         "grpc_port": free_port(),
         "http_port": free_port(),
@@ -135,7 +137,7 @@ class Streams:
 
     def _run(self, number: int) -> None:
         request = pb.GenerateRequest(
-            prompt=f"héllo {number}", max_new_tokens=480, ignore_eos=True, speculation=False
+            prompt=f"héllo {number}", max_new_tokens=TOKENS, ignore_eos=True, speculation=False
         )
         try:
             for chunk in self.client.stream(request):

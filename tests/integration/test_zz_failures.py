@@ -21,7 +21,7 @@ from tests.integration.conftest import Expected, RunningCluster
 pytestmark = pytest.mark.ray
 
 PROMPTS = [f"héllo {'wörld ' * (n % 5)}{n}" for n in range(24)]
-TOKENS = 160
+TOKENS = 400
 SILENCE_S_MAX = 25.0
 """Ten times what it is here, and less than what the links wait for a pool."""
 
@@ -46,7 +46,7 @@ async def ask_all(
             last_s = now_s
             flowing += not tokens and bool(chunk.token_ids)
             tokens.extend(chunk.token_ids)
-            if flowing >= len(PROMPTS) // 2:
+            if flowing == len(PROMPTS):
                 all_flow.set()
             if chunk.HasField("end"):
                 end = chunk.end
@@ -74,8 +74,11 @@ def test_a_killed_replica_loses_no_request_and_no_token(
     for tokens, prefix in zip(reference, plain, strict=False):
         assert tokens[: len(prefix)] == prefix
 
+    # Asked for before: on a fast machine the streams do not wait for Ray's answer.
+    replica = next(iter(cluster.replica_processes().values()))
+
     def kill_one() -> None:
-        os.kill(next(iter(cluster.replica_processes().values())), signal.SIGKILL)
+        os.kill(replica, signal.SIGKILL)
 
     tokens, ends, silence_s = asyncio.run(ask_all(cluster, kill_one))
     assert tokens == reference
@@ -90,14 +93,15 @@ def test_a_killed_pool_loses_no_request_and_no_token(cluster: RunningCluster) ->
 
     reference = undisturbed(cluster)
 
+    actor = ray.get_actor(cluster.config.pool_name, namespace=cluster.config.pool.namespace)
+    pool = ray.get(actor.status.remote()).process_id
+
     def kill_pool() -> None:
-        config = cluster.config
-        actor = ray.get_actor(config.pool_name, namespace=config.pool.namespace)
-        os.kill(ray.get(actor.status.remote()).process_id, signal.SIGKILL)
+        os.kill(pool, signal.SIGKILL)
 
     tokens, ends, silence_s = asyncio.run(ask_all(cluster, kill_pool))
     assert tokens == reference
-    assert all(end.recovered for end in ends if end.usage.completion_tokens == TOKENS)
+    assert all(end.recovered for end in ends)
     print(f"pool killed: longest silence {silence_s:.2f} s")
     assert silence_s < SILENCE_S_MAX
     cluster.wait_for_replicas(2)
