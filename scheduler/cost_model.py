@@ -30,6 +30,8 @@ RECENT = 0.15
 """Weight of a new time in the mean of its cell, once the cell has seen enough."""
 PACKING = 1.05
 """What a verification of some of the draft tokens is taken to cost more, before it was seen."""
+AT_ONCE = 16
+"""Steps that are learned at once at most; of fewer than sixteen times as many, one by one."""
 _COUNT_RECENT = math.ceil(1.0 / RECENT)
 OUTLIER = 3.0
 """A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
@@ -232,17 +234,29 @@ class StepPrices:
         return none_s, rest_s + rows * packed.kv_s + pass_s, each_s
 
 
+_Step = tuple[int, int, float, float, float, float, int | None]
+"""Arguments of `CostModel._note`."""
+
+
 class CostModel:
-    """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use."""
+    """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use.
+
+    Its fits learn from some orders at once: of the many that a pool has, each would have to be
+    fetched into the caches for every order, and few orders change what is chosen.
+    """
 
     __slots__ = (
+        "_costs",
         "_draft",
+        "_learned",
         "_packed",
-        "_packed_like",
         "_packed_rest",
         "_prefill",
         "_rest",
+        "_unlearned",
         "_verify",
+        "known",
+        "timed",
     )
 
     def __init__(self, timings: Sequence[StepTiming] = ()) -> None:
@@ -254,8 +268,15 @@ class CostModel:
         self._packed_rest = Fit()
         """Rating what was drafted and choosing among it takes longer than checking all of it."""
         self._prefill = Fit()
-        self._packed_like = (LinearCost(), LinearCost())
-        """A verification, and what one of some tokens is taken to cost from it."""
+        self._costs = (LinearCost(),) * 5
+        """The last five of `StepPrices`."""
+        self._unlearned: list[_Step] = []
+        """Steps that the fits do not know yet."""
+        self._learned = 0
+        self.known = False
+        """Whether steps of different draft lengths were seen."""
+        self.timed = False
+        """Whether any step was seen: enough to say what like steps take."""
         for timing in timings:
             self._note(
                 timing.rows,
@@ -265,16 +286,7 @@ class CostModel:
                 timing.verify_s,
                 timing.rest_s,
             )
-
-    @property
-    def known(self) -> bool:
-        """Whether steps of different draft lengths were seen."""
-        return self._verify.kinds >= 2 and self._draft.kinds >= 1
-
-    @property
-    def timed(self) -> bool:
-        """Whether any step was seen: enough to say what like steps take."""
-        return self._verify.kinds >= 1
+        self._learn()
 
     def observe(self, order: Order, result: StepResult) -> None:
         """An order was answered with its times."""
@@ -294,30 +306,25 @@ class CostModel:
             drafted = max([row.draft_tokens / row.steps for row in rows], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
         checked = order.verify_tokens
-        self._note(
-            len(order.rows),
-            round(drafted),
-            result.kv_positions_read / steps,
-            times.draft_s / steps,
-            times.verify_s / steps,
-            (times.total_s - spent_s) / steps,
-            None if checked is None else len(order.rows) + checked,
+        unlearned = self._unlearned
+        unlearned.append(
+            (
+                len(order.rows),
+                round(drafted),
+                result.kv_positions_read / steps,
+                times.draft_s / steps,
+                times.verify_s / steps,
+                (times.total_s - spent_s) / steps,
+                None if checked is None else len(order.rows) + checked,
+            )
         )
+        waiting = len(unlearned)
+        if waiting >= AT_ONCE or waiting * AT_ONCE > self._learned:
+            self._learn()
 
     def prices(self, rows: int, longest: int) -> StepPrices:
         """Of a step of `rows` rows, the longest with `longest` tokens of content."""
-        verify = self._verify.cost()
-        if self._packed.kinds:
-            packed = self._packed.cost()
-        else:
-            if verify is not self._packed_like[0]:
-                # As many tokens in full rows, and a little for packing them.
-                parts = (verify.fixed_s, verify.token_s, verify.kv_s)
-                self._packed_like = (verify, LinearCost(*(PACKING * part for part in parts)))
-            packed = self._packed_like[1]
-        rest = self._rest.cost()
-        packed_rest = self._packed_rest.cost() if self._packed_rest.kinds else rest
-        return StepPrices(rows, longest, self._draft.cost(), verify, packed, rest, packed_rest)
+        return StepPrices(rows, longest, *self._costs)
 
     def step_s(
         self, rows: int, draft_len: int, longest: int, verify_tokens: int | None = None
@@ -329,6 +336,24 @@ class CostModel:
     def prefill(self) -> LinearCost:
         """One prefill order, by positions filled."""
         return self._prefill.cost()
+
+    def _learn(self) -> None:
+        """The fits are told of the steps that they do not know yet."""
+        for step in self._unlearned:
+            self._note(*step)
+        self._learned += len(self._unlearned)
+        self._unlearned.clear()
+        verify, rest = self._verify.cost(), self._rest.cost()
+        if self._packed.kinds:
+            packed = self._packed.cost()
+        else:
+            # As many tokens in full rows, and a little for packing them.
+            parts = (verify.fixed_s, verify.token_s, verify.kv_s)
+            packed = LinearCost(*(PACKING * part for part in parts))
+        packed_rest = self._packed_rest.cost() if self._packed_rest.kinds else rest
+        self._costs = (self._draft.cost(), verify, packed, rest, packed_rest)
+        self.timed = self._verify.kinds >= 1
+        self.known = self._verify.kinds >= 2 and self._draft.kinds >= 1
 
     def _note(
         self,

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_model import CELLS_MAX, CostModel, Fit, LinearCost, filled_tokens
+from scheduler.cost_model import (
+    AT_ONCE,
+    CELLS_MAX,
+    CostModel,
+    Fit,
+    LinearCost,
+    filled_tokens,
+)
 from scheduler.messages import (
     Order,
     OrderKind,
@@ -146,6 +153,29 @@ def test_a_steps_time_is_the_sum_of_its_parts() -> None:
         kv = rows * (100 + draft_len)
         expected = VERIFY(rows * (draft_len + 1), kv) + draft_len * DRAFT(rows, kv) + 5e-4
         assert model.step_s(rows, draft_len, 100) == pytest.approx(expected, rel=0.03)
+
+
+def test_steps_are_learned_some_at_once_and_none_too_late() -> None:
+    """The first ones at once, later ones never more than AT_ONCE or a share of those known late;
+    and when all are learned the fit is that of one by one."""
+    rng = Random(3)
+    model, verify = CostModel(), Fit()
+    behind = []
+    for count in range(1, 40 * AT_ONCE + 1):
+        order, result = answered(rng.choice([1, 4, 8]), rng.choice([0, 2, 4, 8]))
+        model.observe(order, result)
+        tokens = len(order.rows) * (order.draft_len + 1)
+        verify.observe(tokens, result.kv_positions_read, result.times.verify_s)
+        assert model.known or count < AT_ONCE
+        waiting = len(model._unlearned)
+        behind.append(waiting)
+        assert waiting < AT_ONCE
+        assert waiting * AT_ONCE <= count
+        if not waiting:
+            assert model._verify._cells == verify._cells
+    assert not any(behind[:AT_ONCE])
+    assert max(behind) == AT_ONCE - 1
+    assert behind.count(0) > 40
 
 
 def test_what_trimming_takes_beside_the_passes_counts_for_trimmed_steps_alone() -> None:
