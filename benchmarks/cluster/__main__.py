@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="real ones")
     parser.add_argument("--synthetic-replicas", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--requests-per-client", type=int, default=4)
+    parser.add_argument("--requests-per-client", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--step-ms", type=float, default=10.0, help="of a synthetic replica")
