@@ -5,7 +5,9 @@
 The real scheduler over one replica whose steps take given times (those of the demo pair on two
 cores, rounded) and whose draft is right with a given probability per request. For every mix of
 requests: tokens/s of fixed draft lengths and of the chosen one, with the replica's trial steps and
-without, and by order of arrival instead of by length and kind. Needs neither Ray nor torch.
+without, and by order of arrival instead of by length and kind. Then, where short contexts meet long
+ones on a replica that reads all rows of a group as far as the longest: what cutting groups is
+worth. Needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -49,6 +51,14 @@ MIXES: dict[str, tuple[float, ...]] = {
 """Acceptance of the requests, in turns."""
 PROMPT = (16, 256)
 NEW_TOKENS = 128
+SHORT = (50, 200)
+LONG = ((1_000, 2_000), (8_000, 12_000), (25_000, 30_000))
+"""Prompts of every other request where lengths are far apart; the others' are SHORT."""
+FAR_TOKENS = 1_500
+"""New tokens of each of them: so many that most steps are of both kinds."""
+FAR_ACCEPTANCE = 0.7
+NEVER = 1 << 60
+"""More KV positions than any group reads."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ class VirtualReplica:
         self.spec = ReplicaSpec(
             kv_blocks=100_000,
             block_size=16,
-            context_len=4096,
+            context_len=1 << 16,
             vocab_size=2,
             timings=tuple(_trial(rows, k) for rows in (1, 8) for k in (0, 4)) if timed else (),
         )
@@ -178,6 +188,40 @@ def measure(mix: str, rows: int) -> Mixed:
     )
 
 
+@dataclass(frozen=True)
+class FarApart:
+    """Half of a group's rows are short, half long. Tokens/s of steps alone: prompts as long as
+    these take most of the time to fill, whoever steps with whom. Paddings as in `Mixed`."""
+
+    rows: int
+    long: tuple[int, int]
+    whole: float
+    cut: float
+    padding_whole: float
+    padding_cut: float
+
+
+def measure_far_apart(rows: int, long: tuple[int, int]) -> FarApart:
+    """One group of requests, never cut and cut by cost."""
+    found = []
+    for apart in (NEVER, None):
+        replica = VirtualReplica((FAR_ACCEPTANCE,), timed=True)
+        config = SchedulerConfig(rows_max=rows, apart_positions=apart)
+        engine = LocalEngine(replica, config, clock=replica.clock)
+        draw = Random(1)
+        lengths = [draw.randint(*(SHORT if number % 2 else long)) for number in range(rows)]
+        engine.generate(
+            [Request(str(n), (1,) * length, FAR_TOKENS) for n, length in enumerate(lengths)]
+        )
+        stepped = [result for result in engine.results if result.steps]
+        tokens = sum(len(row.tokens) for result in stepped for row in result.rows)
+        own = sum(result.kv_positions_own for result in stepped)
+        read = sum(result.kv_positions_read for result in stepped)
+        found.append((tokens / sum(one.times.total_s for one in stepped), 1 - own / read))
+    (whole, padding_whole), (cut, padding_cut) = found
+    return FarApart(rows, long, whole, cut, padding_whole, padding_cut)
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -204,7 +248,22 @@ def main() -> None:
             ],
         )
     )
-    write_json(args.json, {"mixes": [asdict(one) for one in found]})
+    far = [measure_far_apart(rows, long) for rows in args.rows if rows > 1 for long in LONG]
+    print(
+        table(
+            ("batch", "long prompts", "never cut", "cut by cost", "over it", "padding", "cut"),
+            [
+                (
+                    *(one.rows, f"{one.long[0]} to {one.long[1]}", one.whole, one.cut),
+                    one.cut / one.whole,
+                    *(f"{one.padding_whole:.1%}", f"{one.padding_cut:.1%}"),
+                )
+                for one in far
+            ],
+        )
+    )
+    figures = {"mixes": [asdict(one) for one in found], "far_apart": [asdict(one) for one in far]}
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

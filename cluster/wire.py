@@ -365,6 +365,7 @@ def _beliefs(beliefs: Beliefs) -> pb.ReplicaBeliefs:
         verified=beliefs.verified,
         packed=_cost(beliefs.packed),
         rest=_cost(beliefs.rest),
+        apart_positions=beliefs.apart_positions if math.isfinite(beliefs.apart_positions) else None,
     )
 
 

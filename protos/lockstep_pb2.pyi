@@ -182,7 +182,7 @@ class LinearCost(_message.Message):
     def __init__(self, fixed_s: _Optional[float] = ..., token_s: _Optional[float] = ..., kv_s: _Optional[float] = ...) -> None: ...
 
 class ReplicaBeliefs(_message.Message):
-    __slots__ = ("draft_len", "steps", "step_s", "trip_s", "acceptance_greedy", "acceptance_sampled", "draft", "verify", "prefill", "verified", "packed", "rest")
+    __slots__ = ("draft_len", "steps", "step_s", "trip_s", "acceptance_greedy", "acceptance_sampled", "draft", "verify", "prefill", "verified", "packed", "rest", "apart_positions")
     DRAFT_LEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class ReplicaBeliefs(_message.Message):
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
     REST_FIELD_NUMBER: _ClassVar[int]
+    APART_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     draft_len: int
     steps: int
     step_s: float
@@ -207,7 +208,8 @@ class ReplicaBeliefs(_message.Message):
     verified: float
     packed: LinearCost
     rest: LinearCost
-    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., draft: _Optional[_Union[LinearCost, _Mapping]] = ..., verify: _Optional[_Union[LinearCost, _Mapping]] = ..., prefill: _Optional[_Union[LinearCost, _Mapping]] = ..., verified: _Optional[float] = ..., packed: _Optional[_Union[LinearCost, _Mapping]] = ..., rest: _Optional[_Union[LinearCost, _Mapping]] = ...) -> None: ...
+    apart_positions: float
+    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., draft: _Optional[_Union[LinearCost, _Mapping]] = ..., verify: _Optional[_Union[LinearCost, _Mapping]] = ..., prefill: _Optional[_Union[LinearCost, _Mapping]] = ..., verified: _Optional[float] = ..., packed: _Optional[_Union[LinearCost, _Mapping]] = ..., rest: _Optional[_Union[LinearCost, _Mapping]] = ..., apart_positions: _Optional[float] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "beliefs", "attention")

@@ -102,6 +102,12 @@ class Replica:
                 limits,
                 plan.work.recordings or config.graphs_max,
             )
+        self._in_place = self.attention["target"] != "gather"
+        self._part_positions: tuple[int | None, int | None] = (None, None)
+        if self._runner is None:
+            # Steps of fixed shapes read all rows as one.
+            draft_positions = self._draft.part_positions if self._draft else None
+            self._part_positions = (self._target.part_positions, draft_positions)
         self.spec = ReplicaSpec(
             kv_blocks=blocks,
             block_size=config.block_size,
@@ -112,6 +118,7 @@ class Replica:
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             trims_drafts=self._target.packs,
+            reads_apart=self._in_place or self._part_positions[0] is not None,
             target=pair.target_name,
             draft=pair.draft_name,
             device=str(pair.device),
@@ -318,11 +325,7 @@ class Replica:
             whole=verify is not None or self._runner is not None,
             static=self._runner is not None,
         )
-        # Steps of fixed shapes read all rows as one.
-        part_positions = draft_part_positions = None
-        if self._runner is None:
-            part_positions = self._target.part_positions
-            draft_part_positions = self._draft.part_positions if self._draft else None
+        part_positions, draft_part_positions = self._part_positions
         own = read = done = 0
         try:
             for done in range(1, order.steps + 1):  # noqa: B007, the count outlives the loop
@@ -335,8 +338,11 @@ class Replica:
                     self._catch_up(ids, rows, watch)
                 lengths = [len(resident.content) for resident in rows]
                 parts = part_rows(lengths, part_positions)
-                own += sum(lengths) + len(rows) * k
-                read += positions_read(lengths, parts) + len(rows) * k
+                needed = sum(lengths)
+                own += needed + len(rows) * k
+                read += (needed if self._in_place else positions_read(lengths, parts)) + len(
+                    rows
+                ) * k
                 draft_parts = coarser(lengths, parts, draft_part_positions)
                 contents = [resident.content for resident in rows]
                 group = Group(contents, caps, sampling, table, verify, parts, draft_parts)

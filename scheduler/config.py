@@ -18,6 +18,12 @@ class SchedulerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a group (the batch size).")
+    apart_positions: int | None = Field(
+        default=None,
+        ge=0,
+        description="A group whose rows read so many KV positions beyond their own is cut in two,"
+        " where rows read as far as the longest. None: by cost, as many as one more step is worth.",
+    )
     half_groups: bool | None = Field(
         default=None,
         description="With more rows than one group and fewer than two: true: halves take turns;"

@@ -214,6 +214,16 @@ class StepPrices:
         each_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
         return rest_s + target_s + draft_len * each_s
 
+    def positions_of_a_step(self, draft_len: int, trip_s: float) -> float:
+        """KV positions whose reading takes as long as one more step and its order's round trip;
+        infinitely many where reading takes no time."""
+        draft, verify = self.draft, self.verify
+        position_s = verify.kv_s + draft_len * draft.kv_s
+        if position_s <= 0.0:
+            return math.inf
+        fixed_s = self.rest.fixed_s + verify.fixed_s + draft_len * draft.fixed_s
+        return (fixed_s + trip_s) / position_s
+
     def parabola(self) -> tuple[float, float, float]:
         """(a, b, c) such that a + b * k + c * k**2 are the seconds with k draft tokens, of which
         all are verified."""

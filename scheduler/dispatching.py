@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from scheduler.admission import blocks_needed
 from scheduler.config import SchedulerConfig
+from scheduler.cutting import part_of
 from scheduler.ending import with_late
 from scheduler.grouping import group_size, may_step
 from scheduler.messages import Action, Dispatch, Interrupt, Order, Release
@@ -138,6 +139,8 @@ class Dispatcher:
         if replica.narrow and ready and stepping:
             whole = self._is_whole(replica, size, rows_max, beside)
             beside = 0 if whole else ready + 1
+        elif replica.cut and ready and stepping and self._stands_apart(replica, size, rows_max):
+            beside = 0
         if may_step(ready, stepping, replica.joining, len(replica.orders), beside, rows_max):
             return self._step_ready(replica, size, rows_max, someone_waits=to_fill)
         return None
@@ -219,7 +222,12 @@ class Dispatcher:
     def _step_ready(
         self, replica: Replica, size: int, rows_max: int, someone_waits: bool
     ) -> Order | None:
-        rows = self._choose(replica, size, rows_max)
+        whole = self._choose(replica, size, rows_max)
+        rows = self._cut(replica, whole, rows_max)
+        if len(rows) < len(whole):
+            replica.cut = True
+        elif not replica.stepping:
+            replica.cut = False
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
         # first token waits for no second one.
         alone = not (someone_waits or replica.stepping or replica.prefilling)
@@ -244,6 +252,33 @@ class Dispatcher:
             return rows
         left = sum(one.tokens_left for one in replica.residents.values() if one.live)
         return ready.ordered(with_late(rows, ready, left))
+
+    def _cut(self, replica: Replica, rows: list[Sequence], rows_max: int) -> list[Sequence]:
+        """What is left of a group whose rows lie too far apart to read together, unless nobody can
+        wait any longer. Narrow rows have limits of their own."""
+        apart = self._policy.apart(replica.id)
+        if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart or replica.narrow:
+            return rows
+        ready, wait_rounds, groups = (
+            replica.ready,
+            self._config.wait_rounds,
+            replica.groups(rows_max),
+        )
+        if ready.is_overdue(wait_rounds, groups):
+            return rows
+        anchor = ready.anchor_of(rows, wait_rounds, groups)
+        begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
+        return rows[begin:end]
+
+    def _stands_apart(self, replica: Replica, size: int, rows_max: int) -> bool:
+        """Whether the next group, where groups are cut, need not wait for any row that steps: it
+        would be cut from all of them."""
+        rows = self._cut(replica, self._choose(replica, size, rows_max), rows_max)
+        stepping = [one for one in replica.residents.values() if one.state is State.STEPPING]
+        every = sorted([*rows, *stepping], key=lambda one: one.length)
+        lengths = [one.length for one in every]
+        begin, end = part_of(lengths, every.index(rows[0]), self._policy.apart(replica.id))
+        return all(one.state is State.READY for one in every[begin:end])
 
     def _is_whole(self, replica: Replica, size: int, rows_max: int, beside: int) -> bool:
         """Whether the next group, where there are narrow rows, need not wait for any that steps:

@@ -32,7 +32,10 @@ gain up to w = 3 and lose with more (`lockstep simulate --baseline eqspec`).
 That is little above what choice can bring: with the demo pair's own acceptance, 64 residents of
 eight lengths, the full pool kept filled, 10 % with w = 3 and 6 % with 4; equal turns of neighbours
 9 %; of 24 ways to weigh a window's padding against the age of its rows the best 6 %. What is left
-is the replica's to save: rows that lie far apart need not read together (`kv_positions_read`).
+is the replica's to save: rows that lie far apart need not read together (`kv_positions_read`),
+or, where they must, it is a matter of cost: a group of rule 1 or 2 is cut where its rows lie so far
+apart that two steps take less time than one, and its row of rule 2, or its oldest, says which part
+goes (see `cutting`). The other part waits as if it had been passed over.
 
 Kinds. A row is of one of two kinds: the draft is right about it at times, or hardly ever; see
 `acceptance`. A step drafts as many tokens for all its rows, so rows of one kind belong together:
@@ -67,7 +70,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import merge
-from itertools import islice
+from itertools import chain, islice
 from operator import sub
 from typing import Generic, TypeVar
 
@@ -282,6 +285,16 @@ class ReadyRows(Generic[Row]):
     def is_due(self, wait_rounds: int, groups: int) -> bool:
         """Whether the oldest row was passed over so often that rule 2 or 3 takes it."""
         return 2 * self.passes(next(iter(self._by_age))) >= (2 * wait_rounds - 3) * groups
+
+    def is_overdue(self, wait_rounds: int, groups: int) -> bool:
+        """Whether it was passed over so often that rule 3 takes it."""
+        return self.passes(next(iter(self._by_age))) >= (wait_rounds - 1) * groups
+
+    def anchor_of(self, rows: Iterable[Row], wait_rounds: int, groups: int) -> Row:
+        """Of a group that was chosen just now the row that it is for, or else its oldest."""
+        some = set(rows)
+        first: Iterable[Row] = () if self.is_due(wait_rounds, groups) else self._new
+        return next(row for row in chain(first, self._by_age) if row in some)
 
     def ordered(self, rows: Iterable[Row]) -> list[Row]:
         """Ready rows as `choose` gives them."""

@@ -243,6 +243,8 @@ class ReplicaSpec:
     """How the target's attention reads its KV cache, for people."""
     trims_drafts: bool = False
     """Whether it obeys an order's `verify_tokens`."""
+    reads_apart: bool = False
+    """Whether a row of a group reads about as far as its own KV goes, not as far as the longest."""
     timings: tuple[StepTiming, ...] = field(default=(), compare=False)
     """Trial steps that it ran before it joined; what the pool believes of its speed at first."""
 

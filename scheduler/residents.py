@@ -115,6 +115,8 @@ class Replica:
     """The last order that was sent while nothing was in flight, and when."""
     gathers_until: int | None = None
     """Prompts that wait are not filled before so many groups were dispatched; see `prefilling`."""
+    cut: bool = False
+    """Groups were cut lately, so two of them may step in turns; see `cutting`."""
     last_kind: OrderKind | None = None
     """Kind of the order dispatched last."""
     prefilled_at: int | None = None

@@ -23,7 +23,7 @@ from scheduler.goodput import (
     expected_accepted,
     verify_tokens,
 )
-from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult
+from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepRow
 from scheduler.records import record
 from scheduler.sequence import Answer, Sequence
 
@@ -79,6 +79,8 @@ class Beliefs:
     """One that checks some of the draft tokens, by tokens checked and KV positions read."""
     rest: LinearCost = field(default_factory=LinearCost)
     """What of a step is neither, by tokens."""
+    apart_positions: float = math.inf
+    """See `DraftPolicy.apart`."""
     prefill: LinearCost = field(default_factory=LinearCost)
     """One prefill order, by positions filled."""
 
@@ -98,6 +100,10 @@ class DraftPolicy(Protocol):
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
         """Whether so many rows, more than one group and less than two, step by halves in turns
         rather than in full groups that nothing is prepared beside."""
+
+    def apart(self, replica_id: str) -> float:
+        """KV positions that a group may read beyond its rows' own; with more, two steps take less
+        time than one. Infinitely many where its rows need not read so far, or nothing is known."""
 
     def prefill_tokens(
         self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
@@ -122,12 +128,15 @@ class _Known:
     draft_len_max: int
     model: CostModel
     trims: bool
+    reads_apart: bool
     choice: Choice
     belief: DraftBelief = field(default_factory=DraftBelief)
     orders: int = 0
     """Orders that could have been trimmed."""
-    longest: int = 0
-    """Length of the longest row of the last order."""
+    reach: int = 0
+    """How far a row of the last order read."""
+    apart: float = math.inf
+    """As the last order was planned."""
     planned: tuple[int, int, int | None] = (0, 0, None)
     """Rows, draft tokens and verified tokens of the last order."""
     steps: int = 1
@@ -140,6 +149,12 @@ class _Known:
     """Time saved up for a probe."""
     probe_s: float = 0.0
     """What the last probe cost."""
+
+    def reach_of(self, rows: Rows[Sequence] | Rows[StepRow]) -> int:
+        """How far each of these rows reads on average; they stand by rising length."""
+        if self.reads_apart:
+            return sum([one.length for one in rows]) // len(rows)
+        return rows[-1].length
 
     def step_s(self) -> float:
         """Expected time of a step of the last order; 0 while nothing is known."""
@@ -154,7 +169,7 @@ class _Known:
         rows = self.planned[0]
         if not (rows and self.model.timed):
             return 0.0
-        return self.model.step_s(rows, draft_len, self.longest, verified)
+        return self.model.step_s(rows, draft_len, self.reach, verified)
 
 
 class GoodputPolicy:
@@ -178,7 +193,7 @@ class GoodputPolicy:
         trims = spec.trims_drafts and self._config.trim_drafts
         choice = Choice(min(FALLBACK, spec.draft_len_max))
         self._replicas[replica_id] = _Known(
-            spec.draft_len_max, CostModel(spec.timings), trims, choice
+            spec.draft_len_max, CostModel(spec.timings), trims, spec.reads_apart, choice
         )
 
     def lost(self, replica_id: str) -> None:
@@ -186,8 +201,8 @@ class GoodputPolicy:
 
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
         known = self._replicas[replica_id]
-        model, longest = known.model, rows[-1].length
-        prices = model.prices(len(rows), longest) if model.known else None
+        model, reach = known.model, known.reach_of(rows)
+        prices = model.prices(len(rows), reach) if model.known else None
         choice = self._choice(known, rows, prices)
         pins = [one.draft_len for one in rows if one.draft_len]
         if pins:
@@ -195,7 +210,11 @@ class GoodputPolicy:
             if pinned >= choice.draft_len:
                 choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
-        known.longest = longest
+        known.reach = reach
+        if prices is not None and not known.reads_apart:
+            known.apart = prices.positions_of_a_step(
+                choice.draft_len, max(known.trip_s or 0.0, 0.0)
+            )
         known.planned = (len(rows), choice.draft_len, verified)
         if choice.draft_len > known.choice.draft_len:
             # A probe, a trial of a share, or a row that has pinned its own.
@@ -211,9 +230,14 @@ class GoodputPolicy:
         if not known.model.timed or known.trip_s is None:
             return 2 * rows > 3 * rows_max
         model, draft_len = known.model, known.choice.draft_len
-        half_s = model.step_s(rows // 2, draft_len, known.longest)
-        full_s = model.step_s(rows_max, draft_len, known.longest) + known.trip_s
+        half_s = model.step_s(rows // 2, draft_len, known.reach)
+        full_s = model.step_s(rows_max, draft_len, known.reach) + known.trip_s
         return rows / 2 / half_s > rows_max / full_s
+
+    def apart(self, replica_id: str) -> float:
+        known = self._replicas[replica_id]
+        pinned = self._config.apart_positions
+        return known.apart if pinned is None or known.reads_apart else pinned
 
     def prefill_tokens(
         self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
@@ -251,7 +275,7 @@ class GoodputPolicy:
             known.credit_s += PROBE_SHARE * result.times.total_s
         if known.probes and order.draft_len == 1 and result.steps:
             known.probes -= 1
-            plain_s = known.model.step_s(len(order.rows), 0, order.rows[-1].length)
+            plain_s = known.model.step_s(len(order.rows), 0, known.reach_of(order.rows))
             known.probe_s = max(result.times.total_s - result.steps * plain_s, 0.0)
             known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
         self._acceptance.observe(answers)
@@ -262,7 +286,7 @@ class GoodputPolicy:
 
     def beliefs(self, replica_id: str) -> Beliefs:
         known = self._replicas[replica_id]
-        prices = known.model.prices(known.planned[0], known.longest)
+        prices = known.model.prices(known.planned[0], known.reach)
         return Beliefs(
             draft_len=known.choice.draft_len,
             verified=known.choice.share,
@@ -275,6 +299,7 @@ class GoodputPolicy:
             verify=prices.verify,
             packed=prices.packed,
             rest=prices.rest,
+            apart_positions=self.apart(replica_id),
             prefill=known.model.prefill,
         )
 

@@ -1,5 +1,6 @@
 """Proves: with a draft that is never right the whole scheduler costs less than 3 % against one that
-never drafts: short and long requests, one row and full groups, all at once and Poisson.
+never drafts: short and long requests, one row and full groups, all at once and Poisson. And cutting
+groups by cost gains where lengths are far apart, and changes nothing where they are near.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.adaptive import PROMPT, VirtualReplica
+from benchmarks.adaptive import LONG, PROMPT, VirtualReplica, measure_far_apart
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -64,3 +65,10 @@ def test_a_draft_that_is_never_right_costs_less_than_three_percent(
 def test_drafting_in_vain_would_show() -> None:
     plain, drafting = (SchedulerConfig(rows_max=8, draft_len=k) for k in (0, 2))
     assert load(plain, 32, None)[0] / load(drafting, 32, None)[0] < LEAST
+
+
+def test_groups_are_cut_where_that_is_faster_and_nowhere_else() -> None:
+    near, far = (measure_far_apart(8, long) for long in (LONG[0], LONG[-1]))
+    assert near.cut == near.whole
+    assert far.cut > 1.05 * far.whole
+    assert far.padding_cut < 0.1 < far.padding_whole

@@ -3,9 +3,11 @@ their own serve over the line as one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.cluster.ideal import ideal
+from benchmarks.cluster.ideal import PLAYS, ideal
 from benchmarks.cluster.load import Load, percentiles
 from benchmarks.cluster.pool import measure_pool
 from benchmarks.cluster.synthetic import load_of
@@ -22,8 +24,18 @@ def test_one_client_waits_for_its_own_prefills_and_steps_and_for_nothing_else() 
     load = Load([[1, 2, 3], [4] * 6], new_tokens=10, in_flight=1)
     base = ideal(load, SPEC, SPEED, 1, SchedulerConfig())
     # A token a step, for nothing is accepted.
-    assert base.latencies_s == pytest.approx([0.02 + 0.003 + 0.1, 0.02 + 0.006 + 0.1])
-    assert base.tokens_per_s == pytest.approx(20 / sum(base.latencies_s))
+    each_s = [0.02 + 0.003 + 0.1, 0.02 + 0.006 + 0.1]
+    assert base.latencies_s == pytest.approx(each_s * PLAYS)
+    assert base.tokens_per_s == pytest.approx(20 / sum(each_s))
+
+
+def test_the_base_is_the_mean_over_the_luck_of_the_drafts() -> None:
+    load = load_of(SPEC, in_flight=8, requests=32, new_tokens=20)
+    lucky = replace(SPEED, acceptance=0.7)
+    base = ideal(load, SPEC, lucky, 1, SchedulerConfig())
+    plays = [base.latencies_s[begin : begin + 32] for begin in range(0, 32 * PLAYS, 32)]
+    assert len(set(plays)) == PLAYS, "every play has luck of its own"
+    assert base.tokens_per_s > ideal(load, SPEC, SPEED, 1, SchedulerConfig()).tokens_per_s
 
 
 def test_replicas_share_the_clients_and_tokens_are_right() -> None:

@@ -4,6 +4,7 @@ that a status answer sums over the replicas.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -119,7 +120,7 @@ def test_a_status_answer_has_all_that_the_pool_believes_of_a_replica() -> None:
         name: LinearCost(0.1 * number, 0.01 * number, 0.001 * number)
         for number, name in enumerate(("draft", "verify", "packed", "rest", "prefill"), start=1)
     }
-    beliefs = Beliefs(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, **costs)
+    beliefs = Beliefs(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, **costs, apart_positions=5e4)
     one = replace(replica_status("a", 3, 12, 900, 1000), beliefs=beliefs)
     view = PoolView("one", 2.0, 1, PoolStatus(0, 0, (one,), finished={}, rejected=0))
     told = to_status(view).replicas[0].beliefs
@@ -131,3 +132,6 @@ def test_a_status_answer_has_all_that_the_pool_believes_of_a_replica() -> None:
         if field.name in costs:
             sent = LinearCost(sent.fixed_s, sent.token_s, sent.kv_s)
         assert sent == believed, field.name
+    never = replace(one, beliefs=replace(beliefs, apart_positions=math.inf))
+    view = replace(view, status=replace(view.status, replicas=(never,)))
+    assert not to_status(view).replicas[0].beliefs.HasField("apart_positions")

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -88,7 +89,8 @@ def test_two_ranks_give_the_tokens_of_one(
     single = Replica.load(settings)
     double = load_parallel(settings.model_copy(update={"tensor_parallel": 2}))
     loaded.append(double)
-    assert double.spec == single.spec
+    # Layers that are parted are the model's own, which read all rows as one.
+    assert double.spec == replace(single.spec, reads_apart=False)
     for batch, k in ((1, 0), (4, 3), (3, 2)):
         assert run(double, batch, k) == run(single, batch, k)
     assert double.residents == ()

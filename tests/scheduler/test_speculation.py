@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -400,6 +401,9 @@ class Recorder:
 
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
         return True
+
+    def apart(self, replica_id: str) -> float:
+        return math.inf
 
     def prefill_tokens(
         self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
