@@ -136,7 +136,9 @@ class _Known:
     reach: int = 0
     """How far a row of the last order read."""
     apart: float = math.inf
-    """As the last order was planned."""
+    """As of when verifications were last found to cost something else."""
+    apart_by: LinearCost = field(default_factory=LinearCost)
+    """What they cost then."""
     planned: tuple[int, int, int | None] = (0, 0, None)
     """Rows, draft tokens and verified tokens of the last order."""
     steps: int = 1
@@ -211,7 +213,8 @@ class GoodputPolicy:
                 choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
         known.reach = reach
-        if prices is not None and not known.reads_apart:
+        if prices is not None and prices.verify is not known.apart_by and not known.reads_apart:
+            known.apart_by = prices.verify
             known.apart = prices.positions_of_a_step(
                 choice.draft_len, max(known.trip_s or 0.0, 0.0)
             )
