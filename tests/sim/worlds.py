@@ -178,6 +178,8 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         waiting_tokens_max=rng.choice([300, 4_194_304, 4_194_304]),
         priority_age_s=rng.choice([0.0, 0.1, 30.0]),
         kv_reserve=knobs.kv_reserve,
+        # Drawn apart: the worlds are otherwise what they were.
+        apart_positions=Random(f"{seed}, apart").choice([None, None, 0, 20, 200]),
     )
     watcher = Watcher()
     world = World(
