@@ -154,8 +154,6 @@ def _run(mix: Sequence[float], config: SchedulerConfig, count: int, timed: bool 
         [Request(str(i), (1,) * draw.randint(*PROMPT), NEW_TOKENS) for i in range(count)]
     )
     stepped = [result for result in engine.results if result.steps]
-    own = sum(result.kv_positions_own for result in stepped)
-    read = sum(result.kv_positions_read for result in stepped)
     last: dict[str, int] = {}
     longest = 0
     for number, result in enumerate(stepped):
@@ -163,7 +161,12 @@ def _run(mix: Sequence[float], config: SchedulerConfig, count: int, timed: bool 
             longest = max(longest, number - last.get(row.sequence_id, number))
             last[row.sequence_id] = number
     tokens = sum(len(output.tokens) for output in outputs)
-    return _Run(tokens / replica.now_s, 1 - own / read, longest)
+    return _Run(tokens / replica.now_s, _padding(stepped), longest)
+
+
+def _padding(stepped: Sequence[StepResult]) -> float:
+    own = sum(result.kv_positions_own for result in stepped)
+    return 1 - own / sum(result.kv_positions_read for result in stepped)
 
 
 def measure(mix: str, rows: int) -> Mixed:
@@ -215,9 +218,8 @@ def measure_far_apart(rows: int, long: tuple[int, int]) -> FarApart:
         )
         stepped = [result for result in engine.results if result.steps]
         tokens = sum(len(row.tokens) for result in stepped for row in result.rows)
-        own = sum(result.kv_positions_own for result in stepped)
-        read = sum(result.kv_positions_read for result in stepped)
-        found.append((tokens / sum(one.times.total_s for one in stepped), 1 - own / read))
+        spent_s = sum(result.times.total_s for result in stepped)
+        found.append((tokens / spent_s, _padding(stepped)))
     (whole, padding_whole), (cut, padding_cut) = found
     return FarApart(rows, long, whole, cut, padding_whole, padding_cut)
 

@@ -333,7 +333,7 @@ class CostModel:
             self._learn()
 
     def prices(self, rows: int, longest: int) -> StepPrices:
-        """Of a step of `rows` rows, the longest with `longest` tokens of content."""
+        """Of a step of `rows` rows that read as far as one of `longest` tokens of content does."""
         return StepPrices(rows, longest, *self._costs)
 
     def step_s(

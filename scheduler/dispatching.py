@@ -259,11 +259,8 @@ class Dispatcher:
         apart = self._policy.apart(replica.id)
         if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart or replica.narrow:
             return rows
-        ready, wait_rounds, groups = (
-            replica.ready,
-            self._config.wait_rounds,
-            replica.groups(rows_max),
-        )
+        ready, groups = replica.ready, replica.groups(rows_max)
+        wait_rounds = self._config.wait_rounds
         if ready.is_overdue(wait_rounds, groups):
             return rows
         anchor = ready.anchor_of(rows, wait_rounds, groups)

@@ -315,8 +315,8 @@ class ReadyRows(Generic[Row]):
             return self._choose_narrowly(size, rows_max, groups, wait_rounds, turns or groups)
         by_age = self._by_age
         row = next(iter(by_age))
-        length, orders, kind = by_age[row]
-        if self.orders - orders >= (wait_rounds - 1) * groups:
+        length, _, kind = by_age[row]
+        if self.is_overdue(wait_rounds, groups):
             return self._by_length(islice(by_age, rows_max))
         anchored = self.is_due(wait_rounds, groups)
         if not anchored and self._new:
