@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KINDS = ("pool", "replica", "ingress", "proxy", "controller")
+KINDS = ("pool", "replica", "rank", "ingress", "proxy", "controller")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Process:
     kind: str
     """One of KINDS."""
     name: str
-    """Of the actor; a replica's holds Serve's id of it."""
+    """Of the actor, if it has one; a replica's holds Serve's id of it."""
     pid: int
     node_id: str
 
@@ -34,7 +34,7 @@ def cluster_processes(app_name: str = "lockstep") -> list[Process]:
         kind = _kind(actor, app_name)
         if kind is not None and actor["Pid"]:
             node_id = actor["Address"]["NodeID"]
-            found.append(Process(kind, actor["Name"], actor["Pid"], node_id))
+            found.append(Process(kind, actor["Name"] or "", actor["Pid"], node_id))
     return sorted(found, key=lambda process: (process.kind, process.name))
 
 
@@ -42,6 +42,8 @@ def _kind(actor: dict[str, Any], app_name: str) -> str | None:
     name = actor["Name"] or ""
     if actor["ActorClassName"] == "PoolProcess":
         return "pool"
+    if actor["ActorClassName"] == "RankProcess":
+        return "rank"
     for kind in ("replica", "ingress"):
         if name.startswith(f"SERVE_REPLICA::{app_name}#{kind}#"):
             return kind

@@ -50,6 +50,7 @@ class SyntheticReplica:
 
     def __init__(self, spec: ReplicaSpec, speed: Speed) -> None:
         self.spec = spec
+        self.broken: Exception | None = None
         self._speed = speed
         self._rng = Random(0)
         self._fake = FakeReplica("", spec, speed.acceptance, self._rng)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaRank
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import ClusterConfig, from_args
@@ -28,6 +31,7 @@ from cluster.ingress import Ingress
 from cluster.metrics import IngressMeter, ray_sink
 from cluster.protocol import silence_s
 from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
+from cluster.ray_ranks import RankProcess, RayRank, bundles
 from cluster.replica_runner import HostedReplica, ReplicaRunner
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
@@ -50,14 +54,35 @@ LoadReplica = Callable[[ReplicaConfig], HostedReplica]
 
 
 def load_replica(config: ReplicaConfig) -> HostedReplica:
-    """The real thing; torch is imported in the replica's process only."""
+    """The real thing; torch is imported in the replica's process only.
+
+    Where the replica has a placement group its further ranks are actors there.
+    """
     from transformers.utils import logging as transformers_logging
 
     from replicas import parallel
 
     # Progress bars of several processes in one log help nobody.
     transformers_logging.disable_progress_bar()
-    return parallel.load_replica(config)
+    group = get_current_placement_group()
+    if config.tensor_parallel == 1 or group is None:
+        return parallel.load_replica(config)
+    start = functools.partial(_start_rank, group)
+    return parallel.load_parallel(config, start, ray.util.get_node_ip_address())
+
+
+def _start_rank(group: PlacementGroup, config: ReplicaConfig, rank: int, address: Any) -> RayRank:
+    bundle = group.bundle_specs[rank]
+    actor = (
+        ray.remote(RankProcess)
+        .options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
+        )
+        .remote()
+    )
+    return RayRank(actor, actor.follow.remote(config, rank, address))
 
 
 # --------------------------------------------------------------------------- the pool
@@ -77,6 +102,8 @@ def pool_opener(config: ClusterConfig, name: str) -> Callable[[], ActorHandle]:
                 max_restarts=-1,
                 max_task_retries=0,
                 num_cpus=0,
+                # Not in the placement group of a replica that happens to create it.
+                scheduling_strategy="DEFAULT",
             )
             .remote(config)
         )
@@ -175,6 +202,7 @@ def build_app(
         num_replicas=None if config.autoscaling else config.replicas,
         autoscaling_config=serve_autoscaling(config),
         ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": gpus},
+        **_placement(config, gpus),
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
@@ -320,21 +348,31 @@ def _serve_runs() -> bool:
 
 
 def _gpus(config: ClusterConfig) -> float:
-    """What one replica asks of Ray, so that no two of them load onto one GPU by accident."""
+    """What a replica, or each of its ranks, asks of Ray: no two load onto one GPU by accident."""
     if config.actors.replica_gpus is not None:
         return config.actors.replica_gpus
-    ranks = config.replica.tensor_parallel
     if config.replica.device != "auto":
         # Who names a GPU by its number places the replicas himself.
-        return float(ranks) if config.replica.device == "cuda" else 0.0
+        return 1.0 if config.replica.device == "cuda" else 0.0
     gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
     if not gpus:
         return 0.0
-    if ranks > 1:
-        return float(ranks)
+    if config.replica.tensor_parallel > 1:
+        return 1.0
     # A share must fit on one GPU; Ray counts in steps of 1/10000.
     replicas_per_gpu = -(-config.replicas_max // gpus)
     return (10_000 // replicas_per_gpu) / 10_000
+
+
+def _placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
+    """Serve's options for a replica of several ranks: a placement group for all of them."""
+    ranks = config.replica.tensor_parallel
+    if ranks == 1:
+        return {}
+    return {
+        "placement_group_bundles": bundles(ranks, config.actors.replica_cpus, gpus),
+        "placement_group_strategy": config.actors.ranks_strategy,
+    }
 
 
 def _sharing_gpus(config: ClusterConfig, gpus: float) -> ClusterConfig:
@@ -350,5 +388,6 @@ def _replica_config(config: ClusterConfig) -> ReplicaConfig:
     replica = config.planned_replica
     if replica.torch_threads is not None:
         return replica
-    threads = max(1, len(os.sched_getaffinity(0)) // config.replicas_max)
+    processes = config.replicas_max * replica.tensor_parallel
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
     return replica.model_copy(update={"torch_threads": threads})

@@ -25,6 +25,7 @@ from cluster.cli_options import (
     SpreadMax,
     StepsMax,
     Target,
+    TensorParallel,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -57,6 +58,7 @@ def serve(
     device: Device = None,
     dtype: Dtype = None,
     memory: Memory = None,
+    tensor_parallel: TensorParallel = None,
     replicas: ReplicaCount = None,
     batch_size: BatchSize = None,
     draft_len: DraftLen = None,
@@ -78,6 +80,7 @@ def serve(
         device=device,
         dtype=dtype,
         memory=memory,
+        tensor_parallel=tensor_parallel,
         replicas=replicas,
         batch_size=batch_size,
         draft_len=draft_len,
@@ -199,6 +202,7 @@ def plan(
     target: Target = None,
     draft: Draft = None,
     memory: Memory = None,
+    tensor_parallel: TensorParallel = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of a group.")] = None,
     draft_len: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per step, at most.")
@@ -211,7 +215,7 @@ def plan(
     block_size: Annotated[int | None, typer.Option(help="KV positions per block.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
 ) -> None:
-    """How a replica would divide its memory, and what fits; reads no weights.
+    """How a replica, or each rank of it, would divide its memory, and what fits; reads no weights.
 
     Status 1 if not one sequence fits, with the least memory that would do.
     """
@@ -219,6 +223,7 @@ def plan(
         target=target,
         draft=draft,
         memory=memory,
+        tensor_parallel=tensor_parallel,
         batch_size=rows,
         context_len=context_len,
         device=device,

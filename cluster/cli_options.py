@@ -37,6 +37,9 @@ Memory = Annotated[
     str | None,
     typer.Option(help="Of a replica: weights, KV cache and buffers, as '20GiB'.", metavar="SIZE"),
 ]
+TensorParallel = Annotated[
+    int | None, typer.Option(min=1, help="Devices that hold the target together.")
+]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of a group.")]
 DraftLen = Annotated[int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")]
 

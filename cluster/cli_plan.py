@@ -1,5 +1,7 @@
 """What `lockstep plan` does: divide a replica's memory as its load would, and print it.
 
+Of a replica on several devices it is what each rank has.
+
 Reads configs and tokenizers, never weights.
 """
 
@@ -65,7 +67,8 @@ def _device(config: ReplicaConfig) -> torch.device:
 
 def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Table:
     pair, work, counted = plan.pair, plan.work, plan.buffers
-    table = Table("memory", "size", "for", title=f"{config.dtype} on {device.type}")
+    ranks = f", each of {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
+    table = Table("memory", "size", "for", title=f"{config.dtype} on {device.type}{ranks}")
     table.columns[1].justify = "right"
     table.add_row("weights of the target", size(pair.target_bytes), config.target)
     if pair.draft is not None:
@@ -145,6 +148,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
         "draft": config.draft,
         "device": device.type,
         "dtype": config.dtype,
+        "tensor_parallel": config.tensor_parallel,
         "context_len": plan.pair.context_len,
         "budget_bytes": plan.budget,
         "total_bytes": plan.total,

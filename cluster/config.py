@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -154,13 +154,20 @@ class AuthConfig(_Settings):
 class ActorsConfig(_Settings):
     """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
 
-    replica_cpus: float = Field(0.1, ge=0, description="Per replica.")
+    replica_cpus: float = Field(
+        0.1, ge=0, description="Per replica, or per rank of one with tensor_parallel."
+    )
     replica_gpus: float | None = Field(
         None,
         ge=0,
-        description="Per replica. Null: 1 for device cuda, 0 for cpu and cuda:N; for auto the "
-        "GPUs that Ray knows at deploy time shared among the replicas, at most 1 each (0 while Ray "
-        "does not run yet, as under `serve run`).",
+        description="Per replica, or per rank. Null: 1 for device cuda, 0 for cpu and cuda:N; for "
+        "auto the GPUs that Ray knows at deploy time shared among the replicas, at most 1 each (0 "
+        "while Ray does not run yet, as under `serve run`).",
+    )
+    ranks_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "STRICT_PACK",
+        description="Where Ray places the ranks of a replica with tensor_parallel, as a placement "
+        "group: all on one machine, or with PACK on as few as it takes.",
     )
     ingress_cpus: float = Field(0.0, ge=0, description="Per ingress.")
     start_s: float = Field(600.0, gt=0, description="How long `serve` waits for the first replica.")
@@ -235,7 +242,7 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
         name: ("replica", name)
         for name in (
             *("target", "draft", "device", "dtype", "kv_blocks", "kv_memory_mb", "memory"),
-            *("context_len", "torch_threads", "trust_remote_code"),
+            *("context_len", "torch_threads", "trust_remote_code", "tensor_parallel"),
         )
     },
     "batch_size": ("scheduler", "rows_max"),

@@ -165,8 +165,8 @@ class PoolActor:
             self._wake_ingresses()
 
     async def leave(self, replica_id: str, blamed: bool = False) -> None:
-        """The replica goes now; `blamed` if it does so because the order in hand hangs."""
-        self._lose_replica(replica_id, "hangs" if blamed else "has left", blamed)
+        """The replica goes now; `blamed` if it hangs in the order in hand, or broke in it."""
+        self._lose_replica(replica_id, "hangs or is broken" if blamed else "has left", blamed)
 
     # ------------------------------------------------------------------ ingresses
 

@@ -182,7 +182,7 @@ class PoolPort(Protocol):
     async def drain(self, replica_id: str) -> None: ...
 
     async def leave(self, replica_id: str, blamed: bool = False) -> None:
-        """`blamed`: the order in hand hangs, so it may be to blame."""
+        """`blamed`: the order in hand hangs or broke the replica, so it may be to blame."""
         ...
 
     async def submit(

@@ -32,7 +32,10 @@ class HostedReplica(Protocol):
     spec: ReplicaSpec
 
     def step(self, order: Order, interrupted: Callable[[], bool]) -> StepResult:
-        """`interrupted` is asked after each step; the order ends early once it says so."""
+        """`interrupted` is asked after each step; the order ends early once it says so.
+
+        An error is that order's alone, unless the replica is `broken` then.
+        """
         ...
 
     def release(self, sequence_ids: Iterable[str]) -> None: ...
@@ -40,13 +43,18 @@ class HostedReplica(Protocol):
     @property
     def residents(self) -> tuple[str, ...]: ...
 
+    @property
+    def broken(self) -> Exception | None:
+        """Why nothing can run here any more; any thread may ask."""
+        ...
+
 
 class ReplicaUnhealthy(RuntimeError):
-    """The process should be replaced; `hangs` if the order in hand may be to blame."""
+    """The process should be replaced; `blames` if the order in hand may be the reason."""
 
-    def __init__(self, message: str, hangs: bool = False) -> None:
+    def __init__(self, message: str, blames: bool = False) -> None:
         super().__init__(message)
-        self.hangs = hangs
+        self.blames = blames
 
 
 class _Forget:
@@ -91,6 +99,8 @@ class ReplicaRunner:
         self._results: list[StepResult | StepFailed] = []
         self._interrupted = 0
         """Orders up to this id end after the step in hand; the thread reads it."""
+        self._order_lost = False
+        """The replica broke in the middle of an order; the thread writes it."""
         self._failures = dict.fromkeys(OrderKind, 0)
         """Orders of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
@@ -133,7 +143,10 @@ class ReplicaRunner:
             raise ReplicaUnhealthy("the thread that runs orders has died")
         began_s = self._order_began_s
         if began_s is not None and time.monotonic() - began_s > self._order_s_max:
-            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s", hangs=True)
+            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s", blames=True)
+        if (broken := self._replica.broken) is not None:
+            lost = self._order_lost or began_s is not None
+            raise ReplicaUnhealthy(f"it is broken: {broken}", blames=lost)
         for kind, failures in self._failures.items():
             if failures >= self._failures_max:
                 raise ReplicaUnhealthy(f"{failures} {kind} orders in a row have failed")
@@ -213,7 +226,7 @@ class ReplicaRunner:
                 try:
                     self._check_orders()
                 except ReplicaUnhealthy as unhealthy:
-                    await self._depart(acknowledged, unhealthy.hangs)
+                    await self._depart(acknowledged, unhealthy.blames)
                     raise
                 if self._shard != shard and not moving:
                     moving = True
@@ -244,12 +257,12 @@ class ReplicaRunner:
             for pull in pulls:
                 pull.cancel()
 
-    async def _depart(self, acknowledged: int, hangs: bool) -> None:
+    async def _depart(self, acknowledged: int, blames: bool) -> None:
         """Leave the pool now, but with the results: failures count against their requests."""
         results, self._results = self._results, []
         with contextlib.suppress(PoolUnreachable):
             await self._pool.pull(self.replica_id, acknowledged, results, 0.0)
-            await self._pool.leave(self.replica_id, hangs)
+            await self._pool.leave(self.replica_id, blames)
 
     def _start_pull(
         self, acknowledged: int, results: list[StepResult | StepFailed], wait_s: float
@@ -306,7 +319,7 @@ class ReplicaRunner:
 
     def _work(self, loaded: asyncio.Future[ReplicaSpec]) -> None:
         try:
-            replica = self._load()
+            self._replica = replica = self._load()
         except BaseException as error:
             self._post(_fail, loaded, error)
             return
@@ -314,7 +327,10 @@ class ReplicaRunner:
         while True:
             match self._jobs.get():
                 case Order() as order:
-                    self._post(self._finished, order, self._run(replica, order))
+                    if (result := self._run(replica, order)) is None:
+                        self._post(self._something_new.set)
+                    else:
+                        self._post(self._finished, order, result)
                 case ReleaseNote(sequence_ids):
                     replica.release(sequence_ids)
                 case _Forget():
@@ -322,7 +338,10 @@ class ReplicaRunner:
                 case _Stop():
                     return
 
-    def _run(self, replica: HostedReplica, order: Order) -> StepResult | StepFailed:
+    def _run(self, replica: HostedReplica, order: Order) -> StepResult | StepFailed | None:
+        """None: the replica is broken, and the order is lost with it."""
+        if replica.broken is not None:
+            return None
         if order.replica_id != self.replica_id:
             # Of a membership that has ended; nobody waits for it.
             return StepFailed(order.replica_id, order.id, "the replica has joined again")
@@ -331,6 +350,9 @@ class ReplicaRunner:
             return replica.step(order, lambda: self._ends_early(order))
         except Exception as error:
             log.exception("order %d failed", order.id)
+            if replica.broken is not None:
+                self._order_lost = True
+                return None
             return StepFailed(order.replica_id, order.id, f"{type(error).__name__}: {error}")
         finally:
             self._order_began_s = None

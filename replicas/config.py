@@ -39,8 +39,8 @@ class ReplicaConfig(BaseModel):
         1,
         ge=1,
         le=64,
-        description="Devices of this machine that hold the target together, a part of each layer"
-        " each.",
+        description="Devices that hold the target together, a part of each layer each: a rank per"
+        " device, with a process of its own.",
     )
     block_size: int = Field(16, ge=1, le=1024, description="KV positions per block.")
     kv_blocks: int | None = Field(

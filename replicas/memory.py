@@ -6,6 +6,7 @@ Both models' caches share one block table, so a block costs both. What the buffe
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.batched import can_batch
 from replicas.buffers import Buffers, ModelShape, Workload, buffers, kv_bytes_per_position
 from replicas.config import ReplicaConfig
-from replicas.pair import Pair, PairFiles
+from replicas.pair import Pair, PairFiles, take_part
 from replicas.products import can_pack
 from replicas.tiles import TILES
 from scheduler.config import SchedulerConfig
@@ -257,13 +258,15 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def weight_bytes_of(model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> int:
-    """The same from a transformers config alone: the model is built without storage."""
+def without_storage(model_config: Any, config: ReplicaConfig) -> PreTrainedModel:
+    """A model of sizes alone, whose config may be changed."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, trust_remote_code=trust_remote_code
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config),
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
         )
-    return weight_bytes(model)
+    return model
 
 
 def pair_shape(pair: Pair) -> PairShape:
@@ -278,15 +281,18 @@ def pair_shape(pair: Pair) -> PairShape:
 
 
 def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
-    """Of models whose weights have not been read."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    remote = config.trust_remote_code
-    draft = files.draft_config
+    """Of models whose weights have not been read; with `tensor_parallel` of what a rank holds.
+
+    Raises PairRefused for a target that cannot be divided so.
+    """
+    target = without_storage(files.target_config, config)
+    take_part(target, config, rank=0)
+    draft = None if files.draft_config is None else without_storage(files.draft_config, config)
     return PairShape(
-        target=ModelShape.of(files.target_config),
-        draft=None if draft is None else ModelShape.of(draft),
-        target_bytes=weight_bytes_of(files.target_config, dtype, remote),
-        draft_bytes=0 if draft is None else weight_bytes_of(draft, dtype, remote),
+        target=ModelShape.of(target.config),
+        draft=None if draft is None else ModelShape.of(draft.config),
+        target_bytes=weight_bytes(target),
+        draft_bytes=0 if draft is None else weight_bytes(draft),
         context_len=files.context_len,
     )
 

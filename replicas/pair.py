@@ -7,6 +7,7 @@ context, and their position encoding must not depend on what else is in the batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,10 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     # Whatever can be refused is refused before gigabytes of weights are read.
     files = files or read_pair(config)
     target_path, draft_path = files.target_path, files.draft_path
-    target = _load_model(target_path, config, device, ACCEPTANCE)
-    if config.tensor_parallel > 1:
-        try:
-            shard(target, dist.get_rank(), config.tensor_parallel)
-        except NotDivisible as error:
-            raise PairRefused(f"tensor_parallel: {error}") from None
+    rank = dist.get_rank() if config.tensor_parallel > 1 else 0
+    target = _load_model(
+        target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
+    )
     if config.deterministic:  # the target alone decides tokens
         try:
             make_deterministic(target, files.context_len)
@@ -136,6 +135,19 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
         device=device,
         dtype=getattr(torch, config.dtype),
     )
+
+
+def take_part(target: PreTrainedModel, config: ReplicaConfig, rank: int) -> None:
+    """Keep what `rank` holds of a target with `tensor_parallel`; without, that is all of it.
+
+    Raises PairRefused.
+    """
+    if config.tensor_parallel == 1:
+        return
+    try:
+        shard(target, rank, config.tensor_parallel)
+    except NotDivisible as error:
+        raise PairRefused(f"tensor_parallel: {error}") from None
 
 
 def check_attention(config: Any, context_len: int) -> None:
@@ -239,13 +251,19 @@ def _check_planted(target_path: str, draft_path: str, config: ReplicaConfig) -> 
 
 
 def _load_model(
-    path: str, config: ReplicaConfig, device: torch.device, acceptance: float
+    path: str,
+    config: ReplicaConfig,
+    device: torch.device,
+    acceptance: float,
+    divide: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     if is_planted(path):
         try:
-            return plant(path, device, getattr(torch, config.dtype), ATTENTION, acceptance).model
+            model = plant(path, device, getattr(torch, config.dtype), ATTENTION, acceptance).model
         except BadPlantedName as error:
             raise PairRefused(str(error)) from None
+        divide(model)
+        return model
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=getattr(torch, config.dtype),
@@ -253,4 +271,7 @@ def _load_model(
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,
     )
-    return model.to(device).eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    # Here still on the CPU: the device needs room for a part only.
+    divide(model)
+    return model.to(device)

@@ -2,51 +2,53 @@
 
 `load_parallel` starts a process per further device and loads the pair in all of them: the target
 divided (`replicas.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each order
-to the others over a pipe and all of them run it, meeting in the sums and joins of the target's
-layers. Every rank sees the same logits, so every rank commits the same tokens; what each of them
-committed is compared after every order.
+to the others (`replicas.meeting`) and all of them run it, meeting in the sums and joins of the
+target's layers. Every rank sees the same logits, so every rank commits the same tokens; what each
+of them committed is compared after every order.
 
 A rank that ends, fails alone or disagrees takes the replica with it: rank 0 raises ReplicaBroken
 then and ever after, so that its process is replaced. A rank whose caller has gone ends by itself.
-All ranks are on one machine.
+By default all ranks are processes of one machine; who has several starts them himself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, pair_shape, plan_memory
+from replicas.meeting import LOOPBACK, Address, Meeting, NobodyCame, Store, call, store_of
+from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.pair import PairRefused, load_pair, read_pair, resolve_device
-from replicas.ranks import DONE_S, FAILED_S, Failure, Ranks, ReplicaBroken
+from replicas.ranks import DONE_S, FAILED_S, Failure, RankProcess, Ranks, ReplicaBroken
 from replicas.replica import Replica
-from replicas.sharding import NotDivisible, check_divisible
 from scheduler.messages import Order, ReplicaSpec, StepResult
+
+StartRank = Callable[[ReplicaConfig, int, Address], RankProcess]
+"""Starts a process, on any machine, that calls `follow` with these; returns without waiting."""
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """Ranks read weights at their own pace before they first meet. For those that fail see `ranks`."""
+_COME_S = 300.0
+"""What a rank's process may take to begin: it has to import torch, maybe on a machine that a
+cluster starts only now."""
 _HERE = "here"
 
 
 class ParallelReplica:
     """Rank 0 and the others; to be used like a `Replica`, from one thread."""
 
-    def __init__(self, replica: Replica, ranks: Ranks, folder: Any) -> None:
+    def __init__(self, replica: Replica, ranks: Ranks) -> None:
         self._replica = replica
         self._ranks = ranks
-        self._folder = folder
         self.spec: ReplicaSpec = replica.spec
 
     def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
@@ -80,12 +82,15 @@ class ParallelReplica:
     def residents(self) -> tuple[str, ...]:
         return self._replica.residents
 
+    @property
+    def broken(self) -> Exception | None:
+        return self._ranks.broken
+
     def close(self) -> None:
         """End the other ranks."""
         self._ranks.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._folder.cleanup()
 
     def _compare(self, own: object) -> None:
         answers = self._ranks.collect(FAILED_S if isinstance(own, Failure) else DONE_S)
@@ -95,53 +100,51 @@ class ParallelReplica:
 
 
 def load_replica(config: ReplicaConfig) -> Replica | ParallelReplica:
-    """The replica that `config` describes, on one device or on several."""
-    return Replica.load(config) if config.tensor_parallel == 1 else load_parallel(config)
-
-
-def load_parallel(config: ReplicaConfig) -> ParallelReplica:
-    """Load the pair on `tensor_parallel` devices of this machine, one process each.
+    """The replica that `config` describes, on one device or on several of this machine.
 
     Raises what `Replica.load` raises, whichever rank met it.
     """
     count = config.tensor_parallel
-    files = read_pair(config)
-    try:
-        check_divisible(files.target_config, count)
-    except NotDivisible as error:
-        raise PairRefused(f"tensor_parallel: {error}") from None
+    if count == 1:
+        return Replica.load(config)
     if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < count:
         raise PairRefused(
             f"tensor_parallel: {count} devices are asked for, {torch.cuda.device_count()} are here"
         )
-    folder = tempfile.TemporaryDirectory(prefix="lockstep-ranks-")
-    meeting = Path(folder.name, "meeting").as_uri()
-    context = multiprocessing.get_context("spawn")
-    others: list[Connection] = []
-    processes: list[SpawnProcess] = []
+    return load_parallel(config)
+
+
+def load_parallel(
+    config: ReplicaConfig, start: StartRank | None = None, host: str = LOOPBACK
+) -> ParallelReplica:
+    """Load the pair on `tensor_parallel` devices, one process each; this one is rank 0.
+
+    `start` starts a further rank, by default as a process of this machine; all of them must reach
+    `host`, which is here. Raises what `Replica.load` raises, whichever rank met it.
+    """
+    count = config.tensor_parallel
+    check_memory(config, read_pair(config), resolve_device(config.device))
+    processes: list[RankProcess] = []
+    meeting = Meeting(host, _COLLECTIVE_TIMEOUT)
     try:
         for rank in range(1, count):
-            ours, theirs = context.Pipe()
-            others.append(ours)
-            with theirs:  # closed here, or its end would not be noticed
-                process = context.Process(
-                    target=_follow, args=(config, rank, meeting, theirs), daemon=True
-                )
-                process.start()
-            processes.append(process)
-    except BaseException:
+            processes.append((start or start_here)(config, rank, meeting.address))
+        connections = meeting.gather(count, _COME_S, lambda: _lost(processes))
+    except BaseException as error:
         # Those that have begun meet nobody.
         for process in processes:
             process.kill()
-            process.join()
-        for ours in others:
-            ours.close()
-        folder.cleanup()
+            process.leave(0.0)
+        meeting.close()
+        if isinstance(error, NobodyCame):
+            raise PairRefused(f"tensor_parallel: {error}") from None
         raise
-    ranks = Ranks(others, processes)
+    ranks = Ranks(connections, processes)
+    store, meeting.store = meeting.store, None
     try:
-        replica = _load(config, 0, meeting, lambda: _all_here(ranks), lambda p: _least(p, ranks))
-        parallel = ParallelReplica(replica, ranks, folder)
+        assert store is not None
+        replica = _load(config, 0, store, lambda: _all_here(ranks), lambda p: _least(p, ranks))
+        parallel = ParallelReplica(replica, ranks)
         if ranks.broken is not None:
             raise ranks.broken
         if config.calibrate:
@@ -152,29 +155,31 @@ def load_parallel(config: ReplicaConfig) -> ParallelReplica:
         ranks.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        folder.cleanup()
         if ranks.broken is not None and isinstance(error, RuntimeError):
             raise PairRefused(f"tensor_parallel: {ranks.broken}") from error
         raise
+    finally:
+        meeting.close()
     return parallel
 
 
 def _load(
     config: ReplicaConfig,
     rank: int,
-    meeting: str,
+    store: Store,
     arrive: Callable[[], None],
     agree: Callable[[MemoryPlan], MemoryPlan],
 ) -> Replica:
     """This rank's replica, with the memory plan that all ranks agree on."""
     device = resolve_device(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", rank)
+        # It may see the GPUs of all ranks, or its own only.
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     arrive()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=meeting,
+        store=store,
         rank=rank,
         world_size=config.tensor_parallel,
         timeout=_COLLECTIVE_TIMEOUT,
@@ -212,20 +217,66 @@ def _least(own: MemoryPlan, ranks: Ranks) -> MemoryPlan:
     return least
 
 
-def _follow(config: ReplicaConfig, rank: int, meeting: str, caller: Connection) -> None:
-    """A further rank's process: load, then do what rank 0 says until it goes."""
+class _LocalRank:
+    """A rank as a process of this machine."""
 
+    def __init__(self, process: SpawnProcess) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def ended(self) -> str | None:
+        code = self._process.exitcode
+        return None if code is None else f"exit code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def leave(self, within_s: float) -> None:
+        self._process.join(within_s)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def start_here(config: ReplicaConfig, rank: int, address: Address) -> RankProcess:
+    """Start a rank as a process of this machine; it ends with this one."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=follow, args=(config, rank, address), daemon=True)
+    process.start()
+    return _LocalRank(process)
+
+
+def _lost(processes: list[RankProcess]) -> str | None:
+    for rank, process in enumerate(processes, start=1):
+        if (how := process.ended()) is not None:
+            return f"rank {rank} has ended before it came: {how}"
+    return None
+
+
+def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
+    """A further rank's life: call rank 0, load, then do what it says until it goes.
+
+    Raises what loading raises, which rank 0 is told.
+    """
+    with call(address, rank) as caller:
+        _follow(config, rank, store_of(address, _COLLECTIVE_TIMEOUT), caller)
+
+
+def _follow(config: ReplicaConfig, rank: int, store: Store, caller: Connection) -> None:
     def agree(plan: MemoryPlan) -> MemoryPlan:
         caller.send(plan)
         agreed: MemoryPlan = caller.recv()
         return agreed
 
     try:
-        try:
-            replica = _load(config, rank, meeting, lambda: caller.send(_HERE), agree)
-        except Exception as error:  # whatever it is, nobody else can say it
-            caller.send(Failure.of(error))
-            raise
+        replica = _load(config, rank, store, lambda: caller.send(_HERE), agree)
+    except Exception as error:  # whatever it is, nobody else can say it
+        caller.send(Failure.of(error))
+        raise
+    try:
         while True:
             message = caller.recv()
             if not isinstance(message, Order):
@@ -236,8 +287,8 @@ def _follow(config: ReplicaConfig, rank: int, meeting: str, caller: Connection) 
             except Exception as error:
                 answer = Failure.of(error)
             caller.send(answer)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # rank 0 has gone
+    except (EOFError, OSError):
+        pass  # rank 0 has gone, or its machine
 
 
 def _committed(result: StepResult) -> list[tuple[str, tuple[int, ...]]]:

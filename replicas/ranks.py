@@ -1,9 +1,9 @@
 """The other ranks of a replica on several devices, as rank 0 sees them.
 
-A rank that fails alone leaves the others inside a sum that it never joins. A thread reads all the
-pipes, so it knows at once when a rank has ended, and when one has failed while rank 0 computes on.
-It then ends all ranks, which breaks the sums that rank 0 waits in, instead of minutes later the
-process group's timeout.
+A rank that fails alone leaves the others inside a sum that it never joins. A thread reads what all
+of them send, so it knows at once when a rank has ended, and when one has failed while rank 0
+computes on. It then ends all ranks, which breaks the sums that rank 0 waits in, instead of minutes
+later the process group's timeout.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -35,6 +34,22 @@ _LEAVE_S = 10.0
 
 class ReplicaBroken(RuntimeError):
     """The ranks no longer agree, or one of them is gone: the process should be replaced."""
+
+
+class RankProcess(Protocol):
+    """One of the other ranks, as whoever started it can end it."""
+
+    def ended(self) -> str | None:
+        """How it has ended; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once; waits for nothing, and may be called by any thread and again."""
+        ...
+
+    def leave(self, within_s: float) -> None:
+        """Return when it has ended by itself, or after so long kill it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +71,7 @@ class _Gone:
 class Ranks:
     """Ranks 1, 2, ...; one thread tells them and collects their answers, another one watches."""
 
-    def __init__(
-        self, connections: Sequence[Connection], processes: Sequence[SpawnProcess]
-    ) -> None:
+    def __init__(self, connections: Sequence[Connection], processes: Sequence[RankProcess]) -> None:
         self._connections = list(connections)
         self._processes = list(processes)
         self._answers: list[queue.SimpleQueue[object]] = [queue.SimpleQueue() for _ in connections]
@@ -119,10 +132,7 @@ class Ranks:
         for connection in (*self._connections, self._stop, self._stopped):
             connection.close()
         for process in self._processes:
-            process.join(_LEAVE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.leave(_LEAVE_S)
 
     # ------------------------------------------------------------------ watcher
 

@@ -92,6 +92,8 @@ class Replica:
         place = Place(blocks, self._shape, *sizes, fixed_shapes)
         self.attention = choose_attention(paged, config, place)
         """Of target and draft: `gather`, `flex` or `varlen`."""
+        self.broken: Exception | None = None
+        """One device breaks with its process."""
         self._runner: StepRunner | None = None
         if fixed_shapes:
             limits = Limits(plan.work.rows, plan.work.draft_len, plan.work.context_len)

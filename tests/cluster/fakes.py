@@ -66,6 +66,7 @@ class FakeReplica:
             target="fake",
             draft="fake draft",
         )
+        self.broken: Exception | None = None
         self._step_s = step_s
         self._prefill_s = prefill_s
         self._residents: dict[str, _Resident] = {}

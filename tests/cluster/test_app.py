@@ -162,8 +162,8 @@ def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:
         ({"device": "auto", "replicas": 4}, 3, 0.5),
         ({"device": "auto", "replicas": 3}, 1, 0.3333),
         ({"device": "cuda", "actors": {"replica_gpus": 0.25}}, 1, 0.25),
-        ({"device": "cuda", "replica": {"tensor_parallel": 2}}, 0, 2.0),
-        ({"device": "auto", "replica": {"tensor_parallel": 2}}, 4, 2.0),
+        ({"device": "cuda", "replica": {"tensor_parallel": 2}}, 0, 1.0),
+        ({"device": "auto", "replica": {"tensor_parallel": 2}}, 4, 1.0),
         ({"device": "auto", "replica": {"tensor_parallel": 2}}, 0, 0.0),
         ({"device": "cpu", "replica": {"tensor_parallel": 2}}, 4, 0.0),
     ],
@@ -181,6 +181,38 @@ def test_gpus_of_a_replica(
     # Of its memory, too: the first to load must not take all that is free.
     told = replicas._bound_deployment.init_args[0].replica.gpu_share
     assert told == (each if 0 < each < 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bundle", "strategy"),
+    [
+        ({"device": "cuda"}, {"CPU": 0.1, "GPU": 1.0}, "STRICT_PACK"),
+        (
+            {"device": "cuda", "actors": {"ranks_strategy": "PACK"}},
+            {"CPU": 0.1, "GPU": 1.0},
+            "PACK",
+        ),
+        ({"device": "cpu", "actors": {"replica_cpus": 2}}, {"CPU": 2.0}, "STRICT_PACK"),
+        # Ray refuses a bundle of nothing.
+        ({"device": "cpu", "actors": {"replica_cpus": 0}}, {"CPU": 0.001}, "STRICT_PACK"),
+    ],
+)
+def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
+    settings: dict[str, Any], bundle: dict[str, float], strategy: str
+) -> None:
+    settings = {**settings, "replica": {"tensor_parallel": 3}}
+    replicas = app.build_app(from_args(settings))._bound_deployment.init_args[2]
+    deployment = replicas._bound_deployment
+    wanted = deployment._replica_config
+    assert wanted.placement_group_bundles == [bundle] * 3
+    assert wanted.placement_group_strategy == strategy
+    # The replica itself is rank 0, in the first bundle.
+    assert deployment.ray_actor_options["num_gpus"] == bundle.get("GPU", 0.0)
+
+
+def test_a_replica_on_one_device_has_no_placement_group() -> None:
+    replicas = app.build_app(from_args({"device": "cuda"}))._bound_deployment.init_args[2]
+    assert replicas._bound_deployment._replica_config.placement_group_bundles is None
 
 
 def test_without_a_ray_auto_asks_for_no_gpu() -> None:

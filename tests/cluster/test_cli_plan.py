@@ -56,6 +56,27 @@ def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
     assert plan(*sizes, *args, "--memory", str(short["least_bytes"]))["fits"]["rows"] == 1
 
 
+def test_a_rank_has_its_part_of_the_target_and_of_the_kv_cache() -> None:
+    sizes = ("--target", "planted:qwen3-8b", "--draft", "null", "--memory", "24GiB")
+    args = ("--device", "cuda", "--dtype", "bfloat16", "--context-len", "8192")
+    whole = plan(*sizes, *args)
+    rank = plan(*sizes, *args, "--tensor-parallel", "4")
+    assert (whole["tensor_parallel"], rank["tensor_parallel"]) == (1, 4)
+    # The embedding is on every rank: 1.24 of its 16.4 GB.
+    parts = 4 * rank["weights_bytes"]["target"] - whole["weights_bytes"]["target"]
+    assert 3.6e9 < parts < 3.9e9
+    assert 4 * rank["kv"]["block_bytes"] == whole["kv"]["block_bytes"]
+    assert rank["sequences"]["8192"] > 8 * whole["sequences"]["8192"]
+    shown = RUN.invoke(main, ["plan", *sizes, *args, "--tensor-parallel", "4"])
+    assert "each of 4 ranks" in shown.stdout
+
+
+def test_a_target_that_so_many_ranks_cannot_share_is_refused() -> None:
+    refused = RUN.invoke(main, ["plan", "--device", "cpu", "--tensor-parallel", "5"])
+    assert refused.exit_code == 2
+    assert "tensor_parallel: num_attention_heads is" in refused.stderr
+
+
 def test_too_little_names_the_least_on_the_terminal_too() -> None:
     result = RUN.invoke(main, ["plan", "--device", "cpu", "--memory", "30MiB"])
     assert result.exit_code == 1

@@ -779,6 +779,62 @@ def test_a_replica_whose_orders_of_a_kind_all_fail_is_unhealthy(
     asyncio.run(test())
 
 
+class Breaking(FakeReplica):
+    """Has broken for good once `at` orders have begun."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+        self.begun = 0
+
+    def step(self, order: Any, *rest: Any) -> Any:
+        self.begun += 1
+        if self.begun >= self.left:
+            self.broken = RuntimeError("rank 1 has ended")
+            raise self.broken
+        return super().step(order, *rest)
+
+
+def test_a_replica_that_breaks_in_an_order_leaves_at_once_with_all_it_holds() -> None:
+    async def test() -> None:
+        async with world() as w:
+            fake = Breaking(at=3)
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "breaking")
+            await runner.start()
+            w.runners.append(runner)
+            live = [w.submit([7, n], 40) for n in range(4)]
+            await w.until(lambda: runner._puller.done())
+            with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
+                runner.check()
+            assert raised.value.blames
+            assert fake.begun == 3, "no order was tried on what is broken"
+            assert not w.wire.actor._replicas
+            await w.add_replica()
+            await finish(live)
+            assert_perfect(live)
+
+    asyncio.run(test())
+
+
+def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody() -> None:
+    async def test() -> None:
+        async with world() as w:
+            fake = Breaking(at=1000)
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "breaking")
+            await runner.start()
+            w.runners.append(runner)
+            await w.until(lambda: bool(w.wire.actor._replicas))
+            runner.check()
+            fake.broken = RuntimeError("rank 1 has ended")
+            await w.until(lambda: not w.wire.actor._replicas)
+            with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
+                runner.check()
+            assert not raised.value.blames
+            assert fake.begun == 0
+
+    asyncio.run(test())
+
+
 class Hanging(FakeReplica):
     """Steps end when `go` is set."""
 

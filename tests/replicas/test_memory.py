@@ -24,7 +24,7 @@ from replicas.memory import (
     free_bytes,
     plan_memory,
     weight_bytes,
-    weight_bytes_of,
+    without_storage,
 )
 from replicas.paged_cache import PagedCache
 from replicas.pair import load_pair, read_pair
@@ -234,11 +234,11 @@ def test_free_memory_of_this_machine_is_enough_for_a_tiny_pair() -> None:
 def test_weights_are_counted_without_being_read_and_tied_ones_once(tied: bool) -> None:
     config = LlamaConfig(**{**_SHAPE, "tie_word_embeddings": tied})
     model = LlamaForCausalLM(config)
-    assert weight_bytes_of(config, torch.float32, False) == weight_bytes(model)
+    assert weight_bytes(without_storage(config, ReplicaConfig())) == weight_bytes(model)
     stored = {p.data_ptr(): p.numel() * 4 for p in model.parameters()}
     inverse_frequencies = sum(buffer.numel() * 4 for buffer in model.buffers())
     assert weight_bytes(model) == sum(stored.values()) + inverse_frequencies
-    half = weight_bytes_of(config, torch.bfloat16, False)
+    half = weight_bytes(without_storage(config, ReplicaConfig(dtype="bfloat16")))
     assert half - inverse_frequencies == sum(stored.values()) / 2
 
 

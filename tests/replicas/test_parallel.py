@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from cluster.local_engine import LocalEngine
-from replicas import parallel, ranks
+from replicas import memory, parallel, ranks
 from replicas.config import ReplicaConfig
-from replicas.pair import PairRefused
-from replicas.parallel import ParallelReplica, load_parallel
+from replicas.meeting import Address
+from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, pair_shape_of, plan_memory
+from replicas.pair import PairRefused, read_pair
+from replicas.parallel import ParallelReplica, _LocalRank, load_parallel
 from replicas.ranks import Ranks, ReplicaBroken
 from replicas.replica import Replica
 from replicas.shapes import SHAPES
@@ -102,9 +103,11 @@ def test_a_rank_that_ends_breaks_the_replica_at_once(loaded: list[ParallelReplic
     expected = run(double, 2, 2)
     assert len(expected) == 5
     process = double._ranks._processes[0]
+    assert isinstance(process, _LocalRank)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.join(10)
+    process.leave(10)
+    assert process.ended() == "exit code -9"
     with pytest.raises(ReplicaBroken, match=r"rank 1 (has ended|is gone)"):
         run(double, 2, 2)
 
@@ -113,7 +116,7 @@ FATAL = 3
 """The draft length at which a rank breaks."""
 
 
-def _breaking(how: str, config: ReplicaConfig, rank: int, meeting: str, caller: Connection) -> None:
+def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> None:
     """A rank as any other, but for its verification of FATAL draft tokens."""
     load = parallel._load
 
@@ -136,10 +139,10 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, meeting: str, caller: 
         return replica
 
     parallel._load = loaded
-    follow(config, rank, meeting, caller)
+    follow(config, rank, address)
 
 
-follow = parallel._follow
+follow = parallel.follow
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
     how: str, message: str, loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is inside a sum then; the process group would end that after minutes, unnamed."""
-    monkeypatch.setattr(parallel, "_follow", partial(_breaking, how))
+    monkeypatch.setattr(parallel, "follow", partial(_breaking, how))
     monkeypatch.setattr(ranks, "ALONE_S", 0.5)
     double = load_parallel(config("tiny", tensor_parallel=2))
     loaded.append(double)
@@ -194,7 +197,7 @@ def test_what_a_rank_fails_with_while_it_loads_is_told(
     how: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 waits to meet it."""
-    monkeypatch.setattr(parallel, "_follow", partial(_breaking, how))
+    monkeypatch.setattr(parallel, "follow", partial(_breaking, how))
     with pytest.raises(PairRefused, match=f"rank 1 failed with {message}"):
         load_parallel(config("tiny", tensor_parallel=2))
 
@@ -218,26 +221,24 @@ def test_ranks_that_are_closed_leave_no_pipe_open(broken: bool) -> None:
 
 
 def test_a_rank_that_cannot_be_started_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_more(_process: SpawnProcess) -> None:
         raise BlockingIOError("no process left")
 
     monkeypatch.setattr(SpawnProcess, "start", no_more)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = open_files()
     with pytest.raises(BlockingIOError, match="no process left") as raised:
         load_parallel(config("tiny", tensor_parallel=2))
     # Whoever keeps the error keeps all that its frames held.
     assert raised.tb is not None
     assert open_files() == before
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_disagrees_breaks_the_replica_for_good() -> None:
     ours, theirs = Pipe()
     theirs.send([("a", (1, 2, 3))])
-    replica = ParallelReplica(tiny_replica("llama"), Ranks([ours], []), None)
+    replica = ParallelReplica(tiny_replica("llama"), Ranks([ours], []))
     client = Client(replica)  # type: ignore[arg-type]
     with pytest.raises(
         ReplicaBroken, match=r"rank 1 answered .*1, 2, 3.* rank 0 \[\('a', \(\)\)\]"
@@ -252,7 +253,33 @@ def test_deterministic_holds_on_two_ranks_which_end_with_their_caller() -> None:
     assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
     process = double._ranks._processes[0]
     double.close()
-    assert process.exitcode == 0
+    assert process.ended() == "exit code 0"
+
+
+def test_a_rank_has_the_part_that_was_planned_before_weights_were_read(
+    loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[PairShape] = []
+
+    def plan(config: ReplicaConfig, pair: PairShape, *rest: Any, **more: Any) -> MemoryPlan:
+        planned.append(pair)
+        return plan_memory(config, pair, *rest, **more)
+
+    monkeypatch.setattr(memory, "plan_memory", plan)
+    monkeypatch.setattr(parallel, "plan_memory", plan)
+    loaded.append(load_parallel(config("tiny", tensor_parallel=2)))
+    before, after = planned
+    assert before == after
+    whole = config("tiny")
+    assert before.target_bytes < pair_shape_of(read_pair(whole), whole).target_bytes
+
+
+def test_too_little_memory_for_a_rank_is_refused_before_any_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallel, "start_here", lambda *_args: pytest.fail("a rank was started"))
+    with pytest.raises(TooLittleMemory, match="do not hold"):
+        load_parallel(config("tiny", tensor_parallel=2, memory=1000))
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_loaded() -> None:

@@ -1,0 +1,100 @@
+"""Proves: the ranks of one replica, on two nodes of a real Ray, serve what the whole target says.
+
+Two worker nodes have a GPU each in Ray's books, and the placement group asks for one per rank, so
+the ranks are on different nodes. They compute on the CPU and talk gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.processes import Process
+from cluster.client import Client
+from cluster.target_text import TargetText
+from cluster.verify import transformers_greedy
+from protos import lockstep_pb2 as pb
+from scheduler.messages import Request
+from tests.chaos.hosted import HostedCluster, Plan, cluster_config
+from tests.integration.pairs import write_pair
+
+pytestmark = pytest.mark.ray
+
+PROMPTS = [f"the quick {'brown ' * (n % 5)}fox number {n}" for n in range(12)]
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
+    target, draft = write_pair(tmp_path_factory.mktemp("pair"), positions=1024)
+    config = cluster_config(
+        target=str(target),
+        draft=str(draft),
+        kv_memory_mb=16,
+        replica={"tensor_parallel": 2, "calibrate": False},
+        actors={"replica_gpus": 1.0, "ranks_strategy": "PACK"},
+    )
+    with HostedCluster(Plan(config, worker_nodes=2)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def right(hosted: HostedCluster) -> list[list[int]]:
+    """What plain decoding of the whole target gives."""
+    replica = hosted.config.replica
+    text = TargetText.load(replica)
+    requests = [Request(prompt, text.encode(prompt), TOKENS) for prompt in PROMPTS]
+    return list(transformers_greedy(replica, requests, text.eos_token_ids))
+
+
+def ranks(hosted: HostedCluster) -> tuple[Process, Process]:
+    """Those of the replica: its own process, and the other one."""
+    return hosted.process("replica"), hosted.process("rank")
+
+
+def served(hosted: HostedCluster) -> list[list[int]]:
+    def tokens(prompt: str) -> list[int]:
+        with Client(hosted.address) as client:
+            message = pb.GenerateRequest(prompt=prompt, max_new_tokens=TOKENS)
+            return list(client.generate(message).token_ids)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(tokens, PROMPTS))
+
+
+def test_ranks_on_two_nodes_give_the_tokens_of_the_whole_target(
+    hosted: HostedCluster, right: list[list[int]]
+) -> None:
+    first, second = ranks(hosted)
+    assert first.node_id != second.node_id
+    assert served(hosted) == right
+    assert ranks(hosted) == (first, second)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
+    hosted: HostedCluster, right: list[list[int]], lost: int
+) -> None:
+    before = ranks(hosted)
+    hosted.wait_for_replicas(1)
+    committed = hosted.wait_for(lambda _status: True).tokens_committed
+    answers: list[list[list[int]]] = []
+    load = threading.Thread(target=lambda: answers.append(served(hosted)), daemon=True)
+    load.start()
+    hosted.wait_for(lambda status: status.tokens_committed > committed)
+    os.kill(before[lost].pid, signal.SIGKILL)
+    load.join(240)
+    assert answers == [right]
+    deadline_s = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{process.pid}") for process in before):
+        assert time.monotonic() < deadline_s, "a rank of the broken replica lives on"
+        time.sleep(0.1)
+    after = ranks(hosted)
+    assert not set(after) & set(before)
+    assert served(hosted) == right
