@@ -31,7 +31,7 @@ from cluster.ingress import Ingress
 from cluster.metrics import IngressMeter, ray_sink
 from cluster.protocol import silence_s
 from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
-from cluster.ray_ranks import RankProcess, RayRank, bundles
+from cluster.ray_ranks import RankProcess, RayRank, bundles, host_of, without_progress_bars
 from cluster.replica_runner import HostedReplica, ReplicaRunner
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
@@ -58,17 +58,14 @@ def load_replica(config: ReplicaConfig) -> HostedReplica:
 
     Where the replica has a placement group its further ranks are actors there.
     """
-    from transformers.utils import logging as transformers_logging
-
     from replicas import parallel
 
-    # Progress bars of several processes in one log help nobody.
-    transformers_logging.disable_progress_bar()
+    without_progress_bars()
     group = get_current_placement_group()
     if config.tensor_parallel == 1 or group is None:
         return parallel.load_replica(config)
     start = functools.partial(_start_rank, group)
-    return parallel.load_parallel(config, start, ray.util.get_node_ip_address())
+    return parallel.load_parallel(config, start, host_of(group))
 
 
 def _start_rank(group: PlacementGroup, config: ReplicaConfig, rank: int, address: Any) -> RayRank:

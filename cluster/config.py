@@ -198,6 +198,17 @@ class ClusterConfig(_Settings):
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
 
+    @field_validator("actors")
+    @classmethod
+    def _a_rank_has_a_gpu_of_its_own(
+        cls, actors: ActorsConfig, info: ValidationInfo
+    ) -> ActorsConfig:
+        replica: ReplicaConfig | None = info.data.get("replica")
+        gpus = actors.replica_gpus
+        if replica is not None and replica.tensor_parallel > 1 and gpus and gpus < 1:
+            raise ValueError(f"replica_gpus: a rank needs a GPU of its own, not {gpus:g} of one")
+        return actors
+
     @property
     def replicas_min(self) -> int:
         """Replicas that are there without any load."""

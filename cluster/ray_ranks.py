@@ -2,7 +2,7 @@
 
 Ray reserves a bundle per rank, all of them or none, and Serve puts the replica itself into the
 first one. The replica starts the others and leads them over its own connections (see
-`replicas.meeting`); Ray is needed to place, to watch and to end them.
+`replicas.meeting`), by which it also knows that one has gone; Ray places and ends them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from cluster.ray_pool import log_to_stderr
 from replicas.config import ReplicaConfig
 
+LOOPBACK = "127.0.0.1"
 CPUS_LEAST = 0.001
 """Of a bundle: Ray has none that reserves nothing."""
 
@@ -29,6 +31,7 @@ class RankProcess:
         from replicas import parallel
 
         log_to_stderr()
+        without_progress_bars()
         parallel.follow(config, rank, address)
 
 
@@ -45,16 +48,33 @@ class RayRank:
             return None
         try:
             ray.get(self._life, timeout=0)
-        except (RayError, OSError) as error:
-            return str(error)
+        except RayError as error:
+            cause = getattr(error, "cause", None) or error
+            return f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
         return "rank 0 has gone"
 
     def kill(self) -> None:
-        ray.kill(self._actor)
+        # Without Ray it has ended with it; to ask would begin another one.
+        if ray.is_initialized():
+            ray.kill(self._actor)
 
     def leave(self, within_s: float) -> None:
-        ray.wait([self._life], timeout=within_s)
-        self.kill()
+        if ray.is_initialized():
+            ray.wait([self._life], timeout=within_s)
+            self.kill()
+
+
+def without_progress_bars() -> None:
+    """Those of several processes in one log help nobody."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def host_of(group: PlacementGroup) -> str:
+    """Where the ranks of a group reach this process: on one machine nobody else does."""
+    nodes = placement_group_table(group)["bundles_to_node_id"].values()
+    return LOOPBACK if len(set(nodes)) == 1 else ray.util.get_node_ip_address()
 
 
 def bundles(ranks: int, cpus: float, gpus: float) -> list[dict[str, float]]:

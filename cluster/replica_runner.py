@@ -123,6 +123,8 @@ class ReplicaRunner:
         self._thread.start()
         self._spec = await loaded
         self._puller = self._loop.create_task(self._pull_forever())
+        # Nothing is left to drain then.
+        self._puller.add_done_callback(lambda _task: self._drained.set())
 
     def move_to(self, shard: int) -> None:
         """Serve this shard from now on: finish the orders in hand, hand back the residents."""
@@ -139,14 +141,14 @@ class ReplicaRunner:
             raise ReplicaUnhealthy(f"the pull loop has died: {error}") from error
 
     def _check_orders(self) -> None:
-        if not self._thread.is_alive():
-            raise ReplicaUnhealthy("the thread that runs orders has died")
         began_s = self._order_began_s
         if began_s is not None and time.monotonic() - began_s > self._order_s_max:
             raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s", blames=True)
         if (broken := self._replica.broken) is not None:
             lost = self._order_lost or began_s is not None
             raise ReplicaUnhealthy(f"it is broken: {broken}", blames=lost)
+        if not self._thread.is_alive():
+            raise ReplicaUnhealthy("the thread that runs orders has died")
         for kind, failures in self._failures.items():
             if failures >= self._failures_max:
                 raise ReplicaUnhealthy(f"{failures} {kind} orders in a row have failed")
@@ -332,11 +334,22 @@ class ReplicaRunner:
                     else:
                         self._post(self._finished, order, result)
                 case ReleaseNote(sequence_ids):
-                    replica.release(sequence_ids)
+                    self._release(replica, sequence_ids)
                 case _Forget():
-                    replica.release(replica.residents)
+                    self._release(replica, replica.residents)
                 case _Stop():
                     return
+
+    def _release(self, replica: HostedReplica, sequence_ids: Iterable[str]) -> None:
+        """Nothing of what is broken need be released, nor is the attempt to blame if it breaks."""
+        if replica.broken is not None:
+            return
+        try:
+            replica.release(sequence_ids)
+        except Exception:
+            if replica.broken is None:
+                raise
+            log.exception("a replica broke where sequences were released")
 
     def _run(self, replica: HostedReplica, order: Order) -> StepResult | StepFailed | None:
         """None: the replica is broken, and the order is lost with it."""

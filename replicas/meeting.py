@@ -1,11 +1,18 @@
 """Where the ranks of one replica meet, on one machine or on several.
 
 Rank 0 opens a meeting and tells its address to whoever starts the other ranks; they call there.
-From then on orders and answers go over one socket per rank. Beside it stands torch's store, through
-which the members of a process group find each other.
+From then on orders and answers go over one socket per rank, pickled. Before anything is unpickled
+each side proves to the other that it knows the meeting's secret, which rank 0 drew and which itself
+never goes over the socket.
 
-Whoever calls must first send the meeting's secret, which rank 0 drew; not until then is anything he
-sends read as an object. Like the group's own traffic nothing of it is encrypted.
+The handshake: 32 random bytes of rank 0; 32 random bytes of the caller, its rank and its proof; the
+proof of rank 0. A proof is the HMAC-SHA256 under the secret of the side's name and all of that
+(challenge and response as in ISO/IEC 9798-4), so neither an old proof nor the other side's own is
+of any use.
+
+Beside it stands torch's store, through which the members of a process group find each other. It
+asks nobody for a secret, nor do the sums of gloo and NCCL, and nothing of all this is encrypted:
+the network between the ranks must be one's own. On one machine it is the loopback.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,15 +34,18 @@ Store = Any
 """torch.distributed's; its types name none."""
 LOOPBACK = "127.0.0.1"
 
-_SECRET_BYTES = 32
+_SECRET_BYTES = _NONCE_BYTES = _PROOF_BYTES = 32
 _RANK = struct.Struct("!H")
+_RANK_0, _CALLER = b"lockstep ranks: rank 0", b"lockstep ranks: the caller"
 _LOOK_S = 0.2
 _CALL_S = 30.0
 """What a rank may take to reach rank 0, which is there before any other one is started."""
-_SAY_S = 5.0
-"""And to send the secret."""
+_PROOF_S = 2.0
+"""Whoever has not proved by then that he knows the secret is hung up on; others wait behind him."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds, seconds, times: a machine that is gone sends no end, so it is asked."""
+_UNHEARD_MS = 25_000
+"""It is not asked while something that was sent is not confirmed; so long that may last."""
 
 
 class NobodyCame(RuntimeError):
@@ -62,7 +72,7 @@ class Meeting:
         try:
             with _listen(host) as at_the_store:
                 store_port = at_the_store.getsockname()[1]
-                self.store: Store | None = dist.TCPStore(  # type: ignore[attr-defined]
+                self.store: Store = dist.TCPStore(  # type: ignore[attr-defined]
                     host,
                     store_port,
                     is_master=True,
@@ -77,11 +87,15 @@ class Meeting:
         self.address = Address(host, orders_port, store_port, secrets.token_bytes(_SECRET_BYTES))
 
     def gather(
-        self, ranks: int, within_s: float, lost: Callable[[], str | None] = lambda: None
+        self,
+        ranks: int,
+        within_s: float,
+        lost: Callable[[Sequence[int]], str | None] = lambda missing: None,
     ) -> list[Connection]:
         """Connections to ranks 1 to `ranks` - 1, in order, once all have called.
 
-        `lost` says why one of them will not, if it is known. Raises NobodyCame.
+        `lost` says why one of those that are missing will not come, if it is known. Raises
+        NobodyCame.
         """
         until_s = time.monotonic() + within_s
         came: dict[int, Connection] = {}
@@ -94,7 +108,7 @@ class Meeting:
                         came[rank] = _connection(caller)
                         continue
                     caller.close()
-                if (why := lost()) is not None:
+                if (why := lost(missing)) is not None:
                     raise NobodyCame(why)
                 if time.monotonic() > until_s:
                     raise NobodyCame(f"rank {missing[0]} has not come within {within_s:g} s")
@@ -105,7 +119,7 @@ class Meeting:
         return [came[rank] for rank in range(1, ranks)]
 
     def close(self) -> None:
-        """Nobody gets in any more; those who came stay connected."""
+        """Nobody gets in any more; those who came stay connected, and a group keeps the store."""
         self._door.close()
         self.store = None
 
@@ -117,32 +131,66 @@ class Meeting:
         return caller
 
     def _admit(self, caller: socket.socket) -> int | None:
-        """The caller's rank, if he knows the secret."""
-        caller.settimeout(_SAY_S)
-        said = b""
+        """The caller's rank, if he knows the secret; he is told that we do."""
+        secret = self.address.secret
+        until_s = time.monotonic() + _PROOF_S
+        ours = secrets.token_bytes(_NONCE_BYTES)
         try:
-            while len(said) < _SECRET_BYTES + _RANK.size:
-                more = caller.recv(_SECRET_BYTES + _RANK.size - len(said))
-                if not more:
-                    return None
-                said += more
+            _send(caller, ours, until_s)
+            said = _receive(caller, _NONCE_BYTES + _RANK.size, until_s)
+            proof = _receive(caller, _PROOF_BYTES, until_s)
+            if not hmac.compare_digest(proof, _proof(secret, _CALLER, ours + said)):
+                return None
+            _send(caller, _proof(secret, _RANK_0, ours + said), until_s)
         except OSError:
             return None
-        if not hmac.compare_digest(said[:_SECRET_BYTES], self.address.secret):
-            return None
-        rank: int = _RANK.unpack(said[_SECRET_BYTES:])[0]
+        rank: int = _RANK.unpack(said[_NONCE_BYTES:])[0]
         return rank
 
 
 def call(address: Address, rank: int) -> Connection:
     """The connection of a rank to rank 0. Raises OSError."""
-    caller = socket.create_connection((address.host, address.orders_port), timeout=_CALL_S)
+    until_s = time.monotonic() + _CALL_S
+    rank_0 = socket.create_connection((address.host, address.orders_port), timeout=_CALL_S)
     try:
-        caller.sendall(address.secret + _RANK.pack(rank))
-        return _connection(caller)
+        theirs = _receive(rank_0, _NONCE_BYTES, until_s)
+        said = secrets.token_bytes(_NONCE_BYTES) + _RANK.pack(rank)
+        _send(rank_0, said + _proof(address.secret, _CALLER, theirs + said), until_s)
+        proof = _receive(rank_0, _PROOF_BYTES, until_s)
+        if not hmac.compare_digest(proof, _proof(address.secret, _RANK_0, theirs + said)):
+            raise ConnectionRefusedError("whoever answers does not know the secret of the meeting")
+        return _connection(rank_0)
     except BaseException:
-        caller.close()
+        rank_0.close()
         raise
+
+
+def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, side + said, "sha256")
+
+
+def _send(peer: socket.socket, data: bytes, until_s: float) -> None:
+    peer.settimeout(_left_s(until_s))
+    peer.sendall(data)
+
+
+def _receive(peer: socket.socket, size: int, until_s: float) -> bytes:
+    """So many bytes; raises OSError where they have not come by then."""
+    data = b""
+    while len(data) < size:
+        peer.settimeout(_left_s(until_s))
+        more = peer.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("hung up in the handshake")
+        data += more
+    return data
+
+
+def _left_s(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0.0:
+        raise TimeoutError("the handshake takes too long")
+    return left_s
 
 
 def store_of(address: Address, timeout: timedelta) -> Store:
@@ -165,5 +213,7 @@ def _connection(peer: socket.socket) -> Connection:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # not on every system
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
     peer.settimeout(None)
     return Connection(peer.detach())

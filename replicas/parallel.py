@@ -13,9 +13,11 @@ By default all ranks are processes of one machine; who has several starts them h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -28,19 +30,17 @@ from replicas.config import ReplicaConfig
 from replicas.meeting import LOOPBACK, Address, Meeting, NobodyCame, Store, call, store_of
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.pair import PairRefused, load_pair, read_pair, resolve_device
-from replicas.ranks import DONE_S, FAILED_S, Failure, RankProcess, Ranks, ReplicaBroken
+from replicas.ranks import DONE_S, FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.replica import Replica
 from scheduler.messages import Order, ReplicaSpec, StepResult
 
-StartRank = Callable[[ReplicaConfig, int, Address], RankProcess]
+StartRank = Callable[[ReplicaConfig, int, Address], RankHandle]
 """Starts a process, on any machine, that calls `follow` with these; returns without waiting."""
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """Ranks read weights at their own pace before they first meet. For those that fail see `ranks`."""
 _COME_S = 300.0
-"""What a rank's process may take to begin: it has to import torch, maybe on a machine that a
-cluster starts only now."""
-_HERE = "here"
+"""What a rank's process may take to begin: it has to import torch, maybe with many others."""
 
 
 class ParallelReplica:
@@ -124,12 +124,12 @@ def load_parallel(
     """
     count = config.tensor_parallel
     check_memory(config, read_pair(config), resolve_device(config.device))
-    processes: list[RankProcess] = []
+    processes: list[RankHandle] = []
     meeting = Meeting(host, _COLLECTIVE_TIMEOUT)
     try:
         for rank in range(1, count):
             processes.append((start or start_here)(config, rank, meeting.address))
-        connections = meeting.gather(count, _COME_S, lambda: _lost(processes))
+        connections = meeting.gather(count, _COME_S, lambda missing: _lost(processes, missing))
     except BaseException as error:
         # Those that have begun meet nobody.
         for process in processes:
@@ -140,10 +140,10 @@ def load_parallel(
             raise PairRefused(f"tensor_parallel: {error}") from None
         raise
     ranks = Ranks(connections, processes)
-    store, meeting.store = meeting.store, None
     try:
-        assert store is not None
-        replica = _load(config, 0, store, lambda: _all_here(ranks), lambda p: _least(p, ranks))
+        replica = _load(
+            config, 0, meeting.store, lambda gpu: _all_here(gpu, ranks), lambda p: _least(p, ranks)
+        )
         parallel = ParallelReplica(replica, ranks)
         if ranks.broken is not None:
             raise ranks.broken
@@ -167,7 +167,7 @@ def _load(
     config: ReplicaConfig,
     rank: int,
     store: Store,
-    arrive: Callable[[], None],
+    arrive: Callable[[str], None],
     agree: Callable[[MemoryPlan], MemoryPlan],
 ) -> Replica:
     """This rank's replica, with the memory plan that all ranks agree on."""
@@ -176,7 +176,7 @@ def _load(
         # It may see the GPUs of all ranks, or its own only.
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    arrive()
+    arrive(_gpu_of(device))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -189,9 +189,23 @@ def _load(
     return Replica(pair, own, agree(plan_memory(own, pair_shape(pair), pair.device, loaded=True)))
 
 
-def _all_here(ranks: Ranks) -> None:
-    """Nothing ends the wait for a rank that never comes to the meeting, so none begins it then."""
-    _loaded(ranks)
+def _gpu_of(device: torch.device) -> str:
+    """Which one it is, of all machines; empty for a CPU, which ranks may share."""
+    if device.type != "cuda":
+        return ""
+    known = torch.cuda.get_device_properties(device)
+    return f"{socket.gethostname()} {getattr(known, 'uuid', device.index)}"
+
+
+def _all_here(own: str, ranks: Ranks) -> None:
+    """All ranks are there, on a GPU each, before any of them begins to wait for the others: nothing
+    ends the wait for one that never comes."""
+    taken = {own: 0}
+    for rank, gpu in enumerate(_loaded(ranks), start=1):
+        assert isinstance(gpu, str)
+        if gpu and gpu in taken:
+            ranks.fail(f"ranks {taken[gpu]} and {rank} have the same GPU")
+        taken[gpu] = rank
     ranks.begin()
 
 
@@ -241,7 +255,7 @@ class _LocalRank:
             self._process.join()
 
 
-def start_here(config: ReplicaConfig, rank: int, address: Address) -> RankProcess:
+def start_here(config: ReplicaConfig, rank: int, address: Address) -> RankHandle:
     """Start a rank as a process of this machine; it ends with this one."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=follow, args=(config, rank, address), daemon=True)
@@ -249,9 +263,10 @@ def start_here(config: ReplicaConfig, rank: int, address: Address) -> RankProces
     return _LocalRank(process)
 
 
-def _lost(processes: list[RankProcess]) -> str | None:
-    for rank, process in enumerate(processes, start=1):
-        if (how := process.ended()) is not None:
+def _lost(processes: Sequence[RankHandle], missing: Sequence[int]) -> str | None:
+    """Which of those that are missing has ended, and how. Who came says himself why he ends."""
+    for rank in missing:
+        if (how := processes[rank - 1].ended()) is not None:
             return f"rank {rank} has ended before it came: {how}"
     return None
 
@@ -272,9 +287,10 @@ def _follow(config: ReplicaConfig, rank: int, store: Store, caller: Connection) 
         return agreed
 
     try:
-        replica = _load(config, rank, store, lambda: caller.send(_HERE), agree)
+        replica = _load(config, rank, store, caller.send, agree)
     except Exception as error:  # whatever it is, nobody else can say it
-        caller.send(Failure.of(error))
+        with contextlib.suppress(OSError):
+            caller.send(Failure.of(error))
         raise
     try:
         while True:

@@ -36,7 +36,7 @@ class ReplicaBroken(RuntimeError):
     """The ranks no longer agree, or one of them is gone: the process should be replaced."""
 
 
-class RankProcess(Protocol):
+class RankHandle(Protocol):
     """One of the other ranks, as whoever started it can end it."""
 
     def ended(self) -> str | None:
@@ -71,7 +71,7 @@ class _Gone:
 class Ranks:
     """Ranks 1, 2, ...; one thread tells them and collects their answers, another one watches."""
 
-    def __init__(self, connections: Sequence[Connection], processes: Sequence[RankProcess]) -> None:
+    def __init__(self, connections: Sequence[Connection], processes: Sequence[RankHandle]) -> None:
         self._connections = list(connections)
         self._processes = list(processes)
         self._answers: list[queue.SimpleQueue[object]] = [queue.SimpleQueue() for _ in connections]
@@ -171,7 +171,10 @@ class Ranks:
                 return
             self._broken = ReplicaBroken(message)
         for process in self._processes:
-            process.kill()
+            try:
+                process.kill()
+            except Exception:
+                _log.exception("a rank could not be ended")
         for waiting in self._answers:
             waiting.put(_Gone())
         group = dist.group.WORLD

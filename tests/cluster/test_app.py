@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve._private import constants as serve_constants
 
 from cluster import app
-from cluster.config import from_args
+from cluster.config import ConfigError, from_args
 
 CONFIG = from_args({})
 
@@ -208,6 +208,12 @@ def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
     assert wanted.placement_group_strategy == strategy
     # The replica itself is rank 0, in the first bundle.
     assert deployment.ray_actor_options["num_gpus"] == bundle.get("GPU", 0.0)
+
+
+def test_a_part_of_a_gpu_is_too_little_for_a_rank() -> None:
+    settings = {"replica": {"tensor_parallel": 2}, "actors": {"replica_gpus": 0.5}}
+    with pytest.raises(ConfigError, match=r"actors: .*a rank needs a gpu of its own, not 0\.5"):
+        from_args(settings)
 
 
 def test_a_replica_on_one_device_has_no_placement_group() -> None:

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from cluster.mailbox import Mailbox
 from cluster.pool_actor import PoolActor
 from cluster.pool_link import PoolLink
 from cluster.pool_peers import ReplicaPeer
-from cluster.protocol import PoolUnreachable
+from cluster.protocol import PoolUnreachable, ReleaseNote
 from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
 from scheduler.messages import FinishReason, OrderKind, RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
@@ -780,34 +780,61 @@ def test_a_replica_whose_orders_of_a_kind_all_fail_is_unhealthy(
 
 
 class Breaking(FakeReplica):
-    """Has broken for good once `at` orders have begun."""
+    """Breaks for good in the order number `at`, and then in all that it is asked for."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
         self.left = at
         self.begun = 0
+        self.runner: ReplicaRunner | None = None
 
     def step(self, order: Any, *rest: Any) -> Any:
         self.begun += 1
         if self.begun >= self.left:
+            assert self.runner is not None
+            # What the pool has said meanwhile is behind the order.
+            self.runner._jobs.put(ReleaseNote(("somebody",)))
             self.broken = RuntimeError("rank 1 has ended")
             raise self.broken
         return super().step(order, *rest)
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        if self.broken is not None:
+            raise self.broken
+        super().release(sequence_ids)
+
+
+async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
+    """The replica, and of each time that it leaves whether an order was blamed."""
+    fake = Breaking(at)
+    fake.runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "breaking")
+    await fake.runner.start()
+    w.runners.append(fake.runner)
+    await w.until(lambda: bool(w.wire.actor._replicas))
+    left: list[bool] = []
+    leave = w.wire.actor.leave
+
+    async def noting(replica_id: str, blamed: bool = False) -> None:
+        left.append(blamed)
+        await leave(replica_id, blamed)
+
+    w.wire.actor.leave = noting  # type: ignore[method-assign]
+    return fake, left
 
 
 def test_a_replica_that_breaks_in_an_order_leaves_at_once_with_all_it_holds() -> None:
     async def test() -> None:
         async with world() as w:
-            fake = Breaking(at=3)
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "breaking")
-            await runner.start()
-            w.runners.append(runner)
+            fake, left = await add_breaking(w, at=3)
+            runner = fake.runner
+            assert runner is not None
             live = [w.submit([7, n], 40) for n in range(4)]
             await w.until(lambda: runner._puller.done())
             with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
                 runner.check()
             assert raised.value.blames
             assert fake.begun == 3, "no order was tried on what is broken"
+            assert left == [True]
             assert not w.wire.actor._replicas
             await w.add_replica()
             await finish(live)
@@ -819,18 +846,43 @@ def test_a_replica_that_breaks_in_an_order_leaves_at_once_with_all_it_holds() ->
 def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody() -> None:
     async def test() -> None:
         async with world() as w:
-            fake = Breaking(at=1000)
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "breaking")
-            await runner.start()
-            w.runners.append(runner)
-            await w.until(lambda: bool(w.wire.actor._replicas))
+            fake, left = await add_breaking(w, at=1000)
+            runner = fake.runner
+            assert runner is not None
             runner.check()
             fake.broken = RuntimeError("rank 1 has ended")
             await w.until(lambda: not w.wire.actor._replicas)
             with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
                 runner.check()
             assert not raised.value.blames
+            assert left == [False]
             assert fake.begun == 0
+
+    asyncio.run(test())
+
+
+def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> None:
+    async def test() -> None:
+        async with world() as w:
+            fake, left = await add_breaking(w, at=3)
+            runner = fake.runner
+            assert runner is not None
+            begins = fake.step
+
+            def step(order: Any, *rest: Any) -> Any:
+                while fake.begun == 2 and not runner._draining:
+                    time.sleep(0.001)
+                return begins(order, *rest)
+
+            fake.step = step  # type: ignore[method-assign]
+            live = w.submit([7, 8], 400)
+            await w.until(lambda: fake.begun == 2 and runner._order_began_s is not None)
+            async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+                await runner.close()
+            assert left[0], "the order in hand broke it"
+            await w.add_replica()
+            await finish([live])
+            assert_perfect([live])
 
     asyncio.run(test())
 

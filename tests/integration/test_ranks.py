@@ -27,7 +27,7 @@ from tests.integration.pairs import write_pair
 pytestmark = pytest.mark.ray
 
 PROMPTS = [f"the quick {'brown ' * (n % 5)}fox number {n}" for n in range(12)]
-TOKENS = 64
+TOKENS = 200
 
 
 @pytest.fixture(scope="module")
@@ -81,20 +81,24 @@ def test_ranks_on_two_nodes_give_the_tokens_of_the_whole_target(
 def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
     hosted: HostedCluster, right: list[list[int]], lost: int
 ) -> None:
-    before = ranks(hosted)
     hosted.wait_for_replicas(1)
-    committed = hosted.wait_for(lambda _status: True).tokens_committed
+    before = ranks(hosted)
+    seen = hosted.wait_for(lambda _status: True)
     answers: list[list[list[int]]] = []
     load = threading.Thread(target=lambda: answers.append(served(hosted)), daemon=True)
     load.start()
-    hosted.wait_for(lambda status: status.tokens_committed > committed)
+    hosted.wait_for(lambda status: status.tokens_committed > seen.tokens_committed)
     os.kill(before[lost].pid, signal.SIGKILL)
     load.join(240)
     assert answers == [right]
+    after = hosted.wait_for_replicas(1)
+    assert after.recovered > seen.recovered, "nothing ran when the rank was killed"
     deadline_s = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{process.pid}") for process in before):
         assert time.monotonic() < deadline_s, "a rank of the broken replica lives on"
         time.sleep(0.1)
-    after = ranks(hosted)
-    assert not set(after) & set(before)
+    # Ray may take a moment to see it.
+    while set(hosted.processes("replica") + hosted.processes("rank")) & set(before):
+        assert time.monotonic() < deadline_s, "Ray still knows a rank that has ended"
+        time.sleep(0.1)
     assert served(hosted) == right

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import socket
-import threading
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
-from replicas.meeting import LOOPBACK, Meeting, NobodyCame, call, store_of
+from replicas.meeting import LOOPBACK, Address, Meeting, NobodyCame, call, store_of
 
 SOON = timedelta(seconds=10)
 
@@ -25,15 +29,21 @@ def meeting() -> Iterator[Meeting]:
     opened.close()
 
 
-def later(calling: object) -> threading.Thread:
-    thread = threading.Thread(target=calling, daemon=True)  # type: ignore[arg-type]
-    thread.start()
-    return thread
+def called(meeting: Meeting, *ranks: int) -> list[Future[Connection]]:
+    """These ranks call, one after the other; the door keeps them until somebody looks."""
+    pool = ThreadPoolExecutor(len(ranks))
+    calls = []
+    for rank in ranks:
+        calls.append(pool.submit(call, meeting.address, rank))
+        time.sleep(0.05)
+    pool.shutdown(wait=False)
+    return calls
 
 
 def test_ranks_are_in_order_whoever_calls_first(meeting: Meeting) -> None:
-    theirs = {rank: call(meeting.address, rank) for rank in (3, 1, 2)}
+    calls = called(meeting, 3, 1, 2)
     ours = meeting.gather(4, within_s=10)
+    theirs = dict(zip((3, 1, 2), [each.result(10) for each in calls], strict=True))
     for rank, connection in enumerate(ours, start=1):
         connection.send(("order", rank))
         assert theirs[rank].recv() == ("order", rank)
@@ -63,45 +73,132 @@ class _Bomb:
         return os.mkdir, (self._path,)
 
 
-def test_who_does_not_know_the_secret_is_not_listened_to(
-    meeting: Meeting, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+def stranger(meeting: Meeting) -> socket.socket:
+    return socket.create_connection((LOOPBACK, meeting.address.orders_port))
+
+
+@pytest.mark.parametrize("how", ["guesses", "silent", "slow", "gone", "wrong secret", "uncalled"])
+def test_only_a_rank_that_is_waited_for_and_knows_the_secret_gets_in(
+    meeting: Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """A stranger, one who says nothing, one who hangs up, and a rank that nobody asked for."""
-    monkeypatch.setattr("replicas.meeting._SAY_S", 0.1)
-    path = f"{tmp_path}/read"
-    door = (LOOPBACK, meeting.address.orders_port)
-    stranger = socket.create_connection(door)
-    stranger.sendall(b"x" * 34 + pickle.dumps(_Bomb(path)))
-    silent = socket.create_connection(door)
-    socket.create_connection(door).close()
-    wrong = call(replace(meeting.address, secret=b"y" * 32), 1)
-    other = call(meeting.address, 7)
-    known = call(meeting.address, 1)
-    again = call(meeting.address, 1)
-    (connection,) = meeting.gather(2, within_s=10)
-    known.send("here")
+    """Whoever comes first is refused, and what he sends is never read as an object."""
+    monkeypatch.setattr("replicas.meeting._PROOF_S", 1.0)
+    path = tmp_path / "read"
+    refused: Future[Connection] | None = None
+    first: socket.socket | None = None
+    if how in ("wrong secret", "uncalled"):
+        secret = b"y" * 32 if how == "wrong secret" else meeting.address.secret
+        rank = 1 if how == "wrong secret" else 7
+        refused = ThreadPoolExecutor(1).submit(call, replace(meeting.address, secret=secret), rank)
+    else:
+        first = stranger(meeting)
+        if how == "guesses":
+            first.sendall(b"x" * 32 + b"\0\1" + b"x" * 32 + pickle.dumps(_Bomb(str(path))))
+        elif how == "gone":
+            first.close()
+        elif how == "slow":
+            dripping = ThreadPoolExecutor(1).submit(drip, first)
+    time.sleep(0.1)
+    (known,) = called(meeting, 1)
+    began_s = time.monotonic()
+    (connection,) = meeting.gather(2, within_s=20)
+    assert time.monotonic() - began_s < 10
+    theirs = known.result(10)
+    theirs.send("here")
+    assert connection.poll(10)
     assert connection.recv() == "here"
-    assert not os.path.exists(path)
-    for refused in (wrong, other):
+    assert not path.exists()
+    if how == "wrong secret":
+        assert refused is not None
+        assert isinstance(refused.exception(10), ConnectionError)
+    elif how == "uncalled":
+        assert refused is not None
         with pytest.raises((EOFError, ConnectionError)):
-            refused.recv()
-    for opened in (stranger, silent, connection, known, again):
-        opened.close()
-    assert "secret" not in repr(meeting.address)
+            refused.result(10).recv()
+    elif how == "slow":
+        assert isinstance(dripping.exception(20), OSError)
+    for opened in (first, connection, theirs):
+        if opened is not None:
+            opened.close()
+
+
+def drip(peer: socket.socket) -> None:
+    """A byte now and then, for longer than anybody may."""
+    for _ in range(200):
+        peer.sendall(b"x")
+        time.sleep(0.05)
+
+
+def test_a_rank_hangs_up_on_who_cannot_prove_that_it_is_rank_0() -> None:
+    with socket.create_server((LOOPBACK, 0)) as door:
+        port = door.getsockname()[1]
+        address = Address(LOOPBACK, port, 1, b"s" * 32)
+        calling = ThreadPoolExecutor(1).submit(call, address, 1)
+        caller, _ = door.accept()
+        caller.sendall(b"n" * 32)
+        said = caller.recv(66, socket.MSG_WAITALL)
+        assert len(said) == 66
+        assert address.secret not in said
+        caller.sendall(said[-32:] + pickle.dumps("his own proof"))
+        with pytest.raises(ConnectionRefusedError, match="does not know the secret"):
+            calling.result(10)
+        caller.close()
+    assert "secret" not in repr(address)
 
 
 def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(meeting: Meeting) -> None:
-    thread = later(lambda: call(meeting.address, 1).close())
+    (known,) = called(meeting, 1)
     began_s = time.monotonic()
-    with pytest.raises(NobodyCame, match=r"rank 2 has not come within 0\.3 s"):
-        meeting.gather(3, within_s=0.3)
+    with pytest.raises(NobodyCame, match=r"rank 2 has not come within 0\.5 s"):
+        meeting.gather(3, within_s=0.5)
     assert time.monotonic() - began_s < 10
-    thread.join(10)
+    with pytest.raises((EOFError, ConnectionError)):
+        known.result(10).recv()
 
 
 def test_a_rank_that_is_known_to_be_lost_is_not_waited_for(meeting: Meeting) -> None:
-    with pytest.raises(NobodyCame, match="rank 1 has ended"):
-        meeting.gather(2, within_s=600, lost=lambda: "rank 1 has ended")
+    called(meeting, 1)
+    asked: list[list[int]] = []
+
+    def lost(missing: Sequence[int]) -> str | None:
+        asked.append(list(missing))
+        return "rank 2 has ended" if missing == [2] else None
+
+    with pytest.raises(NobodyCame, match="rank 2 has ended"):
+        meeting.gather(3, within_s=600, lost=lost)
+    assert asked[-1] == [2], "those that came are not asked about"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not Linux")
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_machine_that_vanishes_is_noticed(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, sent: bool
+) -> None:
+    """With nothing on its way it is asked; while something is, it is not, and that must end too."""
+    monkeypatch.setattr("replicas.meeting._UNHEARD_MS", 1000)
+    monkeypatch.setattr(
+        "replicas.meeting._KEEPALIVE", {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
+    )
+    (known,) = called(meeting, 1)
+    (ours,) = meeting.gather(2, within_s=10)
+    theirs = known.result(10)
+    drop_everything(ours)
+    if sent:
+        ours.send("an order")
+    assert ours.poll(30)
+    with pytest.raises(OSError, match="timed out"):
+        ours.recv()
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def drop_everything(connection: Connection) -> None:
+    """Of what comes in on it from now on."""
+    nothing = struct.pack("HBBI", 0x06, 0, 0, 0)  # the filter "return 0"
+    code = ctypes.create_string_buffer(nothing)
+    program = struct.pack("HP", 1, ctypes.addressof(code))
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        peer.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
 
 
 @pytest.mark.parametrize("came", [0, 1])
@@ -110,9 +207,10 @@ def test_a_meeting_leaves_nothing_open(came: int) -> None:
     before = open_files()
     meeting = Meeting()
     if came:
-        theirs = call(meeting.address, 1)
+        (known,) = called(meeting, 1)
         with pytest.raises(NobodyCame):
             meeting.gather(3, within_s=0)
+        theirs = known.result(10)
         with pytest.raises((EOFError, ConnectionError)):
             theirs.recv()
         theirs.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from cluster.local_engine import LocalEngine
 from replicas import memory, parallel, ranks
 from replicas.config import ReplicaConfig
-from replicas.meeting import Address
+from replicas.meeting import Address, Meeting
 from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, pair_shape_of, plan_memory
 from replicas.pair import PairRefused, read_pair
 from replicas.parallel import ParallelReplica, _LocalRank, load_parallel
@@ -202,6 +202,53 @@ def test_what_a_rank_fails_with_while_it_loads_is_told(
         load_parallel(config("tiny", tensor_parallel=2))
 
 
+class _Ended:
+    """A rank's process, as its starter sees it."""
+
+    def __init__(self, how: str | None) -> None:
+        self._how = how
+
+    def ended(self) -> str | None:
+        return self._how
+
+    def kill(self) -> None: ...
+
+    def leave(self, within_s: float) -> None: ...
+
+
+def test_a_rank_that_came_says_itself_why_it_ends() -> None:
+    processes = [_Ended("exit code 1"), _Ended(None)]
+    assert parallel._lost(processes, [2]) is None
+    assert parallel._lost(processes, [1, 2]) == "rank 1 has ended before it came: exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "same"),
+    [
+        ("abc", None),
+        ("aab", "0 and 1"),
+        ("aba", "0 and 2"),
+        ("abb", "1 and 2"),
+        (("", "", ""), None),
+    ],
+)
+def test_ranks_that_have_the_same_gpu_are_refused(gpus: Sequence[str], same: str | None) -> None:
+    pipes = [Pipe() for _ in gpus[1:]]
+    for (_, theirs), gpu in zip(pipes, gpus[1:], strict=True):
+        theirs.send(gpu)
+    known = Ranks([ours for ours, _ in pipes], [])
+    try:
+        if same is None:
+            parallel._all_here(gpus[0], known)
+        else:
+            with pytest.raises(ReplicaBroken, match=f"ranks {same} have the same GPU"):
+                parallel._all_here(gpus[0], known)
+    finally:
+        known.close()
+        for _, theirs in pipes:
+            theirs.close()
+
+
 def open_files() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
@@ -227,6 +274,7 @@ def test_a_rank_that_cannot_be_started_leaves_nothing_behind(
         raise BlockingIOError("no process left")
 
     monkeypatch.setattr(SpawnProcess, "start", no_more)
+    Meeting().close()  # what torch opens once and for all
     before = open_files()
     with pytest.raises(BlockingIOError, match="no process left") as raised:
         load_parallel(config("tiny", tensor_parallel=2))
