@@ -7,6 +7,7 @@ never from token values.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -145,8 +146,35 @@ def _no_blocks(device: torch.device) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64, device=device)
 
 
+FEW = 256
+"""Positions of a step, up to which the host works out one after the other."""
+
 Bounds = tuple[int, int, int]
 """First row, the row after the last, and the greatest start of a part."""
+
+
+def _few(
+    columns: Any,  # array, [rows, blocks]
+    starts: Sequence[int],
+    width: int,
+    block_size: int,
+) -> Any:  # array, [2, rows, width]: positions, and slots
+    """Of so few rows that one number after the other takes less time than any operation on all: a
+    pass before has emptied the caches, and each operation's code has to be fetched anew."""
+    numbers = array("q")
+    for start in starts:
+        numbers.extend(range(start, start + width))
+    block_of = columns.item
+    for row, start in enumerate(starts):
+        column, offset = divmod(start, block_size)
+        missing = width
+        while missing > 0:
+            slot = block_of(row, column) * block_size + offset
+            here = min(block_size - offset, missing)
+            numbers.extend(range(slot, slot + here))
+            missing -= here
+            column, offset = column + 1, 0
+    return np.frombuffer(numbers, np.int64).reshape(2, len(starts), width)
 
 
 class Layout:
@@ -172,69 +200,82 @@ class Layout:
         `parts` are the rows of each part that windows are read in, in order; see `replicas.parts`.
         """
         self._on_host = table.device.type == "cpu" and not isinstance(starts, torch.Tensor)
-        # numpy's operations on small arrays take a tenth of the time of torch's.
-        xp: Any = np if self._on_host else torch
-        columns: Any = table
         if isinstance(starts, torch.Tensor):
             assert span is not None, "starts on a device come with their span"
-            first: Any = starts
+            self._starts = None
         else:
             span = span or Span.of(starts, width, table, shape)
-            if self._on_host:
-                columns, first = table.numpy(), np.array(starts, dtype=np.int64)
-            else:
-                first = upload(starts, torch.int64, table.device)
-
-        def arange(begin: int, end: int) -> Any:
-            if self._on_host:
-                return np.arange(begin, end)
-            return torch.arange(begin, end, device=table.device)
-
+            self._starts = starts
         self._table = table
-        self._columns = columns
+        self._columns: Any = table.numpy() if self._on_host else table
         self._no_blocks = _no_blocks(table.device)
         self._block_size = block_size = shape.block_size
         self._longest = span.longest
         self.uniform = span.uniform
-        self._positions = first[:, None] + arange(0, width)  # [rows, width]
-        self._inside = self._positions
-        column = self._positions // block_size
-        every = arange(0, table.shape[0])[:, None]
-        if span.inside:
-            block = columns[every, column]
+        self._positions: Any  # [rows, width]
+        self._slots: Any  # [rows, width]
+        if self._on_host and self._starts and span.inside and len(self._starts) * width <= FEW:
+            self._positions, self._slots = _few(self._columns, self._starts, width, block_size)
         else:
-            reach = table.shape[1]
-            outside = (column < 0) | (column >= reach)
-            block = xp.where(outside, SCRAP_BLOCK, columns[every, column.clip(0, reach - 1)])
+            self._place(starts, width, span.inside)
+        self._inside = self._positions
         if not span.inside or span.longest + width > shape.context_len:
             self._inside = self._positions.clip(0, shape.context_len - 1)
-        self._slots = block * block_size + self._positions % block_size
         self._read: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         """Blocks per row and which, by rows: the windows of a step mostly read the same ones."""
-        self._starts = None if isinstance(starts, torch.Tensor) else starts
         self._parts = self._bounds(parts)
-        length = self._longest + width
-        # Every query sees a key, so that padding stays finite.
-        last_seen = self._positions[:1] if self.uniform else self._positions
+        self._mask = self._masked(starts, width, span, shape.dtype)
+
+    def _place(self, starts: Sequence[int] | torch.Tensor, width: int, inside: bool) -> None:
+        """Positions and slots by operations on all at once."""
+        # numpy's operations on small arrays take a tenth of the time of torch's.
+        xp: Any = np if self._on_host else torch
+        rows, reach = self._table.shape
+        if self._on_host:
+            first: Any = np.array(starts, dtype=np.int64)
+        elif isinstance(starts, torch.Tensor):
+            first = starts
+        else:
+            first = upload(starts, torch.int64, self._table.device)
+        self._positions = first[:, None] + self._arange(0, width)
+        column = self._positions // self._block_size
+        every = self._arange(0, rows)[:, None]
+        if inside:
+            block = self._columns[every, column]
+        else:
+            outside = (column < 0) | (column >= reach)
+            block = xp.where(outside, SCRAP_BLOCK, self._columns[every, column.clip(0, reach - 1)])
+        self._slots = block * self._block_size + self._positions % self._block_size
+
+    def _masked(
+        self, starts: Sequence[int] | torch.Tensor, width: int, span: Span, dtype: torch.dtype
+    ) -> Any:  # [rows or 1, 1, width, longest + width], array or tensor
+        """What a query does not see is -inf."""
+        length = span.longest + width
+        size = (1 if span.uniform else self._table.shape[0], 1, width, length)
+        if self._on_host and span.inside and dtype in _NUMPY_HAS:
+            # A row's queries see one position more each: neighbours among all masks' rows.
+            masks = _masks(1 << length.bit_length(), dtype)
+            mask = np.empty(size, masks.dtype)
+            for row, seen in enumerate(starts[: size[0]]):
+                begin = masks.shape[0] - 1 - seen
+                mask[row, 0] = masks[begin : begin - width : -1, :length]
+            return mask
+        last_seen = self._positions[: size[0]]
         if not span.inside:
+            # Every query sees a key, so that padding stays finite.
             last_seen = last_seen.clip(0)
-        size = (last_seen.shape[0], 1, width, length)
-        # The memory is torch's, so that what is measured of it is all.
-        self._mask: Any = torch.empty(size, dtype=shape.dtype, device=table.device)
-        if self._on_host and shape.dtype in _NUMPY_HAS:
-            self._mask = self._mask.numpy()
-            if span.inside:
-                # A row's queries see one position more each: neighbours among all masks' rows.
-                masks = _masks(1 << length.bit_length(), shape.dtype)
-                for row, seen in enumerate(last_seen[:, 0].tolist()):
-                    begin = masks.shape[0] - 1 - seen
-                    self._mask[row, 0] = masks[begin : begin - width : -1, :length]
-                return
         # All see what lies before the shortest row's first query; nothing is computed for it.
         ragged = min(span.shortest + 1, length)
-        hidden = self._tensor(arange(ragged, length) > last_seen[:, :, None])
-        mask = self._tensor(self._mask).zero_()
-        mask[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
+        hidden = self._tensor(self._arange(ragged, length) > last_seen[:, :, None])
+        zeros = torch.zeros(size, dtype=dtype, device=self._table.device)
+        zeros[..., ragged:].masked_fill_(hidden[:, None], -torch.inf)
+        return zeros
+
+    def _arange(self, begin: int, end: int) -> Any:
+        if self._on_host:
+            return np.arange(begin, end)
+        return torch.arange(begin, end, device=self._table.device)
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
