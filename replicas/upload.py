@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,13 @@ _NUMPY: dict[torch.dtype, Any] = {
 
 
 def on_host(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """These numbers in memory that the device reads by itself: pinned, if it is a GPU."""
+    """These numbers, or lines of as many, in memory that the device reads by itself: pinned, if it
+    is a GPU."""
+    if device.type == "cpu" and dtype is torch.int64 and values and isinstance(values[0], list):
+        flat = array("q")
+        for line in values:
+            flat.extend(line)
+        return torch.from_numpy(np.frombuffer(flat, np.int64).reshape(len(values), -1))
     if device.type == "cpu" and dtype in _NUMPY:
         return torch.from_numpy(np.array(values, _NUMPY[dtype]))  # less than half the time
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
