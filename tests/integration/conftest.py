@@ -64,6 +64,32 @@ def _serve_processes(part: str) -> dict[str, int]:
     }
 
 
+def start_ray(num_cpus: int, tries: int = 2) -> None:
+    """Start a Ray of this process.
+
+    It forks from a process that has had threads by the dozen, and once its raylet never began: not
+    even a log of it. So there is a second try, which says so.
+    """
+    import ray
+
+    for left in reversed(range(tries)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=100 << 20,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+            return
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+            print("Ray's node did not come up; once more")
+            ray.shutdown()
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     import ray
@@ -86,14 +112,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     )
     # As `ClusterRun` does where it starts Ray.
     os.environ.update(app.ray_environment(config))
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    start_ray(num_cpus=2)
     started = app.ClusterRun(config)
     try:
         started.start()
