@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from replicas.meeting import LOOPBACK, Address, Meeting, NobodyCame, call, store_of
+from tests.open_files import assert_closed_but, open_files
 
 SOON = timedelta(seconds=10)
 
@@ -215,8 +216,4 @@ def test_a_meeting_leaves_nothing_open(came: int) -> None:
             theirs.recv()
         theirs.close()
     meeting.close()
-    assert open_files() == before
-
-
-def open_files() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    assert_closed_but(before)
