@@ -199,7 +199,10 @@ def drop_everything(connection: Connection) -> None:
     code = ctypes.create_string_buffer(nothing)
     program = struct.pack("HP", 1, ctypes.addressof(code))
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        peer.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+        try:
+            peer.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+        except OSError as error:
+            pytest.skip(f"this machine filters no sockets: {error}")
 
 
 @pytest.mark.parametrize("came", [0, 1])
