@@ -18,7 +18,6 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from cluster.ray_pool import log_to_stderr
 from replicas.config import ReplicaConfig
 
-LOOPBACK = "127.0.0.1"
 CPUS_LEAST = 0.001
 """Of a bundle: Ray has none that reserves nothing."""
 
@@ -73,6 +72,8 @@ def without_progress_bars() -> None:
 
 def host_of(group: PlacementGroup) -> str:
     """Where the ranks of a group reach this process: on one machine nobody else does."""
+    from replicas.meeting import LOOPBACK
+
     nodes = placement_group_table(group)["bundles_to_node_id"].values()
     return LOOPBACK if len(set(nodes)) == 1 else ray.util.get_node_ip_address()
 

@@ -31,7 +31,7 @@ class NotDivisible(ValueError):
     """The model cannot be divided by that number; the message says which part cannot."""
 
 
-def check_divisible(config: object, ranks: int) -> None:
+def _check_divisible(config: object, ranks: int) -> None:
     """Raise NotDivisible unless every rank gets the same whole number of heads."""
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(config, name, None)
@@ -45,7 +45,7 @@ def shard(model: PreTrainedModel, rank: int, ranks: int) -> None:
     The model's config says from then on how many heads are here. Raises NotDivisible.
     """
     config = model.config
-    check_divisible(config, ranks)
+    _check_divisible(config, ranks)
     plan = dict(model.tp_plan or {})
     if not plan:
         raise NotDivisible(f"{type(model).__name__} has no plan for tensor parallelism")

@@ -784,13 +784,13 @@ class Breaking(FakeReplica):
 
     def __init__(self, at: int) -> None:
         super().__init__()
-        self.left = at
+        self.at = at
         self.begun = 0
         self.runner: ReplicaRunner | None = None
 
     def step(self, order: Any, *rest: Any) -> Any:
         self.begun += 1
-        if self.begun >= self.left:
+        if self.begun >= self.at:
             assert self.runner is not None
             # What the pool has said meanwhile is behind the order.
             self.runner._jobs.put(ReleaseNote(("somebody",)))
