@@ -61,17 +61,24 @@ protos: $(SETUP)  ## generate the gRPC code anew
 demo-pair: $(SETUP)  ## train the demo pair anew (over half an hour on two cores)
 	$(BIN)/python -m replicas.demo.train --out replicas/demo
 
-bench: $(SETUP)  ## the figures of the README (half an hour on two cores)
-	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
-	$(BIN)/python -m benchmarks.cluster --json benchmarks/results/cluster.json
-	$(BIN)/python -m benchmarks.scheduler --json benchmarks/results/scheduler.json
-	$(BIN)/python -m benchmarks.adaptive --json benchmarks/results/adaptive.json
-	$(BIN)/python -m benchmarks.prefix --threads 1 --json benchmarks/results/prefix.json
-	$(BIN)/python -m benchmarks.autoscaling --json benchmarks/results/autoscaling.json --plot benchmarks/results/autoscaling.svg
+# Each file of benchmarks/results with the settings that it was made with. The parts of cluster.json
+# differ in theirs; each run leaves the others' figures in the file.
+RESULTS = benchmarks/results
+CLUSTER = $(BIN)/python -m benchmarks.cluster --json $(RESULTS)/cluster.json
+bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
+	$(BIN)/python -m benchmarks.engine --threads 2 --hopeless-rounds 9 --json $(RESULTS)/engine.json
+	$(CLUSTER) --parts real --in-flight 1 16 --requests-per-client 4 --rounds 3
+	$(CLUSTER) --parts synthetic --in-flight 16 64 --rounds 3
+	$(CLUSTER) --parts synthetic --in-flight 16 64 --requests-per-client 4 --synthetic-replicas 4 --through-ray
+	$(CLUSTER) --parts pools
+	$(BIN)/python -m benchmarks.scheduler --json $(RESULTS)/scheduler.json
+	$(BIN)/python -m benchmarks.adaptive --json $(RESULTS)/adaptive.json
+	$(BIN)/python -m benchmarks.prefix --threads 1 --requests 16 --new 24 --json $(RESULTS)/prefix.json
+	$(BIN)/python -m benchmarks.autoscaling --json $(RESULTS)/autoscaling.json --plot $(RESULTS)/autoscaling.svg
 
 SIMULATE = $(BIN)/lockstep simulate
 SHORT_ROWS = --prompt-tokens 50..300 --new-tokens 64..192
-SIMULATED = benchmarks/results/simulate
+SIMULATED = $(RESULTS)/simulate
 simulate: $(SETUP)  ## a thousand replicas, the end of one pool, grouping against none: in virtual time
 	$(SIMULATE) $(SHORT_ROWS) --replicas 4,8,16,32,64 --shards 1,4 --requests 40 --in-flight 24 --per-replica --json $(SIMULATED)_pool.json --svg $(SIMULATED)_pool.svg
 	$(SIMULATE) $(SHORT_ROWS) --replicas 256 --shards 1,4 --requests 32 --in-flight 16 --per-replica --json $(SIMULATED)_shards.json --svg $(SIMULATED)_shards.svg
@@ -88,9 +95,9 @@ chaos: MINUTES ?= 2
 chaos: $(SETUP)  ## kill processes of a real cluster under load, check every token: SEED=1 MINUTES=2
 	$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
 
-soak: MINUTES ?= 30
-soak: $(SETUP)  ## memory of every process under a long load, then 1,000 cancels: MINUTES=30
-	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --cancels 1000 --json benchmarks/results/soak.json
+soak: MINUTES ?= 28
+soak: $(SETUP)  ## memory of every process under a long load, then 1,000 cancels: MINUTES=28
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --cancels 1000 --json $(RESULTS)/soak.json
 
 clean:  ## remove the .venv and all caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -17,10 +18,33 @@ from scheduler.messages import Request
 Key = tuple[str, int, int]
 """Mode, batch size, draft length."""
 
+TRANSFORMERS = "transformers"
+"""The mode of `generate`."""
 GENERATE_BATCH = 8
 """Rows of a batch of transformers' `generate`."""
 REQUESTS_LEAST = 2
 """Requests of a run at the smallest batch sizes."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """One output."""
+
+    tokens: list[int]
+    rows: int
+    """Of the largest group that it was ever in: what its run was given is a bound of it only."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Outputs that were compared with others of the same requests, and those that were equal."""
+
+    identical: int
+    compared: int
+    identical_across: int
+    compared_across: int
+    """Of them those whose groups were of another size than the other's: what batch independence
+    is tested on. The rest compares draft lengths or repeats a run."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +65,14 @@ class Run:
     verify_share: float | None
     """Shares of the steps' time."""
     bandwidth_ceiling: float | None
-    """Tokens per second if nothing but memory traffic took time."""
+    """Tokens per second if nothing but memory traffic took time: of the steps, as `tokens_per_s`;
+    of transformers over the whole run."""
     matrix_ceiling: float | None
     """The same for operations."""
     over_plain: float | None
     """Against draft length 0 of the same mode and batch size, within a round."""
-    identical: int
-    compared: int
-    """Outputs equal to the mode's own at the smallest batch and draft length 0, of how many."""
+    outputs: Agreement
+    """With the mode's own without speculation: alone, or else at the smallest batch."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +110,8 @@ class Bench:
         self._rates = rates
         self._requests = requests
         self._samples: dict[Key, list[Sample]] = {}
-        self._outputs: dict[Key, list[list[int]]] = {}
+        self._outputs: dict[Key, list[Made]] = {}
+        self._alone: dict[str, list[Made]] = {}
 
     def lockstep(self, mode: str, replica: Replica, batch: int, draft_len: int) -> None:
         """Run as many requests as rows (a few more at small batches), all at once."""
@@ -95,6 +120,7 @@ class Bench:
         start = perf_counter()
         outputs = engine.generate(requests)
         seconds = perf_counter() - start
+        made = outputs_made(engine, requests)
         stepped = [result for result in engine.results if result.steps]
         filled = [result for result in engine.results if not result.steps]
         rows = [row for result in stepped for row in result.rows]
@@ -127,7 +153,17 @@ class Bench:
             prefill_tokens_per_s=sum(lengths) / in_fills,
             prefill_work=Work(fill.bytes / sum(lengths), fill.operations / sum(lengths)),
         )
-        self._note((mode, batch, draft_len), sample, [output.tokens for output in outputs])
+        self._note((mode, batch, draft_len), sample, made)
+
+    def alone(self, mode: str, replica: Replica, requests: int) -> None:
+        """Run the first so many requests one after the other, each prefilled and decoded by itself
+        and without speculation, for the mode's outputs to be compared with. Not timed."""
+        made = self._alone[mode] = []
+        for request in self._requests[:requests]:
+            engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
+            engine.generate([request])
+            made += outputs_made(engine, [request])
+        print(f"{mode:14} alone: {len(made)} requests to compare with", flush=True)
 
     def generate(self, pair: Pair) -> None:
         """transformers' own `generate` over the same target, with its own attention."""
@@ -141,10 +177,21 @@ class Bench:
             seconds = perf_counter() - start
         finally:
             pair.target.set_attn_implementation(used)
-        rate = sum(map(len, outputs)) / seconds
-        self._note(("transformers", GENERATE_BATCH, 0), Sample(rate, rate), outputs)
+        tokens = sum(map(len, outputs))
+        work = generate_work(
+            self._target,
+            [len(request.prompt) for request in requests],
+            max(request.max_new_tokens for request in requests),
+        )
+        sample = Sample(
+            tokens_per_s=tokens / seconds,
+            all_tokens_per_s=tokens / seconds,
+            work_per_token=Work(work.bytes / tokens, work.operations / tokens),
+        )
+        made = [Made(output, len(requests)) for output in outputs]
+        self._note((TRANSFORMERS, GENERATE_BATCH, 0), sample, made)
 
-    def _note(self, key: Key, sample: Sample, outputs: list[list[int]]) -> None:
+    def _note(self, key: Key, sample: Sample, outputs: list[Made]) -> None:
         self._samples.setdefault(key, []).append(sample)
         self._outputs[key] = outputs
         mode, batch, draft_len = key
@@ -162,7 +209,6 @@ class Bench:
 
     def _run(self, mode: str, batch: int, draft_len: int) -> Run:
         samples = self._samples[mode, batch, draft_len]
-        both = self._compared((mode, batch, draft_len))
         plain = self._samples.get((mode, batch, 0))
         ratios = [
             a.tokens_per_s / b.tokens_per_s for a, b in zip(samples, plain or [], strict=False)
@@ -186,26 +232,8 @@ class Bench:
             bandwidth_ceiling=1 / works[0].bandwidth_s(self._rates) if works else None,
             matrix_ceiling=1 / works[0].matrix_s(self._rates) if works else None,
             over_plain=median(ratios) if ratios else None,
-            identical=sum(a == b for a, b in both),
-            compared=len(both),
+            outputs=agreement((mode, batch, draft_len), self._outputs, self._alone),
         )
-
-    def _compared(self, key: Key) -> list[tuple[list[int], list[int]]]:
-        """Outputs beside those of the smallest other run of the mode without speculation.
-
-        transformers', which has one run, stand beside the first mode's.
-        """
-        mode = key[0]
-        if sum(other[0] == mode for other in self._outputs) == 1:
-            mode = next(iter(self._outputs))[0]
-        plain = sorted(other for other in self._outputs if (other[0], other[2]) == (mode, 0))
-        both = []
-        for i, tokens in enumerate(self._outputs[key]):
-            for other in plain:
-                if other != key and i < len(self._outputs[other]):
-                    both.append((tokens, self._outputs[other][i]))
-                    break
-        return both
 
     def prefills(self) -> list[Prefill]:
         """Of each mode the run with the most prompts."""
@@ -230,3 +258,45 @@ class Bench:
                 )
             )
         return out
+
+
+def outputs_made(engine: LocalEngine, requests: Sequence[Request]) -> list[Made]:
+    """What the engine has made of these requests."""
+    rows: dict[str, int] = {}
+    for result in engine.results:
+        for row in result.rows if result.steps else ():
+            rows[row.sequence_id] = max(rows.get(row.sequence_id, 0), len(result.rows))
+    return [Made(engine.outputs[request.id].tokens, rows[request.id]) for request in requests]
+
+
+def agreement(
+    key: Key, outputs: Mapping[Key, Sequence[Made]], alone: Mapping[str, Sequence[Made]]
+) -> Agreement:
+    """A run's outputs beside those of the same mode without speculation: of the request alone, or
+    else of the smallest other run that had it.
+
+    transformers' stand beside the first mode's.
+    """
+    mode = key[0] if key[0] != TRANSFORMERS else next(iter(outputs))[0]
+    plain = sorted(other for other in outputs if (other[0], other[2]) == (mode, 0) and other != key)
+    references = [alone.get(mode, ()), *(outputs[other] for other in plain)]
+    both = [
+        (made, next(reference[i] for reference in references if i < len(reference)))
+        for i, made in enumerate(outputs[key])
+        if any(i < len(reference) for reference in references)
+    ]
+    across = [(made, other) for made, other in both if made.rows != other.rows]
+    return Agreement(
+        identical=sum(made.tokens == other.tokens for made, other in both),
+        compared=len(both),
+        identical_across=sum(made.tokens == other.tokens for made, other in across),
+        compared_across=len(across),
+    )
+
+
+def generate_work(target: ModelWork, prompts: Sequence[int], new_tokens: int) -> Work:
+    """Of one batch of prompts of these lengths and so many new tokens each, from the first pass to
+    the last: that over the prompts yields the first tokens. Padding is left out."""
+    passes = new_tokens - 1
+    positions = sum(length + n for length in prompts for n in range(1, new_tokens))
+    return target.prefill(list(prompts)) + target.decode(passes, passes * len(prompts), positions)

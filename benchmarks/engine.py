@@ -7,7 +7,8 @@ transformers' `generate` of the target at the same batch size, and its assisted 
 same draft; whether all outputs are equal; and what choosing the draft length by measurement gains
 where easy and hard prompts are mixed. Lockstep's own ways run side by side, those of transformers
 in turns with the default one, round by round: ratios are taken within a round, and the median of
-the rounds is reported. Needs no Ray.
+the rounds is reported; so are the shares of where time and reads went, over all rounds that a way
+was in, and of its longest waits the greatest. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.abreast import abreast
 from benchmarks.hopeless import hopeless_figures
-from benchmarks.measured import MeasuredWay
+from benchmarks.measured import MeasuredWay, over_rounds
 from benchmarks.mixed import mixed_figures, mixed_requests
 from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import machine, table, write_json
@@ -93,6 +94,7 @@ def main() -> None:
         each.name: f"{each.identical} of {each.prompts}" for each in (*draft_lens, *against)
     }
     sampled, sampled_identical = sampled_runs(replica, requests[: args.alone_limit])
+    figures |= sampled_shares(sampled)
     mixed = mixed_figures(
         replica,
         mixed_requests(
@@ -107,7 +109,8 @@ def main() -> None:
         hopeless = hopeless_figures(config, requests, args.batches, args.hopeless_rounds)
     figures |= {name: value for name, value in hopeless.items() if isinstance(value, float)}
 
-    print(table(("figure, median of the rounds", "value"), list(figures.items())))
+    head = "figure: the median where there are rounds, of waits the greatest"
+    print(table((head, "value"), list(figures.items())))
     print(table(("outputs", "identical"), list((identical | sampled_identical).items())))
     print(f"{perf_counter() - begun_s:.0f} s in all")
     write_json(
@@ -125,7 +128,10 @@ def main() -> None:
             "draft_lens": _runs(draft_lens),
             "batches": _runs(batches),
             "against": _runs(against),
-            "steps": {name: asdict(way.figures) for name, way in measured.items()},
+            "steps": {name: asdict(over_rounds(way.runs)) for name, way in measured.items()},
+            "steps_of_rounds": {
+                name: [asdict(run) for run in way.runs] for name, way in measured.items()
+            },
             "sampled": sampled,
             "mixed": mixed,
             "hopeless": hopeless,
@@ -151,6 +157,7 @@ def greedy(
     counts = {lockstep_name(1, k): args.alone_limit for k in args.draft_lens}
     for way in measured.values():
         way(requests[:2])  # warm-up
+        way.runs.clear()
     for batch in args.batches:
         names = [lockstep_name(batch, k) for k in args.draft_lens]
         print(f"side by side: {', '.join(names)}", flush=True)
@@ -229,8 +236,9 @@ def summary(
         put(f"over transformers' generate, batch {batch}", against, ours, name)
         if batch == 1:
             put("over transformers' assisted generation, batch 1", against, ours, ASSISTED)
-        steps = measured[ours].figures
+        steps = over_rounds(measured[ours].runs)
         figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
+        figures[f"between orders, batch {batch}"] = steps.between_orders
         figures[f"padding, batch {batch}"] = steps.padding
         figures[f"longest wait in rounds, batch {batch}"] = steps.wait_rounds
         if batch != first:
@@ -252,10 +260,25 @@ def sampled_runs(
         way = MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=k))
         outputs = way(drawn)
         expected = expected or outputs
-        name = f"sampled, {lockstep_name(batch, k)}"
+        name = sampled_name(batch, k)
         same = sum(a == b for a, b in zip(outputs, expected, strict=True))
         figures[name], identical[name] = asdict(way.figures), f"{same} of {len(outputs)}"
     return figures, identical
+
+
+def sampled_shares(sampled: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The steps' own share at each batch size that was sampled, of the run that drafts furthest."""
+    furthest = dict(sorted(SAMPLED))
+    return {
+        f"neither draft nor target forward, sampled, batch {batch}": sampled[
+            sampled_name(batch, k)
+        ]["overhead"]
+        for batch, k in furthest.items()
+    }
+
+
+def sampled_name(batch: int, draft_len: int) -> str:
+    return f"sampled, {lockstep_name(batch, draft_len)}"
 
 
 def _arguments() -> argparse.Namespace:
@@ -277,7 +300,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mixed-limit", type=int, default=32, help="easy prompts of the mix")
     parser.add_argument("--mixed-new-tokens", type=int, default=64)
-    parser.add_argument("--mixed-rounds", type=int, default=9, help="the ways differ by little")
+    parser.add_argument("--mixed-rounds", type=int, default=7, help="the ways differ by little")
     parser.add_argument("--hopeless-rounds", type=int, default=15, help="as with --mixed-rounds")
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="demo")
@@ -303,7 +326,7 @@ def _show(contender: Contender, way: MeasuredWay | None) -> None:
     rounds = ", ".join(f"{value:.0f}" for value in contender.tokens_per_s)
     line = f"{contender.name:32} {contender.speed:7.0f} tokens/s ({rounds})"
     if way is not None:
-        steps = way.figures
+        steps = over_rounds(way.runs[-len(contender.tokens_per_s) :])
         line += (
             f"  {steps.committed_per_step:5.2f} tokens/row/step  overhead {steps.overhead:6.1%}"
             f"  padding {steps.padding:6.1%}  between orders {steps.between_orders:6.1%}"

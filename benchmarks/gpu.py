@@ -8,8 +8,12 @@ speculation at several batch sizes, by transformers' `generate`, prefilled, and 
 deterministic mode and, on a GPU, without CUDA graphs and with each kind of attention that can be
 had there, with the middle one of the draft lengths. Two ceilings stand beside each figure: the
 bytes that it had to read over the measured copy bandwidth, and its operations over the measured
-matrix rate. Outputs of a mode are compared with its own at the smallest batch without speculation.
-Needs neither Ray nor gRPC.
+matrix rate.
+
+Outputs of a mode are compared with its own without speculation: those of requests that ran alone,
+one after the other, in the modes of ALONE, else those at the smallest batch. How many of them were
+compared with outputs of groups of another size is told apart: only these say whether the batch
+matters, and only the deterministic mode promises that it does not. Needs neither Ray nor gRPC.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.ceilings import measure_rates
-from benchmarks.device_runs import GENERATE_BATCH, Bench, Run
+from benchmarks.device_runs import GENERATE_BATCH, TRANSFORMERS, Bench, Run
 from benchmarks.report import machine, table, write_json
 from replicas.config import ReplicaConfig
 from replicas.pair import Pair, PairRefused, load_pair, resolve_device
@@ -39,6 +43,9 @@ ATTENTIONS = {
     "varlen-256": ("varlen", 256),
 }
 """Modes that differ in the attention alone: its kind and KV positions per block."""
+USUAL, DETERMINISTIC = "plain", "deterministic"
+ALONE = (USUAL, DETERMINISTIC)
+"""Modes whose requests run alone as well: the one that promises equality, and the same without."""
 
 
 def random_requests(n: int, vocab: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
@@ -73,12 +80,20 @@ def figures(runs: Sequence[Run], usual: str) -> dict[str, float]:
                     out[f"{mode} over {usual}, batch {batch}, k = {run.draft_len}"] = (
                         run.tokens_per_s / same.tokens_per_s
                     )
-        slow = by_key.get(("deterministic", batch, 0))
+        slow = by_key.get((DETERMINISTIC, batch, 0))
         if slow and plain:
             out[f"deterministic over {usual}, batch {batch}, k = 0"] = (
                 slow.tokens_per_s / plain.tokens_per_s
             )
-    theirs = by_key.get(("transformers", GENERATE_BATCH, 0))
+    for mode in ALONE:
+        own = [run.outputs for run in runs if run.mode == mode]
+        across = sum(outputs.compared_across for outputs in own)
+        if across:
+            out[f"{mode}: outputs compared with another batch size"] = float(across)
+            out[f"{mode}: share of them identical"] = (
+                sum(outputs.identical_across for outputs in own) / across
+            )
+    theirs = by_key.get((TRANSFORMERS, GENERATE_BATCH, 0))
     ours = [r.all_tokens_per_s for r in runs if r.mode == usual and r.batch == GENERATE_BATCH]
     if theirs and ours:
         out[f"over transformers' generate, batch {GENERATE_BATCH}"] = (
@@ -122,6 +137,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=None)
     parser.add_argument("--rounds", type=int, help="after one that warms up; default: 2")
     parser.add_argument("--no-deterministic", action="store_true")
+    parser.add_argument(
+        "--alone", type=int, default=8, help="requests that run alone, to compare outputs with"
+    )
     parser.add_argument(
         "--attention",
         nargs="*",
@@ -167,7 +185,7 @@ def main() -> None:
     }
     print(described)
     print(f"{config.target}: follows the map at {planted.planted_follows:.3f}", flush=True)
-    modes = {"plain": Replica(pair, config)}
+    modes = {USUAL: Replica(pair, config)}
     if device.type == "cuda":
         modes["eager"] = Replica(pair, config.model_copy(update={"graphs": "off"}))
     beside = args.attention
@@ -178,7 +196,7 @@ def main() -> None:
         # The same weights, without calibrating again.
         name = f"planted:{args.shape}?scale={planted.planted_scale!r}"
         fixed = config.model_copy(update={"target": name, "deterministic": True})
-        modes["deterministic"] = Replica.load(fixed)
+        modes[DETERMINISTIC] = Replica.load(fixed)
     attention = {mode: replica.attention for mode, replica in modes.items()}
     bench = Bench(pair, rates, random_requests(rows, pair.vocab_size, prompt_tokens, new_tokens))
     for round_ in range(rounds + 1):
@@ -186,14 +204,17 @@ def main() -> None:
             for mode, replica in modes.items():
                 if mode == "eager" and round_ == 0:
                     continue  # it records nothing, so it needs no round to warm up
-                lens = draft_lens if mode == "plain" else draft_lens[len(draft_lens) // 2 :][:1]
+                lens = draft_lens if mode == USUAL else draft_lens[len(draft_lens) // 2 :][:1]
                 for draft_len in (0, *(lens if batch <= args.draft_batch_max else ())):
                     bench.lockstep(mode, replica, batch, draft_len)
         bench.generate(pair)
         if round_ == 0:
             bench.forget()
+    for mode in ALONE:
+        if mode in modes:
+            bench.alone(mode, modes[mode], args.alone)
     runs, prefills = bench.runs(), bench.prefills()
-    summary = figures(runs, "plain")
+    summary = figures(runs, USUAL)
     print(run_table(runs))
     print(
         table(
@@ -222,7 +243,8 @@ def main() -> None:
 
 
 def run_table(runs: Sequence[Run]) -> str:
-    """One line per run; the shares of the two ceilings stand in brackets."""
+    """One line per run; the shares of the two ceilings stand in brackets. The last column counts
+    only outputs compared with those of groups of another size."""
 
     def beside(ceiling: float | None, rate: float) -> str:
         return "" if ceiling is None else f"{ceiling:.0f} ({rate / ceiling:.0%})"
@@ -240,6 +262,7 @@ def run_table(runs: Sequence[Run]) -> str:
             "over k = 0",
             "with prefill",
             "identical",
+            "of another batch size",
         ),
         [
             (
@@ -253,7 +276,8 @@ def run_table(runs: Sequence[Run]) -> str:
                 beside(run.matrix_ceiling, run.tokens_per_s),
                 "" if run.over_plain is None else run.over_plain,
                 run.all_tokens_per_s,
-                f"{run.identical}/{run.compared}",
+                f"{run.outputs.identical}/{run.outputs.compared}",
+                f"{run.outputs.identical_across}/{run.outputs.compared_across}",
             )
             for run in runs
         ],

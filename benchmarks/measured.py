@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import median
 from time import perf_counter
+from typing import Any
 
 from cluster.local_engine import LocalEngine, Output, Runner
 from scheduler.config import SchedulerConfig
@@ -30,8 +32,19 @@ class StepFigures:
     """Of the time on the wall: outside the replica; the scheduler, above all."""
 
 
+def over_rounds(runs: Sequence[StepFigures]) -> StepFigures:
+    """The median of each figure, and the greatest of the longest waits."""
+    assert runs, "nothing has run to its end"
+    overall: dict[str, Any] = {}
+    for name in asdict(runs[0]):
+        values = [getattr(run, name) for run in runs]
+        overall[name] = None if None in values else median(values)
+    overall["wait_rounds"] = max(run.wait_rounds for run in runs)
+    return StepFigures(**overall)
+
+
 class MeasuredWay:
-    """A way to generate, as `cluster.bench.compare` has them, with figures of its last run.
+    """A way to generate, as `cluster.bench.compare` has them, with figures of each of its runs.
 
     All requests are submitted at the start.
     """
@@ -51,6 +64,8 @@ class MeasuredWay:
         """That the last run has taken so far."""
         self.outputs: list[Output] = []
         """Of the last run, in the requests' order."""
+        self.runs: list[StepFigures] = []
+        """Of every run that has ended; clear it after a warm-up."""
 
     def __call__(self, requests: Sequence[Request]) -> list[list[int]]:
         self.begin(requests)
@@ -59,20 +74,22 @@ class MeasuredWay:
         return [output.tokens for output in self.outputs]
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Start a run, for `advance` to go on with; the one before is forgotten."""
+        """Start a run, for `advance` to go on with; of the one before its figures are kept."""
         self.seconds, self._since_s = 0.0, self._clock()
         self._engine = LocalEngine(self._runner, self._config, clock=self._own_s)
         self.outputs = [self._engine.submit(request) for request in requests]
         self.seconds = self._own_s()
 
     def advance(self) -> bool:
-        """Run one order; False when the run has ended, and then every request has finished."""
+        """Run one order; False once, when the run has ended, and then every request has finished
+        and its figures are there."""
         assert self._engine is not None, "begin() comes first"
         self._since_s = self._clock()
         more = self._engine.advance()
         self.seconds = self._own_s()
         if not more:
             self._engine.check_finished()
+            self.runs.append(self._figures(self._engine.results))
         return more
 
     def _own_s(self) -> float:
@@ -81,13 +98,12 @@ class MeasuredWay:
         return self.seconds + self._clock() - self._since_s
 
     @property
-    def _results(self) -> list[StepResult]:
-        return [] if self._engine is None else self._engine.results
-
-    @property
     def figures(self) -> StepFigures:
-        """Of the last run."""
-        stepped = [result for result in self._results if result.steps]
+        """Of the last run that has ended."""
+        return self.runs[-1]
+
+    def _figures(self, results: Sequence[StepResult]) -> StepFigures:
+        stepped = [result for result in results if result.steps]
         in_steps = sum(result.times.total_s for result in stepped)
         forward = sum(
             result.times.draft_s + result.times.verify_s + result.times.prefill_s
@@ -97,12 +113,12 @@ class MeasuredWay:
         drafted = sum(row.draft_tokens for row in rows)
         own = sum(result.kv_positions_own for result in stepped)
         read = sum(result.kv_positions_read for result in stepped)
-        inside = sum(result.times.total_s for result in self._results)
+        inside = sum(result.times.total_s for result in results)
         return StepFigures(
             committed_per_step=sum(len(row.tokens) for row in rows)
             / sum(row.steps for row in rows),
             wait_rounds=longest_wait(
-                self._results, self._config.rows_max, self._config.orders_in_flight_max
+                results, self._config.rows_max, self._config.orders_in_flight_max
             ),
             acceptance=sum(sum(row.accepted_at) for row in rows) / drafted if drafted else None,
             overhead=1 - forward / in_steps,

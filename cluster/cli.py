@@ -13,6 +13,8 @@ from cluster.cli_keys import keys
 from cluster.cli_options import (
     Address,
     BatchSize,
+    ConfigFile,
+    Deterministic,
     Device,
     Draft,
     DraftLen,
@@ -50,9 +52,7 @@ main.command()(simulate)
 
 @main.command()
 def serve(
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file: settings, or a Serve config file.", exists=True)
-    ] = None,
+    config: ConfigFile = None,
     target: Target = None,
     draft: Draft = None,
     device: Device = None,
@@ -199,6 +199,7 @@ def verify(
 
 @main.command()
 def plan(
+    config: ConfigFile = None,
     target: Target = None,
     draft: Draft = None,
     memory: Memory = None,
@@ -212,28 +213,35 @@ def plan(
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
+    deterministic: Deterministic = None,
     block_size: Annotated[int | None, typer.Option(help="KV positions per block.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
 ) -> None:
     """How a replica, or each rank of it, would divide its memory, and what fits; reads no weights.
 
-    Status 1 if not one sequence fits, with the least memory that would do.
+    With --config that of `lockstep serve --config`, but for what else is given. A GPU need not be
+    here if --memory says what a replica has of it. Status 1 if not one sequence fits, with the
+    least memory that would do.
     """
     given = given_options(
         target=target,
         draft=draft,
         memory=memory,
         tensor_parallel=tensor_parallel,
-        batch_size=rows,
         context_len=context_len,
         device=device,
         dtype=dtype,
     )
-    replica = given_options(block_size=block_size, plan_draft_len=draft_len)
-    config = cluster_config(None, given | {"replica": replica})
-    from cluster.cli_plan import print_plan
+    replica = given_options(
+        plan_rows=rows,
+        plan_draft_len=draft_len,
+        deterministic=deterministic,
+        block_size=block_size,
+    )
+    settings = cluster_config(config, given, replica)
+    from cluster.cli_plan import planned_of, print_plan
 
-    raise typer.Exit(print_plan(config.planned_replica, as_json))
+    raise typer.Exit(print_plan(planned_of(settings), as_json))
 
 
 @main.command()

@@ -222,6 +222,7 @@ def _print(report: Report, console: Any) -> None:
         "retries, recovered": f"{figures.retries}, {figures.recovered}",
         "prompt tokens, cached": f"{figures.prompt_tokens}, {figures.cached_tokens}",
         "draft tokens accepted": f"{percent(figures.acceptance)} of {figures.draft_tokens}",
+        "drafted per row and step": number(figures.drafted_per_step),
         "accepted per row and step": number(figures.accepted_per_step),
         "committed per row and step": number(figures.committed_per_step),
         "accepted by position": " ".join(percent(share) for share in figures.accepted_at) or "-",

@@ -26,6 +26,10 @@ TlsCert = Annotated[
 TlsKey = Annotated[
     Path | None, typer.Option(help="Key of --tls-cert, in PEM.", exists=True, dir_okay=False)
 ]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(help="YAML file: settings, or a Serve config file.", exists=True, dir_okay=False),
+]
 ReplicaCount = Annotated[int | None, typer.Option(min=1, help="Number of replicas.")]
 Target = Annotated[
     str | None, typer.Option(help="Target: 'demo', a directory or a hub name.", metavar="NAME")
@@ -36,6 +40,12 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")
 Memory = Annotated[
     str | None,
     typer.Option(help="Of a replica: weights, KV cache and buffers, as '20GiB'.", metavar="SIZE"),
+]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic", help="In 16 bits too the same output in any group."
+    ),
 ]
 TensorParallel = Annotated[
     int | None, typer.Option(min=1, help="Devices that hold the target together.")
@@ -64,12 +74,23 @@ def given_options(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
-def cluster_config(path: Path | None, given: dict[str, Any]) -> Any:
-    """The file's settings with those given; what is wrong with them is a wrong parameter."""
+def cluster_config(
+    path: Path | None, given: dict[str, Any], replica: dict[str, Any] | None = None
+) -> Any:
+    """The file's settings with those given; what is wrong with them is a wrong parameter.
+
+    `replica`: settings of that section that have no short name.
+    """
     from cluster.config import ConfigError, from_args, from_file, overridden
 
     try:
-        return from_args(given) if path is None else overridden(from_file(path), given)
+        if path is None:
+            return from_args(given | {"replica": replica} if replica else given)
+        config = from_file(path)
+        if replica:
+            # A section stands for all of itself; the short names come after it, and win.
+            given = {"replica": config.replica.model_dump() | replica} | given
+        return overridden(config, given)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cluster.config import ClusterConfig
 from replicas.buffers import Workload
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, TooLittleMemory, pair_shape_of, plan_memory
@@ -31,6 +32,18 @@ _PHASES = {
     "catch_up_pass": "a prefill pass of the draft",
     "fusing": "joining a layer's weights",
 }
+
+
+def planned_of(config: ClusterConfig) -> ReplicaConfig:
+    """The settings by which a replica of this cluster divides its memory.
+
+    Of a GPU that replicas share by `actors.replica_gpus` each has that part. Where Ray divides the
+    GPUs among the replicas it is known only when they are deployed; `gpu_share` says it here.
+    """
+    replica, part = config.planned_replica, config.actors.replica_gpus
+    if replica.gpu_share is not None or part is None or not 0 < part < 1:
+        return replica
+    return replica.model_copy(update={"gpu_share": part})
 
 
 def print_plan(config: ReplicaConfig, as_json: bool) -> int:
@@ -58,17 +71,26 @@ def print_plan(config: ReplicaConfig, as_json: bool) -> int:
 
 
 def _device(config: ReplicaConfig) -> torch.device:
-    """A GPU that is not here can be planned for, where its memory is given."""
-    known = config.memory is not None or config.kv_blocks is not None
-    if known and config.device.startswith("cuda"):
+    """A GPU that is not here can be planned for, where its memory is given.
+
+    Raises PairRefused where it is not.
+    """
+    sizes = (config.memory, config.kv_blocks, config.kv_memory_mb)
+    on_gpu = config.device.startswith("cuda")
+    if on_gpu and any(size is not None for size in sizes):
         return torch.device(config.device)
-    return resolve_device(config.device)
+    try:
+        return resolve_device(config.device)
+    except PairRefused as error:
+        raise PairRefused(f"{error}; --memory plans for one that is not here") from None
 
 
 def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Table:
     pair, work, counted = plan.pair, plan.work, plan.buffers
     ranks = f", each of {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
-    table = Table("memory", "size", "for", title=f"{config.dtype} on {device.type}{ranks}")
+    same = ", deterministic" if config.deterministic else ""
+    title = f"{config.dtype} on {device.type}{same}{ranks}"
+    table = Table("memory", "size", "for", title=title)
     table.columns[1].justify = "right"
     table.add_row("weights of the target", size(pair.target_bytes), config.target)
     if pair.draft is not None:
@@ -148,6 +170,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
         "draft": config.draft,
         "device": device.type,
         "dtype": config.dtype,
+        "deterministic": config.deterministic,
         "tensor_parallel": config.tensor_parallel,
         "context_len": plan.pair.context_len,
         "budget_bytes": plan.budget,

@@ -1,4 +1,4 @@
-"""A few trial steps when a replica has loaded: what the pool knows of its speed at first.
+"""A few trials when a replica has loaded: what the pool knows of its speed at first.
 
 They are real orders on sequences of the same token over and over, so they also warm everything up
 that the first request would have to wait for.
@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Protocol
+from uuid import uuid4
 
 from scheduler.messages import (
     Order,
     OrderKind,
     PrefillRow,
+    PrefillTiming,
     ReplicaSpec,
     SamplingParams,
     StepResult,
@@ -29,6 +31,13 @@ STEPS = 4
 in the first seconds would stay in what a kind is taken to cost until an order is of that kind."""
 LENGTH = 64
 """Tokens of a trial sequence before its first step."""
+CHUNKS = (16, 64, 256)
+"""Tokens of the trial prefills; what more of them behind others cost shows in use."""
+PREFILLS = 2
+"""Timed prefills of each kind, after one that is not timed; the shorter time counts."""
+CHUNK_S_MAX = 0.3
+"""After a prefill that took longer no larger one is tried, but for the second, without which
+nothing tells what a token costs: loading shall not wait for it."""
 
 
 class Trial(Protocol):
@@ -41,11 +50,41 @@ class Trial(Protocol):
     def release(self, sequence_ids: Iterable[str]) -> None: ...
 
 
-def calibrate(replica: Trial) -> tuple[StepTiming, ...]:
-    """Times of steps of few and many rows, with and without drafting. Leaves no resident behind.
+def calibrate(replica: Trial) -> tuple[StepTiming | PrefillTiming, ...]:
+    """Times of steps of few and many rows, with and without drafting, and of prefills of few and
+    many tokens. Leaves no resident behind.
 
-    A replica with room for fewer rows is tried with fewer; without any there are no timings.
+    A replica with room for less is tried with less; without any there are no timings.
     """
+    return (*_prefill_timings(replica), *_step_timings(replica))
+
+
+def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
+    spec = replica.spec
+    timings: list[PrefillTiming] = []
+    for size in CHUNKS:
+        content = (0,) * (size + 1)
+        blocks = -(-(len(content) + 1) // spec.block_size)
+        if len(content) >= spec.context_len or blocks > spec.kv_blocks:
+            break
+        spent_s = []
+        for number in range(PREFILLS + 1):
+            # With a salt of its own none finds the prefix of another.
+            salt = uuid4().hex
+            row = PrefillRow("trial", content, 1, SamplingParams(), (), blocks, salt=salt)
+            try:
+                result = replica.step(Order(0, "", OrderKind.PREFILL, prefill=(row,)))
+            finally:
+                replica.release(["trial"])
+            if number:
+                spent_s.append(result.times.prefill_s)
+        timings.append(PrefillTiming(size, min(spent_s)))
+        if len(timings) > 1 and timings[-1].prefill_s > CHUNK_S_MAX:
+            break
+    return timings
+
+
+def _step_timings(replica: Trial) -> list[StepTiming]:
     spec = replica.spec
     draft_lens = [k for k in DRAFT_LENS if k <= spec.draft_len_max]
     steps = (STEPS + 1) * len(draft_lens)
@@ -61,7 +100,7 @@ def calibrate(replica: Trial) -> tuple[StepTiming, ...]:
                 timings += _timings(replica, ids, blocks, draft_lens)
             finally:
                 replica.release(ids)
-    return tuple(timings)
+    return timings
 
 
 def _timings(
@@ -91,10 +130,11 @@ def _timings(
 
 def _timing(order: Order, result: StepResult) -> StepTiming:
     times = result.times
+    longest = order.rows[-1].length + order.draft_len
     return StepTiming(
         rows=len(order.rows),
         draft_len=order.draft_len,
-        kv_read=result.kv_positions_read,
+        kv_read=min(result.kv_positions_read, len(order.rows) * longest),
         draft_s=times.draft_s,
         verify_s=times.verify_s,
         rest_s=times.total_s - times.draft_s - times.verify_s - times.prefill_s,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from replicas.eqspec import Group, Inputs, Outcome, Proposal, check, propose, read_back, state_of
 from replicas.model import PagedModel
+from replicas.parts import positions_in_place
 from replicas.recording import record, warm_up
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -30,6 +32,8 @@ from replicas.windows import SCRAP_BLOCK, CacheShape, Span
 
 _WARM_UPS = 2
 """Runs before a recording."""
+_IDLE_LENGTH = 2
+"""Tokens of content that a row which only pads passes for: its first position is 0."""
 
 
 def bucket(n: int, most: int | None) -> int:
@@ -70,6 +74,15 @@ class StepKind:
     verify_tokens: int | None
     sampling: tuple[bool, int, bool, bool]
 
+    def positions_read(self, lengths: Sequence[int], block_size: int, unit: int | None) -> int:
+        """KV positions that the target reads in such a step, over rows with so many tokens of
+        content: padding included, all of the table where it gathers (`unit` is None), and in place
+        whole units of each row."""
+        if unit is None:
+            return self.rows * self.blocks * block_size
+        idle = [_IDLE_LENGTH] * (self.rows - len(lengths))
+        return positions_in_place((length + self.k for length in (*lengths, *idle)), unit)
+
 
 class StepRunner:
     """Runs steps by their kind; keeps the `most` kinds that were used last."""
@@ -94,6 +107,11 @@ class StepRunner:
     def kinds(self) -> tuple[StepKind, ...]:
         """Those that are kept, the last used at the end."""
         return tuple(self._kept)
+
+    def positions_read(self, lengths: Sequence[int], unit: int | None) -> int:
+        """Of the last step; see `StepKind.positions_read`."""
+        kind = next(reversed(self._kept))
+        return kind.positions_read(lengths, self._shape.block_size, unit)
 
     def step(self, group: Group, watch: Stopwatch) -> Outcome:
         """As `eqspec.step`, for a group with a static SamplingBatch."""

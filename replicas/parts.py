@@ -9,7 +9,7 @@ Pure arithmetic over lengths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 
@@ -27,12 +27,18 @@ def part_rows(lengths: Sequence[int], part_positions: int | None) -> list[int]:
 
 
 def positions_read(lengths: Sequence[int], parts: Sequence[int]) -> int:
-    """KV positions that rows of these lengths read in these parts; no parts: all as one."""
+    """KV positions that rows of these lengths read, gathered, in these parts; none: all as one."""
     read, begin = 0, 0
     for rows in parts or [len(lengths)]:
         read += max(lengths[begin : begin + rows]) * rows
         begin += rows
     return read
+
+
+def positions_in_place(lengths: Iterable[int], unit: int) -> int:
+    """KV positions that rows of these lengths read where they lie, each in whole units of so many
+    positions."""
+    return sum(-(-length // unit) for length in lengths) * unit
 
 
 def coarser(lengths: Sequence[int], parts: Sequence[int], part_positions: int | None) -> list[int]:

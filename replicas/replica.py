@@ -12,7 +12,7 @@ from time import perf_counter
 
 import torch
 
-from replicas.attention import Place, choose_attention
+from replicas.attention import FLEX, GATHER, Place, choose_attention
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.eqspec import Group, step
@@ -21,7 +21,7 @@ from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.model import PagedModel
 from replicas.paged_cache import BlockAllocator, PagedCache
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
-from replicas.parts import coarser, part_rows, positions_read
+from replicas.parts import coarser, part_rows, positions_in_place, positions_read
 from replicas.prefill import PASS_COST_TOKENS, prefill
 from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.resident import Resident, Tally, commit
@@ -104,7 +104,10 @@ class Replica:
                 limits,
                 plan.work.recordings or config.graphs_max,
             )
-        self._in_place = self.attention["target"] != "gather"
+        in_place = self.attention["target"] != GATHER
+        # FlexAttention reads whole blocks, varlen attention as many positions as it is told.
+        whole_blocks = self.attention["target"] == FLEX
+        self._read_unit = (config.block_size if whole_blocks else 1) if in_place else None
         self._part_positions: tuple[int | None, int | None] = (None, None)
         if self._runner is None:
             # Steps of fixed shapes read all rows as one.
@@ -120,7 +123,7 @@ class Replica:
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             trims_drafts=self._target.packs,
-            reads_apart=self._in_place or self._part_positions[0] is not None,
+            reads_apart=in_place or self._part_positions[0] is not None,
             target=pair.target_name,
             draft=pair.draft_name,
             device=str(pair.device),
@@ -340,11 +343,7 @@ class Replica:
                     self._catch_up(ids, rows, watch)
                 lengths = [len(resident.content) for resident in rows]
                 parts = part_rows(lengths, part_positions)
-                needed = sum(lengths)
-                own += needed + len(rows) * k
-                read += (needed if self._in_place else positions_read(lengths, parts)) + len(
-                    rows
-                ) * k
+                own += sum(lengths) + len(rows) * k
                 draft_parts = coarser(lengths, parts, draft_part_positions)
                 contents = [resident.content for resident in rows]
                 group = Group(contents, caps, sampling, table, verify, parts, draft_parts)
@@ -352,6 +351,7 @@ class Replica:
                     outcome = step(self._target, self._draft, group, self._shape, watch)
                 else:
                     outcome = self._runner.step(group, watch)
+                read += self._positions_read(lengths, k, parts)
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tally.draft_tokens += caps[index]
@@ -391,6 +391,15 @@ class Replica:
             kv_positions_own=own,
             kv_positions_read=read,
         )
+
+    def _positions_read(self, lengths: Sequence[int], k: int, parts: Sequence[int]) -> int:
+        """KV positions that the target has read in a step that drafted up to k tokens per row."""
+        unit = self._read_unit
+        if self._runner is not None:
+            return self._runner.positions_read(lengths, unit)
+        if unit is None:
+            return positions_read(lengths, parts) + len(lengths) * k
+        return positions_in_place((length + k for length in lengths), unit)
 
     def _ready(self, row: StepRow, steps: int) -> Resident:
         """The row's resident, as the pool says it is, with the blocks that so many steps need."""

@@ -40,8 +40,8 @@ class SchedulerConfig(BaseModel):
         default=None,
         ge=0,
         le=DRAFT_LEN_MAX,
-        description="Draft tokens per row and step; 0 is off. null: chosen for each order by"
-        " measured times and acceptance, 0 included.",
+        description="Draft tokens per row and step, and most that a request gets; 0 is off."
+        " null: chosen for each order by measured times and acceptance, 0 included.",
     )
     draft_len_max: int = Field(
         default=8,

@@ -3,7 +3,8 @@
 A step of n rows with k draft tokens takes k draft passes, one verification of n * (k + 1) tokens
 and some time for the rest. Each part is fitted by a straight line in what it does: a fixed cost, a
 cost per token, a cost per KV position read: the online regression behind a choice by goodput (as in
-arXiv 2406.14066). Times are in seconds.
+arXiv 2406.14066). So is a prefill, where each token reads all positions that were filled before.
+Times are in seconds.
 
 Knows orders and results, nothing of sequences or of what the times are used for.
 """
@@ -17,7 +18,7 @@ from functools import lru_cache
 from math import log2
 from struct import Struct
 
-from scheduler.messages import Order, OrderKind, StepResult, StepTiming
+from scheduler.messages import Order, OrderKind, PrefillTiming, StepResult, StepTiming
 from scheduler.records import record
 
 CELLS_MAX = 48
@@ -129,7 +130,7 @@ class Fit:
     def cost(self) -> LinearCost:
         """The fit as it stands; recomputed seldom once much was seen, for it takes its time."""
         stale = self._seen - self._solved_at
-        if stale > self._seen // 3 or stale > 4 * len(self._begins):
+        if 4 * stale > self._seen or stale > 4 * len(self._begins):
             self._solved_at = self._seen
             self._cost = self._solve()
         return self._cost
@@ -269,7 +270,7 @@ class CostModel:
         "timed",
     )
 
-    def __init__(self, timings: Sequence[StepTiming] = ()) -> None:
+    def __init__(self, timings: Sequence[StepTiming | PrefillTiming] = ()) -> None:
         """`timings` are those that the replica measured before it joined."""
         self._draft = Fit()
         self._verify = Fit()
@@ -288,6 +289,9 @@ class CostModel:
         self.timed = False
         """Whether any step was seen: enough to say what like steps take."""
         for timing in timings:
+            if isinstance(timing, PrefillTiming):
+                self._prefill.observe(timing.tokens, 0.0, timing.prefill_s)
+                continue
             self._note(
                 timing.rows,
                 timing.draft_len,
@@ -302,7 +306,9 @@ class CostModel:
         """An order was answered with its times."""
         times = result.times
         if order.kind is OrderKind.PREFILL:
-            self._prefill.observe(filled_tokens(order, result), 0.0, times.prefill_s)
+            spans = filled_spans(order, result)
+            before = sum((end - begin) * begin for begin, end in spans)
+            self._prefill.observe(filled_tokens(order, result), before, times.prefill_s)
             return
         steps = result.steps
         if not steps:
@@ -316,12 +322,18 @@ class CostModel:
             drafted = max([row.draft_tokens / row.steps for row in rows], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
         checked = order.verify_tokens
+        # A step of a fixed shape reads what pads its bucket, too. Prices are asked for groups, and
+        # know nothing of buckets: so the group's rectangle is what its time is put down to.
+        longest = order.rows[-1].length + round(drafted)
+        if steps > 1:
+            longest += max([len(row.tokens) for row in result.rows], default=0) // 2
+        kv_read = min(result.kv_positions_read / steps, len(order.rows) * longest)
         unlearned = self._unlearned
         unlearned.append(
             (
                 len(order.rows),
                 round(drafted),
-                result.kv_positions_read / steps,
+                kv_read,
                 times.draft_s / steps,
                 times.verify_s / steps,
                 (times.total_s - spent_s) / steps,
@@ -344,7 +356,7 @@ class CostModel:
 
     @property
     def prefill(self) -> LinearCost:
-        """One prefill order, by positions filled."""
+        """One prefill order, by positions filled and, for each of them, those filled before."""
         return self._prefill.cost()
 
     def _learn(self) -> None:
@@ -407,12 +419,24 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
     return found
 
 
-def filled_tokens(order: Order, result: StepResult) -> int:
-    """KV positions that a prefill order computed: not those that the replica had already, which may
-    be more than it was to fill."""
+def filled_spans(order: Order, result: StepResult) -> list[tuple[int, int]]:
+    """KV positions [begin, end) that a prefill order computed of each row: not those that the
+    replica had already, which may be more than it was to fill."""
     reused = {row.sequence_id: row.reused for row in result.rows}
-    return sum(
-        max((len(row.tokens) - 1 if row.until is None else row.until) - max(row.begin, found), 0)
-        for row in order.prefill
-        for found in (reused.get(row.sequence_id, 0),)
-    )
+    spans = []
+    for row in order.prefill:
+        begin = max(row.begin, reused.get(row.sequence_id, 0))
+        end = len(row.tokens) - 1 if row.until is None else row.until
+        spans.append((begin, max(begin, end)))
+    return spans
+
+
+def filled_tokens(order: Order, result: StepResult) -> int:
+    """How many those are."""
+    return sum(end - begin for begin, end in filled_spans(order, result))
+
+
+def prefilled_in(seconds: float, begin: int, cost: LinearCost) -> float:
+    """KV positions behind `begin` that a prefill order of one row fills in that time; `cost` is
+    that of `CostModel.prefill`, and filling costs something."""
+    return max(seconds - cost.fixed_s, 0.0) / (cost.token_s + cost.kv_s * begin)

@@ -23,6 +23,7 @@ from scheduler.prefilling import (
     chunks,
     chunks_at_once,
     goes_first,
+    oldest_partial,
     orders_since,
     room_for_waiting,
 )
@@ -147,11 +148,13 @@ class Dispatcher:
 
     def _prefill_tokens(self, replica: Replica, at_once: int) -> int:
         """What an order of so many chunks may fill."""
+        begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,
             len(replica.ready) + replica.stepping,
             self._config.prefill_tokens_max,
             at_once,
+            0 if begun is None else begun.filled,
         )
 
     def _is_earned(self, replica: Replica, choice: Choice, budget: int, at_once: int) -> bool:

@@ -192,7 +192,8 @@ class StepResult:
     kv_positions_own: int = 0
     """KV positions that rows read of their own content, summed over the target's forward passes."""
     kv_positions_read: int = 0
-    """The same with the padding up to the longest row of the group."""
+    """The same with all that pads it: up to the longest row of what is read together, of a fixed
+    shape all of its bucket, in place whole blocks where the kernel reads those."""
 
 
 @record(frozen=True, slots=True)
@@ -205,12 +206,21 @@ class StepTiming:
     rows: int
     draft_len: int
     kv_read: float
-    """KV positions that the target read."""
+    """KV positions that the target read, without what pads a fixed shape."""
     draft_s: float
     """All draft passes together."""
     verify_s: float
     rest_s: float
     """Neither draft nor target: choosing tokens, bookkeeping."""
+
+
+@record(frozen=True, slots=True)
+class PrefillTiming:
+    """What filling the first positions of one row took in a trial before the replica joined."""
+
+    tokens: int
+    """KV positions."""
+    prefill_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +255,8 @@ class ReplicaSpec:
     """Whether it obeys an order's `verify_tokens`."""
     reads_apart: bool = False
     """Whether a row of a group reads about as far as its own KV goes, not as far as the longest."""
-    timings: tuple[StepTiming, ...] = field(default=(), compare=False)
-    """Trial steps that it ran before it joined; what the pool believes of its speed at first."""
+    timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
+    """Trials that it ran before it joined; what the pool believes of its speed at first."""
 
 
 # --------------------------------------------------------------------------- events

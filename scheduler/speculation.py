@@ -14,7 +14,12 @@ from typing import Protocol
 
 from scheduler.acceptance import Acceptance
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.cost_model import CostModel, LinearCost, StepPrices
+from scheduler.cost_model import (
+    CostModel,
+    LinearCost,
+    StepPrices,
+    prefilled_in,
+)
 from scheduler.goodput import (
     SHARES,
     Choice,
@@ -106,10 +111,11 @@ class DraftPolicy(Protocol):
         time than one. Infinitely many where its rows need not read so far, or nothing is known."""
 
     def prefill_tokens(
-        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
     ) -> int:
         """KV positions that the next prefill order may fill, in [1, most], while so many rows are
-        ready or step: each of them waits for it. It goes in place of so many chunks."""
+        ready or step: each of them waits for it. It goes in place of so many chunks, and begins
+        behind so many positions of its row."""
 
     def observe(
         self, order: Order, result: StepResult, answers: Rows[Answer], trip_s: float | None
@@ -178,9 +184,9 @@ class GoodputPolicy:
     """The draft length, and what of it is verified, of the greatest goodput; see `goodput`.
 
     While 0 is chosen, a draft token is proposed now and then to see whether acceptance has changed,
-    for at most PROBE_SHARE of the time. A draft length in the config, or of a request for its own
-    row, is followed; all drafted tokens are then verified where it is the config's or the longest
-    of its group, and where a request of a row wants it.
+    for at most PROBE_SHARE of the time. A draft length in the config, or a request's for its own
+    row, at most that of the config, is followed; all drafted tokens are then verified where it is
+    the config's or the longest of its group, and where a request of a row wants it.
 
     Steps of an order: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
     much as takes the time of a step where a full group steps, of more where fewer rows do.
@@ -209,6 +215,9 @@ class GoodputPolicy:
         pins = [one.draft_len for one in rows if one.draft_len]
         if pins:
             pinned = min(max(pins), known.draft_len_max, self._config.draft_len_max)
+            if self._config.draft_len is not None:
+                # What a server fixes its clients may lower and not raise.
+                pinned = min(pinned, self._config.draft_len)
             if pinned >= choice.draft_len:
                 choice = Choice(pinned)
         verified = verify_tokens(len(rows), choice)
@@ -243,7 +252,7 @@ class GoodputPolicy:
         return known.apart if pinned is None or known.reads_apart else pinned
 
     def prefill_tokens(
-        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
     ) -> int:
         """A chunk is as much as takes one step's time, so that rows that step lose half their speed
         at most, or more where their group is not full: whoever comes makes it fuller. But always
@@ -254,14 +263,16 @@ class GoodputPolicy:
         if not (stepping_rows and self._config.prefill_by_time):
             return most
         step_s = known.step_s()
-        if step_s <= 0.0 or cost.token_s <= 0.0:
+        if step_s <= 0.0 or cost.token_s + cost.kv_s * begin <= 0.0:
             return most
         step_s *= max(self._config.rows_max / stepping_rows, 1.0)
-        in_a_step = (step_s - cost.fixed_s) / cost.token_s
-        worth_it = cost.fixed_s / (CHUNK_FIXED_SHARE * cost.token_s)
-        chunk = max(in_a_step, worth_it, PREFILL_TOKENS_LEAST)
-        saved = (chunks - 1) * cost.fixed_s / cost.token_s
-        return max(1, min(most, int(chunks * chunk + saved)))
+        least = PREFILL_TOKENS_LEAST
+        chunk_s = max(
+            step_s,
+            cost.fixed_s + cost.fixed_s / CHUNK_FIXED_SHARE,
+            cost(least, least * begin),
+        )
+        return max(1, min(most, int(prefilled_in(chunks * chunk_s, begin, cost))))
 
     def observe(
         self, order: Order, result: StepResult, answers: Rows[Answer], trip_s: float | None

@@ -45,8 +45,9 @@ class PoolTimes(BaseModel):
 
 MEASURED_POOL = PoolTimes(order_s=0.6e-3, other_s=0.0)
 """All CPU time of a pool's process over the orders that it gave out, requests and news included, as
-`benchmarks.cluster` measures it: 0.54 to 0.74 ms with 4 replicas and 32 or 64 requests in flight,
-0.9 to 1.05 ms with one replica, on two cores of a busy machine."""
+`benchmarks.cluster` measures it on two cores with 64 requests in flight: 0.50 to 0.61 ms with 4
+replicas, 0.39 to 0.45 with 16, 0.9 to 1.05 with one; a pool that is never idle takes 0.25. So near
+the limit of a pool this is pessimistic."""
 
 
 @dataclass(frozen=True, slots=True)

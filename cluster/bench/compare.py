@@ -184,7 +184,7 @@ def compare(
     batch = config.rows_max
     alone = config.model_copy(update={"rows_max": 1})
     ours, ours_alone = f"Lockstep, batch {batch}", "Lockstep, batch 1"
-    plain = f"Lockstep, k = 0, batch {batch}"
+    plain, plain_alone = f"Lockstep, k = 0, batch {batch}", "Lockstep, k = 0, batch 1"
     batched = f"transformers generate, batch {batch}"
     assisted = "transformers assisted, batch 1"
     continuous = f"transformers continuous batching, batch {batch}"
@@ -194,6 +194,7 @@ def compare(
         batched: lambda asked: models.batched(asked, batch),
         continuous: lambda asked: models.continuous(asked, batch),
         ours_alone: lockstep_way(runner, alone, draft_len),
+        plain_alone: lockstep_way(runner, alone, 0),
         REFERENCE: lambda asked: models.batched(asked, 1),
     }
     how = ""
@@ -213,11 +214,13 @@ def compare(
         (ours, plain),
         (ours, batched),
         (ours, continuous),
+        (ours_alone, plain_alone),
         (ours_alone, REFERENCE),
         (ours_alone, assisted),
         (ours, ours_alone),
     ]
-    ratios = [ratio(contenders, above, below) for above, below in pairs if above != below]
+    # At batch size 1 some pairs are the same.
+    ratios = [ratio(contenders, *pair) for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
     return Comparison(
         prompts=len(requests),
         new_tokens=max(request.max_new_tokens for request in requests),

@@ -123,6 +123,9 @@ class Summary:
     accepted_tokens: int
     acceptance: float | None
     """accepted_tokens / draft_tokens; None where nothing was drafted."""
+    drafted_per_step: float | None
+    """draft_tokens / steps: near a request's limit, and where the server drafts no more, fewer than
+    were asked for."""
     accepted_per_step: float | None
     committed_per_step: float | None
     accepted_at: tuple[float, ...]
@@ -172,6 +175,7 @@ def summarise(
         draft_tokens=drafted,
         accepted_tokens=accepted,
         acceptance=accepted / drafted if drafted else None,
+        drafted_per_step=drafted / steps if steps else None,
         accepted_per_step=accepted / steps if steps else None,
         committed_per_step=new_tokens / steps if steps else None,
         accepted_at=tuple(count / steps for count in _summed(served)),

@@ -162,6 +162,7 @@ def _counts(report: Report) -> str:
         ("new tokens", str(f.new_tokens)),
         ("seconds", number(f.elapsed_s)),
         ("draft tokens, of which accepted", f"{f.draft_tokens}, {percent(f.acceptance)}"),
+        ("draft tokens per row and step", number(f.drafted_per_step)),
         ("accepted tokens per row and step", number(f.accepted_per_step)),
         ("committed tokens per row and step", number(f.committed_per_step)),
         ("spread of a group in tokens, mean", number(f.spread_mean)),

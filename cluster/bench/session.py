@@ -291,6 +291,10 @@ def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:
     return lambda ended: note(phase, ended, total)
 
 
+def _asked_for(draft_len: int | None) -> str:
+    return "chosen" if draft_len is None else f"{draft_len} asked for"
+
+
 def _report(plan: Plan, load: _Load, comparison: Any, config: ClusterConfig) -> Report:
     """`config` is that of the comparison, if there is one."""
     import torch
@@ -315,7 +319,8 @@ def _report(plan: Plan, load: _Load, comparison: Any, config: ClusterConfig) -> 
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "seed": plan.seed,
-            "draft tokens per step": "chosen" if plan.draft_len is None else plan.draft_len,
+            # The server may draft fewer: what was drafted is among the figures.
+            "draft tokens per step": _asked_for(plan.draft_len),
             **load.served_by,
             **compared,
             "torch threads of this process": torch.get_num_threads(),

@@ -23,6 +23,9 @@ from scheduler.messages import Request
 PAGE = 32
 """KV positions per page of continuous batching; its default of 256 suits a GPU's kernels."""
 _CONTINUOUS_LOGGER = "ContinuousBatchingLogger"
+_NOT_HERE = (ImportError, NotImplementedError, MemoryError, RuntimeError, ValueError)
+"""What continuous batching raises where a package, a kernel or memory is missing, or where it does
+not know the model's attention. Any other exception is a defect, of its or of how it is called."""
 
 
 class DoesNotRun(RuntimeError):
@@ -122,26 +125,32 @@ class Transformers:
             from transformers import ContinuousBatchingConfig
         except ImportError as error:
             raise DoesNotRun(str(error)) from None
+        if not hasattr(self._target, "generate_batch"):
+            raise DoesNotRun(f"{type(self._target).__name__} has no generate_batch here")
         new = max(request.max_new_tokens for request in requests)
         longest = max(len(request.prompt) for request in requests) + new
+        prompts = [list(request.prompt) for request in requests]
+        greedily = GenerationConfig(
+            pad_token_id=0, eos_token_id=-1, max_new_tokens=new, do_sample=False
+        )
+        sizes = page_setting(ContinuousBatchingConfig) | {
+            "num_blocks": batch * (longest // PAGE + 2),
+            "max_batch_tokens": max(longest, 512),
+            "max_requests_per_batch": batch,
+        }
         try:
-            settings = ContinuousBatchingConfig(
-                **page_setting(ContinuousBatchingConfig),
-                num_blocks=batch * (longest // PAGE + 2),
-                max_batch_tokens=max(longest, 512),
-                max_requests_per_batch=batch,
-            )
             with _listening() as heard:
                 answers = self._target.generate_batch(
-                    inputs=[list(request.prompt) for request in requests],
-                    generation_config=GenerationConfig(
-                        pad_token_id=0, eos_token_id=-1, max_new_tokens=new, do_sample=False
-                    ),
-                    continuous_batching_config=settings,
+                    inputs=prompts,
+                    generation_config=greedily,
+                    continuous_batching_config=ContinuousBatchingConfig(**sizes),
                     warmup=self._target.device.type == "cuda",
                 )
-        except Exception as error:
+        except _NOT_HERE as error:
             raise DoesNotRun(f"{type(error).__name__}: {_first_line(error)}") from error
+        except Exception as error:
+            # The load before it and the other ways have figures that this must not cost.
+            raise DoesNotRun(f"unexpected {type(error).__name__}: {error}") from error
         failed = [answer.error for answer in answers.values() if answer.error]
         if failed or len(answers) != len(requests):
             why = _first_line([*failed, *heard, "without an answer"][0])

@@ -12,8 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.ceilings import ModelWork, Rates, Work, measure_rates
+from benchmarks.device_runs import Agreement, Made, agreement, generate_work, outputs_made
+from cluster.local_engine import LocalEngine
 from replicas.planted import planted_config
 from replicas.shapes import parse_planted
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request
+from tests.tiny_pairs import tiny_replica
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,10 +70,16 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
     }
     for (mode, batch, k), run in runs.items():
         assert run["tokens_per_s"] > 0
+        outputs = run["outputs"]
+        compared, across = outputs["compared"], outputs["compared_across"]
         if mode == "deterministic":
-            assert (
-                run["identical"] == run["compared"] == (3 if run["draft_len"] and batch == 3 else 2)
-            )
+            assert outputs["identical"] == compared == max(batch, 2)
+            assert outputs["identical_across"] == across == (3 if batch == 3 else 0)
+        elif mode == "plain" and batch == 1:
+            assert across == 0, "a row by itself both times"
+        elif mode == "transformers":
+            assert (compared, across) == (8, 8)
+            assert min(run["bandwidth_ceiling"], run["matrix_ceiling"]) > 0
         if mode != "transformers":
             assert run["committed"] >= 1 + (k > 0) * 0.3
             # Not that the speed is below them: they were measured at another time.
@@ -78,11 +89,61 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
             if k == 0:
                 assert run["matrix_ceiling"] == pytest.approx(plain["matrix_ceiling"], rel=0.02)
             assert (run["over_plain"] == 1.0) == (k == 0)
+    assert written["figures"]["deterministic: outputs compared with another batch size"] == 6
+    assert written["figures"]["deterministic: share of them identical"] == 1
     assert {prefill["mode"] for prefill in written["prefill"]} == {
         "plain",
         "gather",
         "deterministic",
     }
+
+
+def made(rows: int, *outputs: int) -> list[Made]:
+    return [Made([output], rows) for output in outputs]
+
+
+def test_outputs_are_compared_with_those_alone_and_then_with_the_smallest_other_run() -> None:
+    outputs = {
+        ("a", 1, 0): made(1, 7, 8),
+        ("a", 4, 0): made(4, 7, 8, 9, 5),
+        ("a", 4, 3): made(4, 7, 1, 9, 6),
+        ("b", 4, 0): made(4, 0, 0, 0, 0),
+        ("transformers", 8, 0): made(8, 7, 2, 9, 5),
+    }
+    alone = {"a": made(1, 7, 8, 9)}
+    # The fourth was not alone: it stands beside a run of the same batch size.
+    assert agreement(("a", 4, 3), outputs, alone) == Agreement(2, 4, 2, 3)
+    # Without drafting only the same run has the fourth.
+    assert agreement(("a", 4, 0), outputs, alone) == Agreement(3, 3, 3, 3)
+    assert agreement(("a", 1, 0), outputs, alone) == Agreement(2, 2, 0, 0)
+    assert agreement(("a", 4, 3), outputs, {}) == Agreement(2, 4, 1, 2)
+    assert agreement(("b", 4, 0), outputs, alone) == Agreement(0, 0, 0, 0)
+    assert agreement(("transformers", 8, 0), outputs, alone) == Agreement(3, 4, 3, 4)
+
+
+def test_an_output_is_of_the_largest_group_that_it_was_in() -> None:
+    """Which may be smaller than the run's batch size: those count that were computed together."""
+    engine = LocalEngine(tiny_replica("llama"), SchedulerConfig(rows_max=4, draft_len=0))
+    requests = [Request(str(n), tuple(range(3, 9)), new) for n, new in enumerate((4, 9, 9))]
+    engine.generate(requests)
+    assert [each.rows for each in outputs_made(engine, requests)] == [3, 3, 3]
+    assert [len(each.tokens) for each in outputs_made(engine, requests)] == [4, 9, 9]
+    alone = LocalEngine(tiny_replica("llama"), SchedulerConfig(rows_max=4, draft_len=0))
+    alone.generate(requests[:1])
+    assert outputs_made(alone, requests[:1])[0].rows == 1
+
+
+def test_generate_reads_its_weights_once_per_new_token() -> None:
+    """The prompts' pass yields the first; no row reads further than its own content."""
+    work = work_of("qwen3-0.6b")
+    prompts, new = [10, 30], 4
+    done = generate_work(work, prompts, new)
+    fill, cached = work.prefill(prompts), (11 + 12 + 13) + (31 + 32 + 33)
+    assert done.bytes == fill.bytes + 3 * work.weight_bytes + cached * work.kv_bytes
+    assert done.operations == pytest.approx(
+        fill.operations + 6 * 2 * work.weights + cached * work.attention_operations
+    )
+    assert generate_work(work, prompts, 1) == fill
 
 
 def work_of(shape: str) -> ModelWork:

@@ -1,19 +1,23 @@
-"""Proves: the longest wait is what a hand count gives, mixed prompts are pairs of one length, and
-the engine's benchmark needs neither Ray nor gRPC.
+"""Proves: the longest wait is what a hand count gives, mixed prompts are pairs of one length,
+what is reported of a way is of all its rounds, and the engine's benchmark needs neither Ray nor
+gRPC.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.engine import lockstep_name, sampled_runs, sampled_shares, summary
 from benchmarks.hopeless import random_draft
-from benchmarks.measured import MeasuredWay, longest_wait
+from benchmarks.measured import MeasuredWay, StepFigures, longest_wait, over_rounds
 from benchmarks.mixed import mixed_requests
+from cluster.bench.compare import Contender
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR
 from replicas.replica import Replica
@@ -83,6 +87,63 @@ def test_a_run_remembers_what_its_results_say() -> None:
     assert alone(requests) == outputs
     assert (alone.figures.committed_per_step, alone.figures.padding) == (1.0, 0.0)
     assert alone.figures.acceptance is None
+
+
+def test_every_run_to_its_end_is_remembered() -> None:
+    way = MeasuredWay(tiny_replica("llama"), SchedulerConfig(rows_max=2, draft_len=3))
+    requests = [Request(str(n), tuple(range(3, 9 + n)), 10) for n in range(5)]
+    way(requests)
+    first = way.figures
+    way.begin(requests[:2])
+    way.advance()
+    assert way.runs == [first] == [way.figures], "one that goes on is none yet"
+    while way.advance():
+        pass
+    assert len(way.runs) == 2
+    assert way.runs[0] == first != way.figures == way.runs[1]
+
+
+def figures_of(overhead: float, padding: float, between: float, wait: float) -> StepFigures:
+    return StepFigures(2.0, wait, None, overhead, padding, between)
+
+
+ROUNDS = [
+    figures_of(0.05, 0.3, 0.02, 1.0),
+    figures_of(0.50, 0.1, 0.01, 2.5),
+    figures_of(0.06, 0.2, 0.03, 1.5),
+]
+
+
+def test_over_rounds_a_figure_is_the_median_and_a_wait_the_greatest() -> None:
+    assert over_rounds(ROUNDS) == figures_of(0.06, 0.2, 0.02, 2.5)
+    assert over_rounds(ROUNDS[:1]) == ROUNDS[0]
+
+
+def test_the_summary_is_of_all_rounds_and_not_of_the_last() -> None:
+    names = [lockstep_name(8, k) for k in (None, 0, 4)]
+    contenders = tuple(Contender(name, 4, (10.0, 20.0, 30.0), 4) for name in names)
+    ways = {name: MeasuredWay(tiny_replica("llama"), SchedulerConfig()) for name in names}
+    ways[names[0]].runs = list(ROUNDS)
+    args = Namespace(batches=[8], draft_lens=[None, 0, 4])
+    figures = summary(contenders, contenders, contenders, ways, args)
+    assert figures["neither draft nor target forward, batch 8"] == 0.06
+    assert figures["between orders, batch 8"] == 0.02
+    assert figures["padding, batch 8"] == 0.2
+    assert figures["longest wait in rounds, batch 8"] == 2.5
+
+
+def test_the_own_share_of_sampled_steps_is_a_figure_of_each_batch_size() -> None:
+    requests = [Request(str(n), tuple(range(3, 9 + n)), 6) for n in range(3)]
+    sampled, identical = sampled_runs(tiny_replica("llama"), requests)
+    assert set(identical.values()) == {"3 of 3"}
+    shares = sampled_shares(sampled)
+    assert shares == {
+        f"neither draft nor target forward, sampled, batch {batch}": sampled[
+            f"sampled, Lockstep, batch {batch}, k = 4"
+        ]["overhead"]
+        for batch in (1, 8, 16)
+    }
+    assert all(0 < share < 1 for share in shares.values())
 
 
 def test_the_engines_benchmark_needs_no_ray() -> None:

@@ -7,16 +7,32 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.calibration import DRAFT_LENS, LENGTH, ROWS, calibrate
+from replicas import calibration
+from replicas.calibration import CHUNKS, DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
 from scheduler.cost_model import CostModel
-from scheduler.messages import Order, StepResult, StepTimes
+from scheduler.messages import (
+    Order,
+    OrderKind,
+    PrefillTiming,
+    StepResult,
+    StepTimes,
+    StepTiming,
+)
 from tests.tiny_pairs import tiny_replica
+
+
+def steps_of(replica: Trial) -> list[StepTiming]:
+    return [one for one in calibrate(replica) if isinstance(one, StepTiming)]
+
+
+def prefills_of(replica: Trial) -> list[PrefillTiming]:
+    return [one for one in calibrate(replica) if isinstance(one, PrefillTiming)]
 
 
 def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     replica = tiny_replica("llama")
     free = replica.free_blocks
-    timings = calibrate(replica)
+    timings = steps_of(replica)
     assert {(one.rows, one.draft_len) for one in timings} == {
         (rows, draft_len) for rows in ROWS for draft_len in DRAFT_LENS
     }
@@ -36,12 +52,14 @@ def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hiccupping(order: Order) -> StepResult:
         result = step(order)
+        if order.kind is OrderKind.PREFILL:
+            return result
         slow = 100.0 if next(orders) % 4 == 0 else 1e-3
         times = StepTimes(0.0, order.draft_len * slow, slow, (order.draft_len + 2) * slow)
         return replace(result, times=times)
 
     monkeypatch.setattr(replica, "step", hiccupping)
-    timings = calibrate(replica)
+    timings = steps_of(replica)
     assert len(timings) == len(ROWS) * len(DRAFT_LENS)
     for one in timings:
         parts = (one.draft_s, one.verify_s, one.rest_s)
@@ -50,11 +68,47 @@ def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
     replica = tiny_replica("llama", kv_blocks=64)
-    assert {one.rows for one in calibrate(replica)} == {1, 2}
+    assert {one.rows for one in steps_of(replica)} == {1, 2}
     replica.spec = replace(replica.spec, rows_max=1)
-    assert {one.rows for one in calibrate(replica)} == {1}
+    assert {one.rows for one in steps_of(replica)} == {1}
     replica.spec = replace(replica.spec, context_len=32)
+    assert (steps_of(replica), len(prefills_of(replica))) == ([], 1)
+    replica.spec = replace(replica.spec, context_len=16)
     assert calibrate(replica) == ()
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_prefills_of_few_and_many_tokens_are_timed_and_find_nothing_filled(
+    monkeypatch: pytest.MonkeyPatch, sharing: bool
+) -> None:
+    sizes = (32, 128)  # a tiny model's context has room for
+    monkeypatch.setattr(calibration, "CHUNKS", sizes)
+    replica = tiny_replica("llama", prefix_sharing=sharing)
+    free = replica.free_blocks
+    step, reused = replica.step, []
+
+    def watched(order: Order) -> StepResult:
+        result = step(order)
+        if len(order.prefill) == 1 and len(order.prefill[0].tokens) - 1 in sizes:
+            reused.append(result.rows[0].reused)
+        return result
+
+    monkeypatch.setattr(replica, "step", watched)
+    timings = prefills_of(replica)
+    assert [one.tokens for one in timings] == list(sizes)
+    assert all(one.prefill_s > 0 for one in timings)
+    assert reused == [0] * len(sizes) * (PREFILLS + 1), "each fills all of its positions"
+    assert CostModel(timings).prefill(100, 0) > 0
+    assert replica.residents == ()
+    assert replica.free_blocks == free
+    replica.check_integrity()
+
+
+def test_a_prefill_that_takes_long_is_the_largest_one_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "CHUNK_S_MAX", 0.0)
+    assert [one.tokens for one in prefills_of(tiny_replica("llama"))] == [*CHUNKS[:2]]
 
 
 def test_trials_that_fail_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

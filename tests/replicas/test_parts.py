@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.parts import coarser, part_rows, positions_read
+from replicas.parts import coarser, part_rows, positions_in_place, positions_read
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=24)
 
@@ -58,3 +58,5 @@ def test_positions_are_counted_part_by_part() -> None:
     assert part_rows(lengths, 528) == []
     assert part_rows(lengths, None) == []
     assert part_rows([90] * 8, 0) == []
+    assert positions_in_place(lengths, 1) == sum(lengths)
+    assert positions_in_place(lengths, 16) == 16 + 32 + 32 + 192 + 208

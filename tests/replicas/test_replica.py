@@ -283,17 +283,19 @@ def test_padding_read_is_counted_by_length() -> None:
 
 
 def test_rows_far_apart_read_in_parts_and_are_counted_so() -> None:
-    """Not where steps have fixed shapes, and not by a model whose layers are its own; in place each
-    reads its own. The pool is told, for it cuts groups where rows read as far as the longest."""
+    """Not where steps have fixed shapes, which read all of their table, and not by a model whose
+    layers are its own; in place each reads its own, in whole blocks. The pool is told, for it cuts
+    groups where rows read as far as the longest."""
     lengths = {"a": 4, "b": 9, "e": 7, "f": 9, "c": 200, "d": 180}
     prompts = {name: prompt(length) for name, length in lengths.items()}
     own = sum(lengths.values()) + 6 * 2
+    blocks = 2 + 3 + 3 + 3 + 51 + 46
     for settings, read in (
         ({}, 4 * (9 + 2) + 2 * (200 + 2)),
-        ({"graphs": "on"}, 6 * (200 + 2)),
+        ({"graphs": "on"}, 6 * 64 * 4),
         ({"fuse_layers": False}, 6 * (200 + 2)),
-        ({"attention": "flex"}, own),
-        ({"attention": "flex", "graphs": "on"}, own),
+        ({"attention": "flex"}, blocks * 4),
+        ({"attention": "flex", "graphs": "on"}, blocks * 4),
     ):
         replica = tiny_replica("llama", **settings)
         assert replica.spec.reads_apart == (read < 6 * (200 + 2))

@@ -16,11 +16,13 @@ from scheduler.cost_model import (
     Fit,
     LinearCost,
     filled_tokens,
+    prefilled_in,
 )
 from scheduler.messages import (
     Order,
     OrderKind,
     PrefillRow,
+    PrefillTiming,
     RowResult,
     SamplingParams,
     StepResult,
@@ -238,3 +240,54 @@ def test_a_prefill_costs_what_it_filled_also_where_more_was_found_than_asked_for
         model.observe(order, result)
         assert filled_tokens(order, result) == max(fill - found, 0)
     assert model.prefill(200, 0) == pytest.approx(4e-3, rel=0.03)
+
+
+def test_a_prefill_is_fitted_by_what_it_fills_and_by_what_was_filled_before() -> None:
+    truth = LinearCost(2e-3, 1e-4, 1e-7)
+    model = CostModel([PrefillTiming(tokens, truth(tokens, 0)) for tokens in (64, 256)])
+    assert model.prefill(500, 0) == pytest.approx(truth(500, 0), rel=0.02)
+    for begin, row in ((4000, "a"), (20_000, "b"), (9000, "c")):
+        rows = (PrefillRow(row, (), 5, SamplingParams(), (), 99, begin, begin + 300),)
+        order = Order(1, "r", OrderKind.PREFILL, prefill=rows)
+        times = StepTimes(prefill_s=truth(300, 300 * begin))
+        model.observe(order, StepResult(1, "r", (RowResult(row),), times=times))
+    for begin in (0, 10_000):
+        expected = truth(500, 500 * begin)
+        assert model.prefill(500, 500 * begin) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("cost", [LinearCost(2e-3, 1e-4), LinearCost(2e-3, 1e-4, 1e-7)])
+@pytest.mark.parametrize("begin", [0, 5000])
+def test_what_is_filled_in_a_time_takes_that_time(cost: LinearCost, begin: int) -> None:
+    tokens = prefilled_in(0.05, begin, cost)
+    assert cost(tokens, tokens * begin) == pytest.approx(0.05)
+    assert prefilled_in(1e-3, begin, cost) == 0.0, "less than the fixed cost"
+
+
+def test_what_pads_a_bucket_is_no_part_of_what_a_group_costs() -> None:
+    """A price is asked for rows and lengths: it is the same whether the replica reports what its
+    fixed shapes read besides or not."""
+
+    def learned(padding: float) -> CostModel:
+        model = CostModel()
+        for number in range(60):
+            rows, k, length = 1 + number % 8, number % 5, 100 + 37 * (number % 11)
+            kv = rows * (length + k)
+            draft_s, verify_s = k * DRAFT(rows, kv), VERIFY(rows * (k + 1), kv)
+            order = Order(
+                number,
+                "r",
+                OrderKind.SPECULATE,
+                rows=tuple(StepRow(str(row), length, k, 99) for row in range(rows)),
+                draft_len=k,
+            )
+            results = tuple(RowResult(str(row), (1,), 1, k) for row in range(rows))
+            times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s + 1e-4)
+            read = round(padding * kv)
+            model.observe(order, StepResult(number, "r", results, 1, times, kv, read))
+        return model
+
+    assert learned(1.4).step_s(4, 3, 300) == learned(1.0).step_s(4, 3, 300)
+    kv = 4 * 303
+    expected = VERIFY(16, kv) + 3 * DRAFT(4, kv) + 1e-4
+    assert learned(1.4).step_s(4, 3, 300) == pytest.approx(expected, rel=0.05)

@@ -256,7 +256,7 @@ class Chunked(GoodputPolicy):
     """A chunk takes as long as a step."""
 
     def prefill_tokens(
-        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
     ) -> int:
         return chunks * CHUNK if stepping_rows else most
 

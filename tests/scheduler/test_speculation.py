@@ -16,6 +16,7 @@ from scheduler.messages import (
     Order,
     OrderKind,
     PrefillRow,
+    PrefillTiming,
     ReplicaJoined,
     ReplicaLost,
     ReplicaSpec,
@@ -260,6 +261,16 @@ def test_the_server_can_pin_the_draft_length(pinned: int) -> None:
         pair.turn(policy, rows, 1)
 
 
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_a_request_drafts_no_more_than_the_server_has_pinned(pinned: int) -> None:
+    """Neither for itself nor for those that it steps with, and it may still draft less."""
+    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len=pinned)
+    rows = [*rows_of(3), *rows_of(1, draft_len=8)]
+    assert policy.plan("r", rows, 1).draft_len == pinned
+    assert policy.plan("r", rows_of(1, draft_len=8), 1).draft_len == pinned
+    assert row_draft_len(rows_of(1, draft_len=1)[0], pinned) == min(1, pinned)
+
+
 def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     policy = policy_for(pair)
@@ -357,6 +368,27 @@ def test_where_the_longest_draft_is_pinned_all_of_it_is_verified(pinned: int) ->
         policy.observe(order, result, answers(rows, result), None)
 
 
+def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> None:
+    """And in smaller ones the more lies before them, once it was seen what that costs."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    truth = LinearCost(2e-3, 1e-4, 1e-8)
+    tried = tuple(PrefillTiming(tokens, truth(tokens, 0)) for tokens in (16, 64, 256))
+    spec = ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried))
+    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy.joined("r", spec)
+    pair.turn(policy, rows_of(8), 1)
+    first = policy.prefill_tokens("r", 8, 2048)
+    assert truth(first, 0) == pytest.approx(pair.step_s(8, 0), rel=0.1)
+    for begin in (first, 4000, 9000):
+        rows = (PrefillRow("p", (), 9, SamplingParams(), (), 999, begin, begin + 64),)
+        order = Order(2, "r", OrderKind.PREFILL, prefill=rows)
+        times = StepTimes(prefill_s=truth(64, 64 * begin))
+        policy.observe(order, StepResult(2, "r", (), times=times), [], None)
+    deep = policy.prefill_tokens("r", 8, 2048, begin=9000)
+    assert truth(deep, 9000 * deep) == pytest.approx(pair.step_s(8, 0), rel=0.1)
+    assert deep < 0.8 * first
+
+
 @pytest.mark.parametrize("by_time", [True, False])
 def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bool) -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
@@ -406,7 +438,7 @@ class Recorder:
         return math.inf
 
     def prefill_tokens(
-        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
     ) -> int:
         return most
 

@@ -100,7 +100,7 @@ def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
     for replicas, shards in ((1, 1), (2, 1), (8, 1), (8, 4)):
         made = setup(replicas=replicas, shards=shards, pool=pool, in_flight=16 * replicas)
         made = replace(made, config=SchedulerConfig(steps_per_order_max=1))
-        figures = study(made, 200 * replicas, 0, new=60)
+        figures = study(made, 400 * replicas, 0, new=60)
         rates[replicas, shards] = figures.tokens_per_s()
         assert figures.pool_utilisation(shards) <= 1.001
         if (replicas, shards) == (8, 1):
@@ -108,7 +108,7 @@ def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
             assert figures.utilisation(8) < 0.35
             assert max(one.pool_behind_s for one in figures.samples) > 0.03
     assert rates[8, 1] < 1.4 * rates[2, 1]
-    assert rates[8, 4] > 3.6 * rates[8, 1]
+    assert rates[8, 4] > 3.8 * rates[8, 1]
 
 
 def test_shards_share_the_load_evenly() -> None:

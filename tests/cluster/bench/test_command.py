@@ -74,6 +74,7 @@ def test_the_demo_pair_from_prompts_to_pages(tmp_path: Path) -> None:
     ways = {each["name"]: each for each in comparison["contenders"]}
     for name in (
         *("Lockstep, batch 2", "Lockstep, k = 0, batch 2", "Lockstep, batch 1"),
+        *("Lockstep, k = 0, batch 1", "transformers continuous batching, batch 2"),
         *("transformers generate, batch 2", "transformers assisted, batch 1"),
     ):
         assert ways[name]["identical"] == 2, name

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import make_dataclass
 
 import pytest
+import torch
 
-from cluster.bench.compare import Way, fastest_assistance, ratio, take_turns
+from cluster.bench.compare import Way, compare, fastest_assistance, ratio, take_turns
 from cluster.bench.transformers_runs import (
     PAGE,
     Assistance,
@@ -16,9 +17,10 @@ from cluster.bench.transformers_runs import (
     Transformers,
     page_setting,
 )
+from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy
-from tests.tiny_pairs import target_model, tiny_pair
+from tests.tiny_pairs import target_model, tiny_pair, tiny_replica
 
 REQUESTS = [Request(str(n), tuple(range(3, 8 + 3 * n)), 12) for n in range(5)]
 
@@ -122,15 +124,11 @@ def test_assisted_generation_agrees(
     assert models.assisted(REQUESTS, how) == expected
 
 
-def test_continuous_batching_agrees_or_says_why_not(
-    models: Transformers, expected: list[list[int]]
+@pytest.mark.parametrize("batch", [2, 8])
+def test_continuous_batching_runs_here_and_agrees(
+    models: Transformers, expected: list[list[int]], batch: int
 ) -> None:
-    try:
-        outputs = models.continuous(REQUESTS, 2)
-    except DoesNotRun as error:
-        assert str(error).strip()  # noqa: PT017, both outcomes are right; which depends on the versions
-    else:
-        assert outputs == expected
+    assert models.continuous(REQUESTS, batch) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,3 +169,45 @@ def test_continuous_batching_that_fails_gives_the_first_line_of_why(
     monkeypatch.setattr(models._target, "generate_batch", fails)
     with pytest.raises(DoesNotRun, match=r"^5 requests failed: failed: no kernel for this$"):
         models.continuous(REQUESTS, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError("no flash_attn\nand more"), "ImportError: no flash_attn"),
+        (torch.OutOfMemoryError("no memory"), "OutOfMemoryError: no memory"),
+        (ValueError("unknown attention"), "ValueError: unknown attention"),
+        (TypeError("no argument\n'warmup'"), "unexpected TypeError: no argument\n'warmup'"),
+    ],
+)
+def test_what_is_missing_is_told_from_what_is_wrong(
+    models: Transformers, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fails(**_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(models._target, "generate_batch", fails)
+    with pytest.raises(DoesNotRun) as told:
+        models.continuous(REQUESTS, 2)
+    assert str(told.value) == said
+
+
+def test_a_model_without_continuous_batching_says_so(models: Transformers) -> None:
+    class Older:
+        generation_config = None
+
+    with pytest.raises(DoesNotRun, match="Older has no generate_batch"):
+        Transformers(Older(), None).continuous(REQUESTS, 2)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_all_ways_are_compared_with_and_without_drafting(models: Transformers, batch: int) -> None:
+    # A pair of its own: a replica changes how its models run.
+    runner = tiny_replica("llama", "qwen3")
+    found = compare(runner, SchedulerConfig(rows_max=batch), models, REQUESTS[:2], rounds=1)
+    names = [each.name for each in found.contenders]
+    assert {f"Lockstep, k = 0, batch {batch}", "Lockstep, k = 0, batch 1"} <= set(names)
+    assert all(each.identical == 2 for each in found.contenders), found
+    ratios = [each.name for each in found.ratios]
+    assert len(set(ratios)) == len(ratios)
+    assert "Lockstep, batch 1 over Lockstep, k = 0, batch 1" in ratios

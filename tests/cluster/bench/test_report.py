@@ -81,7 +81,7 @@ def test_the_page_holds_the_figures() -> None:
     texts = Page(to_html(report())).texts
     assert "3, of <mine> & yours" in texts
     for expected in (
-        *("3", "1 (UNAVAILABLE 1)", "5.0%", "20, 40.0%", "2250", "1250"),
+        *("3", "1 (UNAVAILABLE 1)", "5.0%", "20, 40.0%", "3.33", "2250", "1250"),
         *("1302", "650", "2.25", "2.00, 2.50", "RuntimeError: no <flash> attention", "4"),
     ):
         assert expected in texts, expected
@@ -108,6 +108,7 @@ def test_the_json_holds_the_same_with_its_schema() -> None:
     data = json.loads(to_json(report()))
     assert (data["schema"], data["version"]) == (SCHEMA, VERSION)
     assert data["figures"]["latency_s"]["mean"] == 2.25
+    assert data["figures"]["drafted_per_step"] == pytest.approx(20 / 6)
     assert data["figures"]["padding"] == pytest.approx(0.05)
     assert [each["error"] for each in data["requests"]] == ["", "", "UNAVAILABLE"]
     assert [each["latency_s"] for each in data["requests"]] == [1.5, 3.0, 1.0]

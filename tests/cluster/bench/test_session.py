@@ -1,5 +1,6 @@
 """Proves: what is compared is what the cluster serves, unless it was named; an engine's memory is
-planned for the orders that it gets; and what cannot be compared is refused before any load.
+planned for the orders that it gets; a report says what was asked for apart from what came of it;
+and what cannot be compared is refused before any load.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import pytest
 
 from cluster.bench import session
 from cluster.bench.arrivals import Closed, Extent
+from cluster.bench.figures import PoolSums, Record
 from cluster.bench.session import BenchError, Plan
-from cluster.bench.workload import Lengths
+from cluster.bench.workload import Lengths, Workload
 from cluster.config import from_args
 from protos import lockstep_pb2 as pb
 from replicas.config import DEMO
@@ -91,6 +93,18 @@ def test_so_has_the_engine_that_verifies(monkeypatch: pytest.MonkeyPatch, tmp_pa
     path.write_text('{"prompt": "x"}\n')
     assert cli_verify.compare(from_args({"batch_size": 64}), path, None, {}, 4) == 2
     assert told == [64]
+
+
+@pytest.mark.parametrize(("draft_len", "said"), [(None, "chosen"), (12, "12 asked for")])
+def test_a_report_claims_no_more_drafting_than_the_figures_show(
+    draft_len: int | None, said: str
+) -> None:
+    clamped = Record(0, 0.0, 0.0, 5, [(0.1, 18)], 0.1, "", 2, 16, 16, (2,) * 8)
+    text = Workload(((3,),), "1 prompt", 18, SamplingParams(), True, draft_len, "salt")
+    load = session._Load(text, [clamped], PoolSums(0, 0, 0, 0), PoolSums(1, 0, 9, 9), 0, {})
+    made = session._report(plan(draft_len=draft_len), load, None, from_args({}))
+    assert made.settings["draft tokens per step"] == said
+    assert made.summary.drafted_per_step == 8
 
 
 def test_a_draft_longer_than_any_is_refused() -> None:
