@@ -82,7 +82,7 @@ SIMULATED = $(RESULTS)/simulate
 simulate: $(SETUP)  ## a thousand replicas, the end of one pool, grouping against none: in virtual time
 	$(SIMULATE) $(SHORT_ROWS) --replicas 4,8,16,32,64 --shards 1,4 --requests 40 --in-flight 24 --per-replica --json $(SIMULATED)_pool.json --svg $(SIMULATED)_pool.svg
 	$(SIMULATE) $(SHORT_ROWS) --replicas 256 --shards 1,4 --requests 32 --in-flight 16 --per-replica --json $(SIMULATED)_shards.json --svg $(SIMULATED)_shards.svg
-	$(SIMULATE) --replicas 2 --rate 17 --requests 900 --pool-cost none --baseline eqspec --json $(SIMULATED)_baseline.json --svg $(SIMULATED)_baseline.svg
+	$(SIMULATE) --replicas 2 --rate 16 --requests 10000 --pool-cost none --baseline eqspec --svg $(SIMULATED)_baseline.svg
 	$(SIMULATE) $(SHORT_ROWS) --replicas 1024 --requests 100000 --rate 6500 --pool-cost none --json $(SIMULATED)_1024.json --svg $(SIMULATED)_1024.svg
 
 worlds: SEED ?= 1
