@@ -34,6 +34,8 @@ PACKING = 1.05
 AT_ONCE = 16
 """Steps that are learned at once at most; of fewer than sixteen times as many, one by one."""
 _COUNT_RECENT = math.ceil(1.0 / RECENT)
+_FEW = 8
+"""Observations of which each one counts."""
 OUTLIER = 3.0
 """A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
 
@@ -130,7 +132,11 @@ class Fit:
     def cost(self) -> LinearCost:
         """The fit as it stands; recomputed seldom once much was seen, for it takes its time."""
         stale = self._seen - self._solved_at
-        if 4 * stale > self._seen or stale > 4 * len(self._begins):
+        if (
+            stale > self._seen // 3
+            or (stale and self._seen <= _FEW)
+            or stale > 4 * len(self._begins)
+        ):
             self._solved_at = self._seen
             self._cost = self._solve()
         return self._cost
