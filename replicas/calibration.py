@@ -50,13 +50,16 @@ class Trial(Protocol):
     def release(self, sequence_ids: Iterable[str]) -> None: ...
 
 
-def calibrate(replica: Trial) -> tuple[StepTiming | PrefillTiming, ...]:
+def calibrate(
+    replica: Trial, rows_max: int = max(ROWS), draft_len_max: int = max(DRAFT_LENS)
+) -> tuple[StepTiming | PrefillTiming, ...]:
     """Times of steps of few and many rows, with and without drafting, and of prefills of few and
     many tokens. Leaves no resident behind.
 
-    A replica with room for less is tried with less; without any there are no timings.
+    A replica with room for less is tried with less, as one is whose memory is planned for orders of
+    at most so many rows and draft tokens; without any there are no timings.
     """
-    return (*_prefill_timings(replica), *_step_timings(replica))
+    return (*_prefill_timings(replica), *_step_timings(replica, rows_max, draft_len_max))
 
 
 def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
@@ -84,14 +87,14 @@ def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
     return timings
 
 
-def _step_timings(replica: Trial) -> list[StepTiming]:
+def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[StepTiming]:
     spec = replica.spec
-    draft_lens = [k for k in DRAFT_LENS if k <= spec.draft_len_max]
+    draft_lens = [k for k in DRAFT_LENS if k <= min(spec.draft_len_max, draft_len_max)]
     steps = (STEPS + 1) * len(draft_lens)
     length_max = LENGTH + steps * (max(draft_lens) + 1)
     blocks = -(-length_max // spec.block_size)
     most = spec.kv_blocks // blocks if length_max <= spec.context_len else 0
-    most = min(most, spec.rows_max or most)
+    most = min(most, spec.rows_max or most, rows_max)
     timings = []
     for count in dict.fromkeys(min(rows, most) for rows in ROWS):
         ids = [f"trial {index}" for index in range(count)]

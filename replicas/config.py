@@ -95,8 +95,8 @@ class ReplicaConfig(BaseModel):
     )
     calibrate: bool = Field(
         True,
-        description="Time a few steps when the replica has loaded, for the pool to choose draft"
-        " lengths by; without it the pool tries some with the first requests.",
+        description="Time a few steps and prefills when the replica has loaded, for the pool to"
+        " choose draft lengths and chunks by; without it the first requests show them.",
     )
     torch_threads: int | None = Field(
         None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."

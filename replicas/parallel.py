@@ -148,7 +148,8 @@ def load_parallel(
         if ranks.broken is not None:
             raise ranks.broken
         if config.calibrate:
-            parallel.spec = dataclasses.replace(parallel.spec, timings=calibrate(parallel))
+            timings = calibrate(parallel, *replica.planned)
+            parallel.spec = dataclasses.replace(parallel.spec, timings=timings)
     except BaseException as error:
         for process in processes:
             process.kill()

@@ -133,14 +133,15 @@ class Replica:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:
-        """Load the pair that `config` names and time some steps; raises what `load_pair` and
+        """Load the pair that `config` names and try some orders out; raises what `load_pair` and
         `plan_memory` raise, and PairRefused for a model whose attention is not the plain one."""
         assert config.tensor_parallel == 1, "several devices: replicas.parallel.load_replica"
         files = read_pair(config)
         check_memory(config, files, resolve_device(config.device))
         replica = cls(load_pair(config, files), config)
         if config.calibrate:
-            replica.spec = dataclasses.replace(replica.spec, timings=calibrate(replica))
+            timings = calibrate(replica, *replica.planned)
+            replica.spec = dataclasses.replace(replica.spec, timings=timings)
         return replica
 
     def _try_out(self, model: PagedModel, name: str, fuse: bool, pack: bool) -> None:
@@ -168,6 +169,11 @@ class Replica:
                 self._publish(sequence_id)
                 del self._residents[sequence_id]
             self._blocks.release(sequence_id)
+
+    @property
+    def planned(self) -> tuple[int, int]:
+        """Rows and draft tokens of the orders that its memory is planned for."""
+        return self._work.rows, self._work.draft_len
 
     @property
     def residents(self) -> tuple[str, ...]:

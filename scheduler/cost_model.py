@@ -269,15 +269,21 @@ class CostModel:
         "_packed",
         "_packed_rest",
         "_prefill",
+        "_reads_apart",
         "_rest",
         "_unlearned",
         "_verify",
+        "filled_behind",
         "known",
         "timed",
     )
 
-    def __init__(self, timings: Sequence[StepTiming | PrefillTiming] = ()) -> None:
-        """`timings` are those that the replica measured before it joined."""
+    def __init__(
+        self, timings: Sequence[StepTiming | PrefillTiming] = (), reads_apart: bool = False
+    ) -> None:
+        """`timings` are those that the replica measured before it joined; `reads_apart` is its
+        spec's."""
+        self._reads_apart = reads_apart
         self._draft = Fit()
         self._verify = Fit()
         self._packed = Fit()
@@ -290,6 +296,8 @@ class CostModel:
         self._unlearned: list[_Step] = []
         """Steps that the fits do not know yet."""
         self._learned = 0
+        self.filled_behind = 0
+        """The most KV positions that a prefill order was seen to fill up to."""
         self.known = False
         """Whether steps of different draft lengths were seen."""
         self.timed = False
@@ -314,6 +322,7 @@ class CostModel:
         if order.kind is OrderKind.PREFILL:
             spans = filled_spans(order, result)
             before = sum((end - begin) * begin for begin, end in spans)
+            self.filled_behind = max([self.filled_behind, *(end for _, end in spans)])
             self._prefill.observe(filled_tokens(order, result), before, times.prefill_s)
             return
         steps = result.steps
@@ -328,12 +337,16 @@ class CostModel:
             drafted = max([row.draft_tokens / row.steps for row in rows], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
         checked = order.verify_tokens
-        # A step of a fixed shape reads what pads its bucket, too. Prices are asked for groups, and
-        # know nothing of buckets: so the group's rectangle is what its time is put down to.
-        longest = order.rows[-1].length + round(drafted)
-        if steps > 1:
-            longest += max([len(row.tokens) for row in result.rows], default=0) // 2
-        kv_read = min(result.kv_positions_read / steps, len(order.rows) * longest)
+        # A step of a fixed shape reads what pads its bucket, too, and one in place whole blocks.
+        # Prices are asked for groups and know nothing of it: so the time is put down to what they
+        # are asked for, the group's rectangle, or its rows' own positions.
+        if self._reads_apart:
+            kv_read = result.kv_positions_own / steps
+        else:
+            longest = order.rows[-1].length + round(drafted)
+            if steps > 1:
+                longest += max([len(row.tokens) for row in result.rows], default=0) // 2
+            kv_read = min(result.kv_positions_read / steps, len(order.rows) * longest)
         unlearned = self._unlearned
         unlearned.append(
             (

@@ -201,7 +201,11 @@ class GoodputPolicy:
         trims = spec.trims_drafts and self._config.trim_drafts
         choice = Choice(min(FALLBACK, spec.draft_len_max))
         self._replicas[replica_id] = _Known(
-            spec.draft_len_max, CostModel(spec.timings), trims, spec.reads_apart, choice
+            spec.draft_len_max,
+            CostModel(spec.timings, spec.reads_apart),
+            trims,
+            spec.reads_apart,
+            choice,
         )
 
     def lost(self, replica_id: str) -> None:
@@ -266,13 +270,16 @@ class GoodputPolicy:
         if step_s <= 0.0 or cost.token_s + cost.kv_s * begin <= 0.0:
             return most
         step_s *= max(self._config.rows_max / stepping_rows, 1.0)
+        # Of noise at small depths more than twice that depth is not foretold.
+        begin = min(begin, 2 * known.model.filled_behind)
         least = PREFILL_TOKENS_LEAST
         chunk_s = max(
             step_s,
             cost.fixed_s + cost.fixed_s / CHUNK_FIXED_SHARE,
             cost(least, least * begin),
         )
-        return max(1, min(most, int(prefilled_in(chunks * chunk_s, begin, cost))))
+        tokens = round(prefilled_in(chunks * chunk_s, begin, cost))
+        return max(1, min(most, max(tokens, least)))
 
     def observe(
         self, order: Order, result: StepResult, answers: Rows[Answer], trip_s: float | None

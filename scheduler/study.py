@@ -46,7 +46,7 @@ class PoolTimes(BaseModel):
 MEASURED_POOL = PoolTimes(order_s=0.6e-3, other_s=0.0)
 """All CPU time of a pool's process over the orders that it gave out, requests and news included, as
 `benchmarks.cluster` measures it on two cores with 64 requests in flight: 0.50 to 0.61 ms with 4
-replicas, 0.39 to 0.45 with 16, 0.9 to 1.05 with one; a pool that is never idle takes 0.25. So near
+replicas, 0.39 to 0.45 with 16, 0.95 to 1.03 with one; a pool that is never idle takes 0.25. So near
 the limit of a pool this is pessimistic."""
 
 

@@ -130,15 +130,15 @@ class Transformers:
         new = max(request.max_new_tokens for request in requests)
         longest = max(len(request.prompt) for request in requests) + new
         prompts = [list(request.prompt) for request in requests]
-        greedily = GenerationConfig(
-            pad_token_id=0, eos_token_id=-1, max_new_tokens=new, do_sample=False
-        )
-        sizes = page_setting(ContinuousBatchingConfig) | {
-            "num_blocks": batch * (longest // PAGE + 2),
-            "max_batch_tokens": max(longest, 512),
-            "max_requests_per_batch": batch,
-        }
         try:
+            greedily = GenerationConfig(
+                pad_token_id=0, eos_token_id=-1, max_new_tokens=new, do_sample=False
+            )
+            sizes = page_setting(ContinuousBatchingConfig) | {
+                "num_blocks": batch * (longest // PAGE + 2),
+                "max_batch_tokens": max(longest, 512),
+                "max_requests_per_batch": batch,
+            }
             with _listening() as heard:
                 answers = self._target.generate_batch(
                     inputs=prompts,

@@ -154,7 +154,9 @@ def test_settings_of_the_door_that_make_no_sense_are_named(
 def test_a_replicas_memory_is_to_last_for_the_schedulers_orders() -> None:
     config = from_args({"batch_size": 3, "draft_len": 2, "scheduler": {"draft_len_max": 5}})
     planned = config.planned_replica
-    # A request may choose more than the server's own length.
-    assert (planned.plan_rows, planned.plan_draft_len, planned.plan_prefill_rows) == (3, 5, 8)
+    # No request gets more than a length that the server fixes.
+    assert (planned.plan_rows, planned.plan_draft_len, planned.plan_prefill_rows) == (3, 2, 8)
+    chosen = from_args({"scheduler": {"draft_len_max": 5}}).planned_replica
+    assert chosen.plan_draft_len == 5
     pinned = from_args({"replica": {"plan_rows": 2}, "draft_len": 12}).planned_replica
     assert (pinned.plan_rows, pinned.plan_draft_len) == (2, 12)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from replicas import calibration
-from replicas.calibration import CHUNKS, DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
+from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
 from scheduler.cost_model import CostModel
 from scheduler.messages import (
     Order,
@@ -107,8 +107,37 @@ def test_prefills_of_few_and_many_tokens_are_timed_and_find_nothing_filled(
 def test_a_prefill_that_takes_long_is_the_largest_one_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibration, "CHUNK_S_MAX", 0.0)
-    assert [one.tokens for one in prefills_of(tiny_replica("llama"))] == [*CHUNKS[:2]]
+    monkeypatch.setattr(calibration, "CHUNKS", (16, 32, 128))
+    replica = tiny_replica("llama")
+    for most_s, tried in ((0.0, [16, 32]), (1e9, [16, 32, 128])):
+        monkeypatch.setattr(calibration, "CHUNK_S_MAX", most_s)
+        assert [one.tokens for one in prefills_of(replica)] == tried
+
+
+def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = tiny_replica("llama")
+    step = replica.step
+    orders = itertools.count()
+
+    def hiccupping(order: Order) -> StepResult:
+        result = step(order)
+        if order.kind is not OrderKind.PREFILL:
+            return result
+        seconds = 1e-3 if next(orders) % (PREFILLS + 1) == PREFILLS else 100.0
+        return replace(result, times=StepTimes(seconds, total_s=seconds))
+
+    monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
+    monkeypatch.setattr(replica, "step", hiccupping)
+    assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
+
+
+def test_trials_stay_within_what_memory_is_planned_for() -> None:
+    """Of a replica that has room for more: its buffers have not."""
+    replica = tiny_replica("llama")
+    tried = [one for one in calibrate(replica, 2, 0) if isinstance(one, StepTiming)]
+    assert {(one.rows, one.draft_len) for one in tried} == {(1, 0), (2, 0)}
+    replica = tiny_replica("llama", calibrate=True, plan_rows=2, plan_draft_len=3)
+    assert replica.planned == (2, 3)
 
 
 def test_trials_that_fail_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

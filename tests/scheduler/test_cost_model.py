@@ -264,27 +264,35 @@ def test_what_is_filled_in_a_time_takes_that_time(cost: LinearCost, begin: int) 
     assert prefilled_in(1e-3, begin, cost) == 0.0, "less than the fixed cost"
 
 
-def test_what_pads_a_bucket_is_no_part_of_what_a_group_costs() -> None:
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_pads_a_bucket_is_no_part_of_what_a_group_costs(apart: bool, steps: int) -> None:
     """A price is asked for rows and lengths: it is the same whether the replica reports what its
-    fixed shapes read besides or not."""
+    fixed shapes, or kernels of whole blocks, read besides or not."""
 
     def learned(padding: float) -> CostModel:
-        model = CostModel()
+        model = CostModel(reads_apart=apart)
         for number in range(60):
-            rows, k, length = 1 + number % 8, number % 5, 100 + 37 * (number % 11)
-            kv = rows * (length + k)
+            rows, k, longest = 1 + number % 8, number % 5, 100 + 37 * (number % 11)
+            # One long row among short ones, which a group in place is not priced by.
+            lengths = [20] * (rows - 1) + [longest]
+            own = sum(lengths) + rows * k
+            kv = own if apart else rows * (longest + k)
             draft_s, verify_s = k * DRAFT(rows, kv), VERIFY(rows * (k + 1), kv)
             order = Order(
                 number,
                 "r",
                 OrderKind.SPECULATE,
-                rows=tuple(StepRow(str(row), length, k, 99) for row in range(rows)),
+                rows=tuple(StepRow(str(row), length, k, 99) for row, length in enumerate(lengths)),
                 draft_len=k,
+                steps=steps,
             )
-            results = tuple(RowResult(str(row), (1,), 1, k) for row in range(rows))
-            times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s + 1e-4)
+            results = tuple(RowResult(str(row), (), steps, steps * k) for row in range(rows))
+            total_s = draft_s + verify_s + 1e-4
+            times = StepTimes(0.0, steps * draft_s, steps * verify_s, steps * total_s)
             read = round(padding * kv)
-            model.observe(order, StepResult(number, "r", results, 1, times, kv, read))
+            result = StepResult(number, "r", results, steps, times, steps * own, steps * read)
+            model.observe(order, result)
         return model
 
     assert learned(1.4).step_s(4, 3, 300) == learned(1.0).step_s(4, 3, 300)

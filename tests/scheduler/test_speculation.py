@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.cost_model import LinearCost
 from scheduler.messages import (
     Dispatch,
@@ -387,6 +387,18 @@ def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> No
     deep = policy.prefill_tokens("r", 8, 2048, begin=9000)
     assert truth(deep, 9000 * deep) == pytest.approx(pair.step_s(8, 0), rel=0.1)
     assert deep < 0.8 * first
+
+
+@pytest.mark.parametrize("token_s", [1.1e-3 + 1e-5 * more for more in range(20)])
+def test_a_chunk_is_never_smaller_than_the_least(token_s: float) -> None:
+    """Though a step takes less time than that."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    tried = tuple(PrefillTiming(tokens, token_s * tokens) for tokens in (16, 64, 256))
+    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy.joined("r", ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried)))
+    pair.turn(policy, rows_of(8), 1)
+    assert pair.step_s(8, 0) < token_s * PREFILL_TOKENS_LEAST
+    assert policy.prefill_tokens("r", 8, 2048) == PREFILL_TOKENS_LEAST
 
 
 @pytest.mark.parametrize("by_time", [True, False])
