@@ -35,4 +35,5 @@ def test_output_is_that_of_plain_decoding(
         outputs = engine.generate(sampled(world(architecture, SEED).requests))
         assert [output.tokens for output in outputs] == world(architecture, SEED).sampled
     whole, cut = paddings
-    assert cut < 0.6 * whole
+    # What pads the bucket of a fixed shape stays where groups are cut.
+    assert cut < (0.6 if graphs == "off" else 0.9) * whole
