@@ -330,11 +330,15 @@ class CostModel:
             return
         # Near their limits rows draft less than the order says, and so does the group.
         drafted: float
+        rows = result.rows
         if steps == 1:
-            drafted = max([row.draft_tokens for row in result.rows], default=0)
+            # Nearly always the first row has drafted as many as any.
+            if rows and rows[0].draft_tokens == order.draft_len:
+                drafted = order.draft_len
+            else:
+                drafted = max([row.draft_tokens for row in rows], default=0)
         else:
-            rows = (row for row in result.rows if row.steps)
-            drafted = max([row.draft_tokens / row.steps for row in rows], default=0)
+            drafted = max([row.draft_tokens / row.steps for row in rows if row.steps], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
         checked = order.verify_tokens
         # A step of a fixed shape reads what pads its bucket, too, and one in place whole blocks.

@@ -326,7 +326,9 @@ class Dispatcher:
             return None
         order_id = self._new_order_id()
         self._pool.step(replica, rows, lacking, order_id)
-        return speculate_order(order_id, replica.id, rows, draft_len, steps, plan.verify_tokens)
+        return speculate_order(
+            order_id, replica.id, rows, draft_len, steps, plan.verify_tokens, plan.least
+        )
 
     def _preempt(self, replica: Replica) -> None:
         """KV blocks ran out: the youngest sequence of the lowest priority waits again with its

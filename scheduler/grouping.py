@@ -272,6 +272,16 @@ class ReadyRows(Generic[Row]):
         if new:
             self._new[row] = None
 
+    def add_free(self, rows: Iterable[tuple[Row, int, int]]) -> None:
+        """The same for free rows (row, length, kind) that were ready before, in this order."""
+        shelves, by_age, orders = self._shelves, self._by_age, self.orders
+        for row, length, kind in rows:
+            shelf = shelves[kind]
+            at = bisect_right(shelf.lengths, length)
+            shelf.lengths.insert(at, length)
+            shelf.rows.insert(at, row)
+            by_age[row] = (length, orders, kind)
+
     def remove(self, row: Row) -> None:
         length, _, kind = self._by_age.pop(row)
         self._shelves[kind].remove(row, length)

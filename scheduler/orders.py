@@ -36,27 +36,34 @@ def speculate_order(
     draft_len: int,
     steps: int,
     verify_tokens: int | None = None,
+    least: int = 0,
 ) -> Order:
     """Up to `steps` steps of these residents, which stand by rising length.
 
     `draft_len` is the policy's k; rows that may not draft so much have their own, and the order's
-    is the largest of them. `verify_tokens` is dropped where it is all that they draft.
+    is the largest of them; `least`: so much every row may draft. `verify_tokens` is dropped where
+    it is all that they draft.
     """
-    limits = row_draft_lens(sequences, draft_len)
-    rows = tuple(
-        [
-            StepRow(one.id, one.length, limit, one.blocks)
-            for one, limit in zip(sequences, limits, strict=True)
-        ]
-    )
-    if verify_tokens is not None and verify_tokens >= sum(limits):
+    if draft_len <= least:
+        drafted = draft_len * len(sequences)
+        rows = tuple([StepRow(one.id, one.length, draft_len, one.blocks) for one in sequences])
+    else:
+        limits = row_draft_lens(sequences, draft_len)
+        drafted, draft_len = sum(limits), max(limits)
+        rows = tuple(
+            [
+                StepRow(one.id, one.length, limit, one.blocks)
+                for one, limit in zip(sequences, limits, strict=True)
+            ]
+        )
+    if verify_tokens is not None and verify_tokens >= drafted:
         verify_tokens = None
     return Order(
         order_id,
         replica_id,
         OrderKind.SPECULATE,
         rows=rows,
-        draft_len=max(limits),
+        draft_len=draft_len,
         steps=steps,
         verify_tokens=verify_tokens,
     )

@@ -6,7 +6,6 @@ A record, not a policy: grouping and placement read it, the pool writes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.admission import blocks_needed
@@ -253,8 +252,17 @@ class Replica:
         """How far the nearest resident's length is; 0 without residents, a group of its own."""
         return self.lengths.distance(length)
 
-    def ready_again(self, sequences: Iterable[Sequence]) -> None:
+    def ready_again(self, sequences: list[Sequence]) -> None:
         """No order holds them any more; the youngest of the ready rows, or of the suspects."""
+        # Nearly always nothing of them is special.
+        plain = [
+            (one, one.length, one.kind)
+            for one in sequences
+            if one.rows_limit is None and one.limits is None and one.committed
+        ]
+        if len(plain) == len(sequences):
+            self.ready.add_free(plain)
+            return
         add = self.ready.add
         for one in sequences:
             if one.rows_limit is None:

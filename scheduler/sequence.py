@@ -131,6 +131,8 @@ class _Row:
     draft_len: int | None = field(init=False)
     """The request's own."""
     trim_drafts: bool = field(init=False)
+    drafts_freely: bool = field(init=False)
+    """The request pins neither of the two."""
     stop_token_ids: tuple[int, ...] = field(init=False)
 
 
@@ -187,6 +189,7 @@ class Sequence(_Row):
         self.greedy = self.request.sampling.temperature == 0.0
         self.draft_len = self.request.draft_len
         self.trim_drafts = self.request.pins.trim_drafts
+        self.drafts_freely = self.draft_len is None and self.trim_drafts
         self.stop_token_ids = self.request.stop_token_ids
 
     @property

@@ -57,6 +57,8 @@ class StepPlan:
     steps: int
     verify_tokens: int | None = None
     """Draft tokens of all rows that are verified; None: all."""
+    least: int = 0
+    """Every row may draft so many tokens, as far as was looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +217,10 @@ class GoodputPolicy:
         known = self._replicas[replica_id]
         model, reach = known.model, known.reach_of(rows)
         prices = model.prices(len(rows), reach) if model.known else None
-        choice = self._choice(known, rows, prices)
-        pins = [one.draft_len for one in rows if one.draft_len]
+        # Nearly always nobody has pinned anything, and then nothing of it is worked out.
+        freely = False not in [one.drafts_freely for one in rows]
+        choice, least = self._choice(known, rows, prices, freely)
+        pins = [] if freely else [one.draft_len for one in rows if one.draft_len]
         if pins:
             pinned = min(max(pins), known.draft_len_max, self._config.draft_len_max)
             if self._config.draft_len is not None:
@@ -234,9 +238,9 @@ class GoodputPolicy:
         known.planned = (len(rows), choice.draft_len, verified)
         if choice.draft_len > known.choice.draft_len:
             # A probe, a trial of a share, or a row that has pinned its own.
-            return StepPlan(choice.draft_len, 1, verified)
+            return StepPlan(choice.draft_len, 1, verified, least)
         known.steps = self._steps(known, steps_most)
-        return StepPlan(choice.draft_len, known.steps, verified)
+        return StepPlan(choice.draft_len, known.steps, verified, least)
 
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
         """By the rows per second of both, with the last order's draft length."""
@@ -326,25 +330,29 @@ class GoodputPolicy:
 
     # ----------------------------------------------------------------- choices
 
-    def _choice(self, known: _Known, rows: Rows[Sequence], prices: StepPrices | None) -> Choice:
-        """`prices` are those of a step with these rows, None while nothing is known of them."""
+    def _choice(
+        self, known: _Known, rows: Rows[Sequence], prices: StepPrices | None, freely: bool
+    ) -> tuple[Choice, int]:
+        """And what every row may draft, as `StepPlan` has it. `prices` are those of a step with
+        these rows, None while nothing is known of them; `freely`: no request has pinned a draft
+        length or that nothing is trimmed."""
         if self._config.draft_len is not None:
             known.choice = Choice(min(self._config.draft_len, known.draft_len_max))
-            return known.choice
+            return known.choice, 0
         most = min(known.draft_len_max, self._config.draft_len_max)
         limits = row_draft_lens(rows, most)
-        most = max(limits)
+        most, least = max(limits), min(limits)
         if most <= 0:
-            return Choice()
+            return Choice(), 0
         if prices is None:
             known.trials += 1
             at = known.trials - 1
             known.choice = Choice(min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most))
-            return known.choice
+            return known.choice, least
         per_step_s = (known.trip_s or 0.0) / known.steps
         # Of one row the first tokens are kept, as if no more had been drafted.
         trims = known.trims and len(rows) > 1
-        trims = trims and all(one.trim_drafts for one in rows)
+        trims = trims and (freely or all(one.trim_drafts for one in rows))
         belief = known.belief if trims else None
         expected = expected_accepted(self._acceptance.of(rows), limits, most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)
@@ -352,10 +360,10 @@ class GoodputPolicy:
             known.probes, known.credit_s = 0, 0.0
         elif self._probe_is_due(known, prices):
             known.probes += 1
-            return Choice(1)
+            return Choice(1), least
         if belief is not None and known.choice.draft_len > 1:
-            return self._maybe_trimmed(known, most)
-        return known.choice
+            return self._maybe_trimmed(known, most), least
+        return known.choice, least
 
     def _maybe_trimmed(self, known: _Known, most: int) -> Choice:
         """The choice; or now and then as many verified tokens out of more drafted ones, lest what

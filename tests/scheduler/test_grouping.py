@@ -27,6 +27,21 @@ def ready_rows(lengths: list[int]) -> ReadyRows:
     return rows
 
 
+def test_rows_that_come_together_stand_as_if_they_had_come_one_by_one() -> None:
+    came = [("a", 7, 0), ("b", 5, 1), ("c", 7, 0), ("d", 2, 0), ("e", 5, 1)]
+    together: ReadyRows = ReadyRows()
+    one_by_one: ReadyRows = ReadyRows()
+    for row, length, kind in came:
+        one_by_one.add(row, length, kind)
+    together.add_free(came)
+    together.check_integrity()
+    assert list(together) == list(one_by_one)
+    assert together.lengths() == one_by_one.lengths()
+    while one_by_one:
+        assert take(together, 2, 2, 3, 3) == take(one_by_one, 2, 2, 3, 3)
+    assert not together
+
+
 def take(rows: ReadyRows, *args: int, **kwargs: int) -> list[str]:
     """The next group, dispatched."""
     chosen = rows.choose(*args, **kwargs)
