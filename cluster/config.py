@@ -221,12 +221,10 @@ class ClusterConfig(_Settings):
     @property
     def planned_replica(self) -> ReplicaConfig:
         """A replica's settings; its memory is to last for the scheduler's orders."""
-        fixed, draft_len = self.scheduler.draft_len, self.scheduler.draft_len_max
-        if fixed is not None:
-            draft_len = fixed
+        fixed = self.scheduler.draft_len
         largest = {
             "plan_rows": self.scheduler.rows_max,
-            "plan_draft_len": draft_len,
+            "plan_draft_len": self.scheduler.draft_len_max if fixed is None else fixed,
             "plan_prefill_rows": self.scheduler.prefill_rows_max,
         }
         missing = {key: size for key, size in largest.items() if getattr(self.replica, key) is None}

@@ -349,7 +349,7 @@ class CostModel:
         else:
             longest = order.rows[-1].length + round(drafted)
             if steps > 1:
-                longest += max([len(row.tokens) for row in result.rows], default=0) // 2
+                longest += max([len(row.tokens) for row in rows], default=0) // 2
             kv_read = min(result.kv_positions_read / steps, len(order.rows) * longest)
         unlearned = self._unlearned
         unlearned.append(
@@ -449,8 +449,7 @@ def filled_spans(order: Order, result: StepResult) -> list[tuple[int, int]]:
     spans = []
     for row in order.prefill:
         begin = max(row.begin, reused.get(row.sequence_id, 0))
-        end = len(row.tokens) - 1 if row.until is None else row.until
-        spans.append((begin, max(begin, end)))
+        spans.append((begin, max(begin, row.end)))
     return spans
 
 

@@ -263,19 +263,15 @@ class ReadyRows(Generic[Row]):
         if limits is not None:
             kind = NARROW
             self._narrow[row] = limits
-        # It is the youngest, so it stands behind all of its length.
-        shelf = self._shelves[kind]
-        at = bisect_right(shelf.lengths, length)
-        shelf.lengths.insert(at, length)
-        shelf.rows.insert(at, row)
-        self._by_age[row] = (length, self.orders, kind)
+        self.add_all([(row, length, kind)])
         if new:
             self._new[row] = None
 
-    def add_free(self, rows: Iterable[tuple[Row, int, int]]) -> None:
-        """The same for free rows (row, length, kind) that were ready before, in this order."""
+    def add_all(self, rows: Iterable[tuple[Row, int, int]]) -> None:
+        """The same for rows (row, length, kind) that nobody limits or waits for, in this order."""
         shelves, by_age, orders = self._shelves, self._by_age, self.orders
         for row, length, kind in rows:
+            # It is the youngest, so it stands behind all of its length.
             shelf = shelves[kind]
             at = bisect_right(shelf.lengths, length)
             shelf.lengths.insert(at, length)

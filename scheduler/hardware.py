@@ -122,7 +122,7 @@ class Roofline(BaseModel):
         tokens = prefill_tokens(order)
         attended = positions = 0
         for row in order.prefill:
-            until = len(row.tokens) - 1 if row.until is None else row.until
+            until = row.end
             positions += until
             attended += (until * (until + 1) - row.begin * (row.begin + 1)) // 2
         models = [model for model in (self.pair.target, self.pair.draft) if model is not None]

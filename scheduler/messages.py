@@ -114,6 +114,11 @@ class PrefillRow:
     salt: str = ""
     """KV blocks are shared only between sequences of the same salt."""
 
+    @property
+    def end(self) -> int:
+        """KV positions that are valid after this order, as a number."""
+        return len(self.tokens) - 1 if self.until is None else self.until
+
 
 @record(frozen=True, slots=True)
 class StepRow:

@@ -78,10 +78,7 @@ def order_rows(order: Order) -> list[str]:
 
 def prefill_tokens(order: Order) -> int:
     """KV positions that an order fills, those included that the replica may find filled."""
-    return sum(
-        (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
-        for row in order.prefill
-    )
+    return sum(row.end - row.begin for row in order.prefill)
 
 
 def order_spread(order: Order) -> int:

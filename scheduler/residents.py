@@ -261,7 +261,7 @@ class Replica:
             if one.rows_limit is None and one.limits is None and one.committed
         ]
         if len(plain) == len(sequences):
-            self.ready.add_free(plain)
+            self.ready.add_all(plain)
             return
         add = self.ready.add
         for one in sequences:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from replicas import calibration
 from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
+from replicas.replica import Replica
 from scheduler.cost_model import CostModel
 from scheduler.messages import (
     Order,
@@ -29,6 +31,22 @@ def prefills_of(replica: Trial) -> list[PrefillTiming]:
     return [one for one in calibrate(replica) if isinstance(one, PrefillTiming)]
 
 
+def retime(
+    monkeypatch: pytest.MonkeyPatch,
+    replica: Replica,
+    kind: OrderKind,
+    times: Callable[[Order], StepTimes],
+) -> None:
+    """Orders of this kind report these times."""
+    step = replica.step
+
+    def stepped(order: Order) -> StepResult:
+        result = step(order)
+        return replace(result, times=times(order)) if order.kind is kind else result
+
+    monkeypatch.setattr(replica, "step", stepped)
+
+
 def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     replica = tiny_replica("llama")
     free = replica.free_blocks
@@ -47,18 +65,13 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
 
 def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = tiny_replica("llama")
-    step = replica.step
     orders = itertools.count()
 
-    def hiccupping(order: Order) -> StepResult:
-        result = step(order)
-        if order.kind is OrderKind.PREFILL:
-            return result
+    def hiccupping(order: Order) -> StepTimes:
         slow = 100.0 if next(orders) % 4 == 0 else 1e-3
-        times = StepTimes(0.0, order.draft_len * slow, slow, (order.draft_len + 2) * slow)
-        return replace(result, times=times)
+        return StepTimes(0.0, order.draft_len * slow, slow, (order.draft_len + 2) * slow)
 
-    monkeypatch.setattr(replica, "step", hiccupping)
+    retime(monkeypatch, replica, OrderKind.SPECULATE, hiccupping)
     timings = steps_of(replica)
     assert len(timings) == len(ROWS) * len(DRAFT_LENS)
     for one in timings:
@@ -116,18 +129,14 @@ def test_a_prefill_that_takes_long_is_the_largest_one_tried(
 
 def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = tiny_replica("llama")
-    step = replica.step
     orders = itertools.count()
 
-    def hiccupping(order: Order) -> StepResult:
-        result = step(order)
-        if order.kind is not OrderKind.PREFILL:
-            return result
+    def hiccupping(order: Order) -> StepTimes:
         seconds = 1e-3 if next(orders) % (PREFILLS + 1) == PREFILLS else 100.0
-        return replace(result, times=StepTimes(seconds, total_s=seconds))
+        return StepTimes(seconds, total_s=seconds)
 
     monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
-    monkeypatch.setattr(replica, "step", hiccupping)
+    retime(monkeypatch, replica, OrderKind.PREFILL, hiccupping)
     assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
 
 

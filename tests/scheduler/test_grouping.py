@@ -33,7 +33,7 @@ def test_rows_that_come_together_stand_as_if_they_had_come_one_by_one() -> None:
     one_by_one: ReadyRows = ReadyRows()
     for row, length, kind in came:
         one_by_one.add(row, length, kind)
-    together.add_free(came)
+    together.add_all(came)
     together.check_integrity()
     assert list(together) == list(one_by_one)
     assert together.lengths() == one_by_one.lengths()
