@@ -21,7 +21,7 @@ from random import Random
 from benchmarks.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
 from scheduler.config import SchedulerConfig
-from scheduler.cost_model import LinearCost
+from scheduler.fit import LinearCost
 from scheduler.messages import (
     Order,
     OrderKind,

@@ -16,10 +16,10 @@ from scheduler.acceptance import Acceptance
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.cost_model import (
     CostModel,
-    LinearCost,
     StepPrices,
     prefilled_in,
 )
+from scheduler.fit import LinearCost
 from scheduler.goodput import (
     SHARES,
     Choice,

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_model import (
-    AT_ONCE,
-    CELLS_MAX,
-    CostModel,
-    Fit,
-    LinearCost,
-    filled_tokens,
-    prefilled_in,
-)
+from scheduler.cost_model import AT_ONCE, CostModel, filled_tokens, prefilled_in
+from scheduler.fit import CELLS_MAX, Fit, LinearCost
 from scheduler.messages import (
     Order,
     OrderKind,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_model import LinearCost, StepPrices
+from scheduler.cost_model import StepPrices
+from scheduler.fit import LinearCost
 from scheduler.goodput import (
     SHARES,
     STAY,

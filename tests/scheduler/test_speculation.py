@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.cost_model import LinearCost
+from scheduler.fit import LinearCost
 from scheduler.messages import (
     Dispatch,
     Order,

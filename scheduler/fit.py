@@ -1,0 +1,199 @@
+"""A straight line fitted online to what work takes: the regression behind the cost model.
+
+Work is so many tokens and KV positions, and took so many seconds. Knows numbers only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log2
+from struct import Struct
+
+CELLS_MAX = 48
+"""Distinct kinds of work that a fit remembers; the least recently seen goes first."""
+FADE = 0.98
+"""What the weight of a cell keeps of itself while the fit sees one other observation."""
+WEIGHT_LEAST = 0.02
+"""Old cells count that much at least: without them a fit forgets what other work costs."""
+RECENT = 0.15
+"""Weight of a new time in the mean of its cell, once the cell has seen enough."""
+_COUNT_RECENT = math.ceil(1.0 / RECENT)
+_FEW = 8
+"""Observations of which each one counts."""
+OUTLIER = 3.0
+"""A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
+
+
+@lru_cache(4096)
+def _tokens_key(tokens: int) -> int:
+    """Cells are a quarter of an octave of tokens wide."""
+    return round(4 * log2(tokens + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """fixed_s + token_s * tokens + kv_s * KV positions; no part is negative."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    kv_s: float = 0.0
+
+    def __call__(self, tokens: float, kv: float) -> float:
+        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
+
+
+_CELL = Struct("dddqq")
+"""Means of the tokens, KV positions and seconds of nearly the same work, how many observations they
+are, as far as that matters, and which of the fit's was the last."""
+_KV_KEYS = 256
+"""More than there are kinds of KV positions."""
+
+
+class Fit:
+    """A `LinearCost` fitted to (tokens, KV positions, seconds), the relative error weighted.
+
+    Observations of like work fall into one cell, so what happens a thousand times does not outweigh
+    what happens seldom, and a cost that changes is followed.
+
+    A pool has some of these for each replica, and none is in a cache when its turn comes: so cells
+    are plain numbers side by side.
+    """
+
+    __slots__ = ("_begins", "_cells", "_cost", "_kinds", "_seen", "_solved_at")
+
+    def __init__(self) -> None:
+        self._cells = bytearray()
+        self._begins: dict[int, int] = {}
+        """Where the cell of a key begins."""
+        self._seen = 0
+        self._solved_at = 0
+        """Observations that `_cost` knows."""
+        self._cost = LinearCost()
+        self._kinds: int | None = 0
+        """None: to be counted anew."""
+
+    def observe(self, tokens: int, kv: float, seconds: float) -> None:
+        """One piece of work that took `seconds`; what is not positive tells nothing."""
+        if seconds <= 0.0:
+            return
+        self._seen += 1
+        key = _tokens_key(tokens) * _KV_KEYS
+        if kv:
+            key += round(2 * log2(kv + 1))
+        begin = self._begins.get(key)
+        if begin is None:
+            begin = self._begins[key] = self._place()
+            _CELL.pack_into(self._cells, begin, tokens, kv, seconds, 1, self._seen)
+            return
+        mean_tokens, mean_kv, mean_s, count, _ = _CELL.unpack_from(self._cells, begin)
+        if count >= 4 and seconds > OUTLIER * mean_s:
+            seconds = OUTLIER * mean_s
+        if count < _COUNT_RECENT:
+            count += 1
+        rate = RECENT if count == _COUNT_RECENT else 1.0 / count
+        mean_tokens += rate * (tokens - mean_tokens)
+        mean_kv += rate * (kv - mean_kv)
+        mean_s += rate * (seconds - mean_s)
+        _CELL.pack_into(self._cells, begin, mean_tokens, mean_kv, mean_s, count, self._seen)
+
+    def _place(self) -> int:
+        """Where a new cell begins; of too many the least recently seen goes."""
+        self._kinds = None
+        begins = self._begins
+        if len(begins) < CELLS_MAX:
+            self._cells += bytes(_CELL.size)
+            return len(self._cells) - _CELL.size
+        seen = {key: _CELL.unpack_from(self._cells, begin)[-1] for key, begin in begins.items()}
+        return begins.pop(min(seen, key=lambda key: seen[key]))
+
+    @property
+    def kinds(self) -> int:
+        """Distinct numbers of tokens seen: a slope needs two."""
+        if self._kinds is None:
+            self._kinds = len({key // _KV_KEYS for key in self._begins})
+        return self._kinds
+
+    def cost(self) -> LinearCost:
+        """The fit as it stands; recomputed seldom once much was seen, for it takes its time."""
+        stale = self._seen - self._solved_at
+        if (
+            stale > self._seen // 3
+            or (stale and self._seen <= _FEW)
+            or stale > 4 * len(self._begins)
+        ):
+            self._solved_at = self._seen
+            self._cost = self._solve()
+        return self._cost
+
+    def _solve(self) -> LinearCost:
+        """Least squares of the relative error, without negative parts."""
+        tokens_sum = kv_sum = 0.0
+        now = self._seen
+        w = wt = wk = wtt = wtk = wkk = ws = wts = wks = 0.0
+        for tokens, kv, seconds, count, last in _CELL.iter_unpack(self._cells):
+            weight = FADE ** (now - last)
+            if weight < WEIGHT_LEAST:
+                weight = WEIGHT_LEAST
+            weight *= (count if count < 4 else 4) / (seconds * seconds)
+            tokens_sum += tokens
+            kv_sum += kv
+            weighted_tokens, weighted_kv = weight * tokens, weight * kv
+            w += weight
+            wt += weighted_tokens
+            wk += weighted_kv
+            wtt += weighted_tokens * tokens
+            wtk += weighted_tokens * kv
+            wkk += weighted_kv * kv
+            ws += weight * seconds
+            wts += weighted_tokens * seconds
+            wks += weighted_kv * seconds
+        # Columns of like size, so that one small ridge suits all.
+        t = max(tokens_sum / len(self._begins), 1e-30)
+        k = max(kv_sum / len(self._begins), 1e-30)
+        scale = (1.0, t, k)
+        matrix = [
+            [w, wt / t, wk / k],
+            [wt / t, wtt / t**2, wtk / (t * k)],
+            [wk / k, wtk / (t * k), wkk / k**2],
+        ]
+        right = [ws, wts / t, wks / k]
+        # What little was seen does not tell apart counts as fixed: small passes are bound by
+        # launches. So a slope is taken too low rather than too high, and then soon tried.
+        ridge = 1e-6 * max(matrix[i][i] for i in range(3))
+        for i in (1, 2):
+            matrix[i][i] += ridge
+        matrix[0][0] += 1e-6 * ridge
+        kept = [0, 1, 2]
+        while True:
+            found = _solve_linear(
+                [[matrix[i][j] for j in kept] for i in kept], [right[i] for i in kept]
+            )
+            worst = min(range(len(kept)), key=lambda at: found[at])
+            if found[worst] >= 0.0 or len(kept) == 1:
+                break
+            del kept[worst]
+        parts = [0.0] * 3
+        for i, value in zip(kept, found, strict=True):
+            parts[i] = max(value, 0.0) / scale[i]
+        return LinearCost(*parts)
+
+
+def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination with pivots, for up to three unknowns; changes its arguments."""
+    size = len(right)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
+        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
+        right[column], right[pivot] = right[pivot], right[column]
+        for row in range(column + 1, size):
+            factor = matrix[row][column] / matrix[column][column]
+            for at in range(column, size):
+                matrix[row][at] -= factor * matrix[column][at]
+            right[row] -= factor * right[column]
+    found = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(matrix[row][at] * found[at] for at in range(row + 1, size))
+        found[row] = (right[row] - known) / matrix[row][row]
+    return found
