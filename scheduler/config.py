@@ -72,7 +72,7 @@ class SchedulerConfig(BaseModel):
         description="Later requests that may be placed before a waiting one that does not fit.",
     )
     wait_rounds: int = Field(
-        default=3,
+        default=4,
         ge=1,
         le=1000,
         description="Rounds (groups that hold all residents once) that a resident waits at most"

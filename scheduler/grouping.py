@@ -13,21 +13,24 @@ Choice. A row is passed over whenever a speculate order is dispatched on its rep
 ready and not in it. Let w be the config's `wait_rounds`. With `oldest` the row that became ready
 first, and so was passed over most:
 
-1. nobody was passed over (w - 1.5) * G times: of the windows that are tight, the one of the
-   shortest rows. Tight is one whose spread is at most LEVEL of what a window would have if all
-   ready rows lay evenly. So those behind catch up with the next ones and then go on with them:
-   lengths level out, which no choice by spread alone brings about. Where no window is tight, the
-   one of least spread; of several, the one with the oldest row;
+1. nobody was passed over (w - 1.5) * G times, nor had too few steps: of the windows that are
+   tight, the one of the shortest rows. Tight is one whose spread is at most LEVEL of what a window
+   would have if all ready rows lay evenly. So those behind catch up with the next ones and then go
+   on with them: lengths level out, which no choice by spread alone brings about. Where no window is
+   tight, the one of least spread; of several, the one with the oldest row;
 2. the oldest was: the window of least spread that contains it (it anchors the window). So does,
-   before rule 1, the oldest row that has committed nothing yet: somebody waits for a first token;
+   before rule 1, the oldest row that has committed nothing yet: somebody waits for a first token.
+   And so does, after that one, the row that has had too few steps in the long run, see `turns`:
+   who always waits a little longer than the others ends much later;
 3. the oldest was passed over (w - 1) * G times: the rows_max oldest rows, whatever their spread.
 
-At the end, before rule 2, some of the rows are chosen by what they have left; see `ending`.
+At the end, before rule 2 for too few steps, some of the rows are chosen by what they have left; see
+`ending`.
 
-Measured with 64 residents of 16 to 256 tokens, groups of 8 and 4 draft tokens: of the KV positions
-that are read, 33 % are beyond a row's own in order of arrival (w = 1), 15 % with w = 2, 7 % with 3
-and 6 % with 4. Who falls behind for more rounds ends later, so the slowest of a hundred requests
-gain up to w = 3 and lose with more (`lockstep simulate --baseline eqspec`).
+Measured with 64 residents of 16 to 256 tokens, 64 new ones each and groups of 8: of the KV
+positions that are read, 36 % are beyond a row's own in order of arrival (w = 1), 19 % with w = 2,
+9 % with 3, 8 % with 4 and with 5 (`lockstep simulate --replicas 1 --in-flight 64 --prompt-tokens
+16..256 --new-tokens 64`).
 
 That is little above what choice can bring: with the demo pair's own acceptance, 64 residents of
 eight lengths, the full pool kept filled, 10 % with w = 3 and 6 % with 4; equal turns of neighbours
@@ -70,11 +73,12 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import merge
-from itertools import chain, islice
+from itertools import islice
 from operator import sub
 from typing import Generic, TypeVar
 
 from scheduler.narrowing import Group, Limits
+from scheduler.turns import Turns
 
 LEVEL = 0.4
 """Share of an even window's spread up to which a window is tight. Tried from 0.2 to 1."""
@@ -197,8 +201,12 @@ class _Shelf(Generic[Row]):
         spreads = self._spreads(first, last + 1, size)
         least = min(spreads)
         start = first + spreads.index(least)
-        if anchor is None and spreads.count(least) > 1:
-            start = self._oldest_of(spreads, least, size, ages)
+        if spreads.count(least) > 1:
+            if anchor is None:
+                start = self._oldest_of(spreads, least, size, ages)
+            else:
+                # The longest: rule 1 is for the shortest.
+                start = last - spreads[::-1].index(least)
         return self.rows[start : start + size]
 
     def _spreads(self, begin: int, end: int, size: int) -> list[int]:
@@ -223,7 +231,7 @@ class _Shelf(Generic[Row]):
 class ReadyRows(Generic[Row]):
     """The ready rows of one replica, by kind and length, and by age."""
 
-    __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "orders")
+    __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "orders", "turns")
 
     def __init__(self) -> None:
         self._shelves: tuple[_Shelf[Row], ...] = (_Shelf(), _Shelf(), _Shelf())
@@ -236,6 +244,8 @@ class ReadyRows(Generic[Row]):
         """Rows whose first token somebody waits for, the oldest first."""
         self.orders = 0
         """Speculate orders dispatched on this replica."""
+        self.turns: Turns[Row] = Turns()
+        """Of the free rows, ready or not."""
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -263,12 +273,18 @@ class ReadyRows(Generic[Row]):
         if limits is not None:
             kind = NARROW
             self._narrow[row] = limits
-        self.add_all([(row, length, kind)])
+        else:
+            self.turns.become_ready((row,))
+        self._add_all([(row, length, kind)])
         if new:
             self._new[row] = None
 
-    def add_all(self, rows: Iterable[tuple[Row, int, int]]) -> None:
+    def add_all(self, rows: list[tuple[Row, int, int]]) -> None:
         """The same for rows (row, length, kind) that nobody limits or waits for, in this order."""
+        self.turns.become_ready([row for row, _, _ in rows])
+        self._add_all(rows)
+
+    def _add_all(self, rows: list[tuple[Row, int, int]]) -> None:
         shelves, by_age, orders = self._shelves, self._by_age, self.orders
         for row, length, kind in rows:
             # It is the youngest, so it stands behind all of its length.
@@ -290,7 +306,18 @@ class ReadyRows(Generic[Row]):
 
     def is_due(self, wait_rounds: int, groups: int) -> bool:
         """Whether the oldest row was passed over so often that rule 2 or 3 takes it."""
-        return 2 * self.passes(next(iter(self._by_age))) >= (2 * wait_rounds - 3) * groups
+        return self._is_due(next(iter(self._by_age)), wait_rounds, groups)
+
+    def _is_due(self, row: Row, wait_rounds: int, groups: int) -> bool:
+        return 2 * self.passes(row) >= (2 * wait_rounds - 3) * groups
+
+    def _anchor(self, oldest: Row, wait_rounds: int, groups: int) -> Row | None:
+        """Whom rule 2 is for, `oldest` being the oldest row that it can take."""
+        if self._is_due(oldest, wait_rounds, groups):
+            return oldest
+        if self._new:
+            return next(iter(self._new))
+        return self.turns.due(self._by_age)
 
     def is_overdue(self, wait_rounds: int, groups: int) -> bool:
         """Whether it was passed over so often that rule 3 takes it."""
@@ -299,8 +326,10 @@ class ReadyRows(Generic[Row]):
     def anchor_of(self, rows: Iterable[Row], wait_rounds: int, groups: int) -> Row:
         """Of a group that was chosen just now the row that it is for, or else its oldest."""
         some = set(rows)
-        first: Iterable[Row] = () if self.is_due(wait_rounds, groups) else self._new
-        return next(row for row in chain(first, self._by_age) if row in some)
+        anchor = self._anchor(next(iter(self._by_age)), wait_rounds, groups)
+        if anchor is not None and anchor in some:
+            return anchor
+        return next(row for row in self._by_age if row in some)
 
     def ordered(self, rows: Iterable[Row]) -> list[Row]:
         """Ready rows as `choose` gives them."""
@@ -320,17 +349,18 @@ class ReadyRows(Generic[Row]):
         if self._narrow:
             return self._choose_narrowly(size, rows_max, groups, wait_rounds, turns or groups)
         by_age = self._by_age
-        row = next(iter(by_age))
-        length, _, kind = by_age[row]
         if self.is_overdue(wait_rounds, groups):
             return self._by_length(islice(by_age, rows_max))
-        anchored = self.is_due(wait_rounds, groups)
-        if not anchored and self._new:
-            anchored = True
-            row = next(iter(self._new))
-            length, _, kind = by_age[row]
-        anchor = (row, length) if anchored else None
-        return self._shelf(kind, size, anchored).window(size, anchor, by_age)
+        return self._window(next(iter(by_age)), size, groups, wait_rounds)
+
+    def _window(self, oldest: Row, size: int, groups: int, wait_rounds: int) -> list[Row]:
+        """Free rows by rules 1 and 2, `oldest` being the oldest of them."""
+        by_age = self._by_age
+        anchor = self._anchor(oldest, wait_rounds, groups)
+        if anchor is None:
+            return self._shelf(by_age[oldest][2], size, False).window(size, None, by_age)
+        length, _, kind = by_age[anchor]
+        return self._shelf(kind, size, True).window(size, (anchor, length), by_age)
 
     def _choose_narrowly(
         self, size: int, rows_max: int, groups: int, wait_rounds: int, turns: int
@@ -349,15 +379,8 @@ class ReadyRows(Generic[Row]):
         elif new in self._narrow:
             row_order = self._nearest(new)
         else:
-            row = next(one for one in by_age if one not in self._narrow)
-            anchored = 2 * self.passes(row) >= (2 * wait_rounds - 3) * turns
-            if not anchored and new is not None:
-                anchored = True
-                row = new
-            length, _, kind = by_age[row]
-            anchor = (row, length) if anchored else None
-            window = self._shelf(kind, size, anchored).window(size, anchor, by_age)
-            row_order = [*window, *self._narrow]
+            free_row = next(one for one in by_age if one not in self._narrow)
+            row_order = [*self._window(free_row, size, turns, wait_rounds), *self._narrow]
         group: Group[Row] = Group(rows_max)
         for row in row_order:
             if group.full:
@@ -399,10 +422,14 @@ class ReadyRows(Generic[Row]):
         """Rows that come by age, shortest first and of one length the oldest."""
         return sorted(rows, key=lambda row: self._by_age[row][0])
 
-    def take(self, rows: list[Row]) -> None:
+    def take(self, rows: list[Row], of: int) -> None:
         """Removes the rows of an order that is dispatched, as `choose` gave them: it passes the
-        others over."""
+        others over. `of`: free rows that step on the replica, those of the order among them."""
         self.orders += 1
+        narrow = self._narrow
+        free = [row for row in rows if row not in narrow] if narrow else rows
+        if free:
+            self.turns.step(free, of)
         keys = list(map(self._by_age.pop, rows))
         length, _, kind = keys[0]
         # A window, nearly always.

@@ -18,7 +18,7 @@ from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
 
-_STEPPING, _PREFILLING = State.STEPPING, State.PREFILLING  # for a quick look, as in `pool`
+_READY, _STEPPING, _PREFILLING = State.READY, State.STEPPING, State.PREFILLING  # for a quick look, as in `pool`
 
 CAP_ORDERS = 64
 """Orders after which a lowered number of rows is doubled again."""
@@ -162,6 +162,12 @@ class Replica:
     @property
     def prefilling(self) -> int:
         return self.rows_in[_PREFILLING]
+
+    @property
+    def taking_turns(self) -> int:
+        """Free rows that are ready or stepping; suspects among them."""
+        rows = self.rows_in[_READY] + self.rows_in[_STEPPING]
+        return rows - len(self.narrow_limits()) if self.narrow else rows
 
     @property
     def joining(self) -> int:

@@ -45,7 +45,7 @@ def test_rows_that_come_together_stand_as_if_they_had_come_one_by_one() -> None:
 def take(rows: ReadyRows, *args: int, **kwargs: int) -> list[str]:
     """The next group, dispatched."""
     chosen = rows.choose(*args, **kwargs)
-    rows.take(chosen)
+    rows.take(chosen, len(rows))
     return chosen
 
 

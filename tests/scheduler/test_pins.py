@@ -214,7 +214,7 @@ def test_no_row_is_passed_over_beyond_the_bound(
                 mine = limits[row] or Limits(rows_max)
                 assert len(chosen) <= min(mine.rows_max, rows_max)
                 assert of_chosen[-1] - of_chosen[0] <= mine.spread_max
-            ready.take(chosen)
+            ready.take(chosen, len(ready))
             ready.check_integrity()
             in_flight.append(chosen)
             assert all(ready.passes(row) <= bound for row in ready)
