@@ -18,7 +18,8 @@ from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
 
-_READY, _STEPPING, _PREFILLING = State.READY, State.STEPPING, State.PREFILLING  # for a quick look, as in `pool`
+# For a quick look, as in `pool`.
+_READY, _STEPPING, _PREFILLING = State.READY, State.STEPPING, State.PREFILLING
 
 CAP_ORDERS = 64
 """Orders after which a lowered number of rows is doubled again."""

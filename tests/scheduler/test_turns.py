@@ -1,4 +1,4 @@
-"""Proves that no row is behind an equal share of its replica's steps for long, whatever its length."""
+"""Proves that no row is behind an equal share of its replica's steps for long, wherever it lies."""
 
 from __future__ import annotations
 
