@@ -20,8 +20,8 @@ from random import Random
 
 from benchmarks.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
+from scheduler.beliefs import LinearCost
 from scheduler.config import SchedulerConfig
-from scheduler.fit import LinearCost
 from scheduler.messages import (
     Order,
     OrderKind,

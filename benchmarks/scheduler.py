@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.report import table, write_json
+from scheduler import scheduler as core
 from scheduler.config import SchedulerConfig
 from scheduler.garbage import collect_seldom
 from scheduler.messages import (
@@ -54,6 +55,8 @@ from scheduler.scheduler import Scheduler
 LIVE = (1_000, 10_000, 100_000)
 REPLICAS = (1, 16, 256)
 ROUNDS = 7
+COMPILED = not core.__file__.endswith(".py")
+"""Whether the scheduler was compiled, as `pip install .` does, or is plain Python."""
 TENANTS = 20
 """Names among which the requests are spread, so that the queue has something to share."""
 ACCEPTANCE = 0.7
@@ -314,10 +317,11 @@ def main() -> None:
             probes.append(probe_us())
     header = ("live sequences", "replicas", "rows", *(f"us per {each}" for each in _FIGURES))
     print(table(header, [[cost.live, cost.replicas, cost.rows, *_cells(cost)] for cost in costs]))
-    print("least / median of the rounds")
+    print("least / median of the rounds;", "compiled" if COMPILED else "plain Python")
     by_module = shares(LIVE[-1], REPLICAS[1], options.orders)
     print("share of an order's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
     figures = {
+        "compiled": COMPILED,
         "orders_per_round": options.orders,
         "rounds": ROUNDS,
         "probe_us": asdict(Rounds.of(probes)),

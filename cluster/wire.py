@@ -16,8 +16,8 @@ from cluster.metrics import Totals
 from cluster.protocol import PoolUnreachable, PoolView
 from cluster.target_text import TargetText
 from protos import lockstep_pb2 as pb
+from scheduler.beliefs import Beliefs, LinearCost
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
-from scheduler.fit import LinearCost
 from scheduler.messages import (
     Finish,
     FinishReason,
@@ -28,7 +28,6 @@ from scheduler.messages import (
     Request,
     SamplingParams,
 )
-from scheduler.speculation import Beliefs
 from scheduler.status import ReplicaStatus
 
 STATUS: Mapping[object, StatusCode] = {

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from scheduler.fit import Fit, LinearCost
+from scheduler.beliefs import LinearCost
+from scheduler.fit import Fit
 from scheduler.messages import Order, OrderKind, PrefillTiming, StepResult, StepTiming
 from scheduler.records import record
 
@@ -164,9 +165,9 @@ class CostModel:
         if steps == 1:
             # Nearly always the first row has drafted as many as any.
             if rows and rows[0].draft_tokens == order.draft_len:
-                drafted = order.draft_len
+                drafted = float(order.draft_len)
             else:
-                drafted = max([row.draft_tokens for row in rows], default=0)
+                drafted = float(max([row.draft_tokens for row in rows], default=0))
         else:
             drafted = max([row.draft_tokens / row.steps for row in rows if row.steps], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s

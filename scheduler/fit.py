@@ -6,10 +6,11 @@ Work is so many tokens and KV positions, and took so many seconds. Knows numbers
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 from struct import Struct
+
+from scheduler.beliefs import LinearCost
 
 CELLS_MAX = 48
 """Distinct kinds of work that a fit remembers; the least recently seen goes first."""
@@ -30,18 +31,6 @@ OUTLIER = 3.0
 def _tokens_key(tokens: int) -> int:
     """Cells are a quarter of an octave of tokens wide."""
     return round(4 * log2(tokens + 1))
-
-
-@dataclass(frozen=True, slots=True)
-class LinearCost:
-    """fixed_s + token_s * tokens + kv_s * KV positions; no part is negative."""
-
-    fixed_s: float = 0.0
-    token_s: float = 0.0
-    kv_s: float = 0.0
-
-    def __call__(self, tokens: float, kv: float) -> float:
-        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
 
 
 _CELL = Struct("dddqq")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.acceptance import Acceptance
+from scheduler.beliefs import Beliefs, LinearCost
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.cost_model import (
     CostModel,
     StepPrices,
     prefilled_in,
 )
-from scheduler.fit import LinearCost
 from scheduler.goodput import (
     SHARES,
     Choice,
@@ -59,37 +59,6 @@ class StepPlan:
     """Draft tokens of all rows that are verified; None: all."""
     least: int = 0
     """Every row may draft so many tokens, as far as was looked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beliefs:
-    """What a policy believes of one replica; times in seconds."""
-
-    draft_len: int = 0
-    """k as it was chosen last; probes, trials and what requests pin for themselves are left out."""
-    verified: float = 1.0
-    """Share of the drafted tokens that is verified."""
-    steps: int = 1
-    """Of the last order."""
-    step_s: float = 0.0
-    """Expected time of such a step with the rows of the last order; 0 while nothing is known."""
-    trip_s: float = 0.0
-    """What an order takes beside its run: messages and the pool's own time."""
-    acceptance_greedy: float = 0.0
-    """Probability that one more draft token is accepted, lately and over all sequences."""
-    acceptance_sampled: float = 0.0
-    draft: LinearCost = field(default_factory=LinearCost)
-    """One draft pass, by rows and KV positions read."""
-    verify: LinearCost = field(default_factory=LinearCost)
-    """One verification, by tokens and KV positions read."""
-    packed: LinearCost = field(default_factory=LinearCost)
-    """One that checks some of the draft tokens, by tokens checked and KV positions read."""
-    rest: LinearCost = field(default_factory=LinearCost)
-    """What of a step is neither, by tokens."""
-    apart_positions: float = math.inf
-    """See `DraftPolicy.apart`."""
-    prefill: LinearCost = field(default_factory=LinearCost)
-    """One prefill order, by positions filled."""
 
 
 class DraftPolicy(Protocol):

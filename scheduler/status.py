@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from scheduler.beliefs import Beliefs
 from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
 from scheduler.pool import Pool
 from scheduler.residents import Replica
-from scheduler.speculation import Beliefs, DraftPolicy
+from scheduler.speculation import DraftPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from cluster.protocol import PoolView
 from cluster.target_text import TargetText
 from cluster.wire import Refusal, refusal_of_finish, to_ask, to_status
 from protos import lockstep_pb2 as pb
+from scheduler.beliefs import Beliefs, LinearCost
 from scheduler.config import SchedulerConfig
-from scheduler.fit import LinearCost
 from scheduler.messages import Finish, FinishReason, Pins, ReplicaSpec, StepTimes
-from scheduler.speculation import Beliefs
 from scheduler.status import PoolStatus, ReplicaStatus
 
 

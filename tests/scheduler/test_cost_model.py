@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.beliefs import LinearCost
 from scheduler.cost_model import AT_ONCE, CostModel, filled_tokens, prefilled_in
-from scheduler.fit import CELLS_MAX, Fit, LinearCost
+from scheduler.fit import CELLS_MAX, Fit
 from scheduler.messages import (
     Order,
     OrderKind,

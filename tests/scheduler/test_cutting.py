@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.beliefs import LinearCost
 from scheduler.config import SchedulerConfig
 from scheduler.cost_model import StepPrices
 from scheduler.cutting import part_of
-from scheduler.fit import LinearCost
 from scheduler.grouping import passes_bound
 from scheduler.messages import Order, OrderKind
 from tests.scheduler.hand import Hand

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.beliefs import LinearCost
 from scheduler.cost_model import StepPrices
-from scheduler.fit import LinearCost
 from scheduler.goodput import (
     SHARES,
     STAY,

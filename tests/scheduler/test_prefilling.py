@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, Interrupt, Order, OrderKind, Release
 from scheduler.orders import prefill_tokens
 from scheduler.prefilling import CHUNKS_MAX
@@ -252,8 +253,14 @@ CHUNK = 10
 """Tokens of a chunk in `chunked`."""
 
 
-class Chunked(GoodputPolicy):
-    """A chunk takes as long as a step."""
+class Chunked:
+    """A chunk takes as long as a step; else a GoodputPolicy."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._policy = GoodputPolicy(config)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._policy, name)
 
     def prefill_tokens(
         self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.beliefs import Beliefs, LinearCost
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.fit import LinearCost
 from scheduler.messages import (
     Dispatch,
     Order,
@@ -32,7 +32,7 @@ from scheduler.messages import (
 )
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Answer, Sequence
-from scheduler.speculation import Beliefs, GoodputPolicy, StepPlan, row_draft_len
+from scheduler.speculation import GoodputPolicy, StepPlan, row_draft_len
 
 LENGTH = 100
 
