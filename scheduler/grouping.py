@@ -30,15 +30,15 @@ At the end, before rule 2 for too few steps, some of the rows are chosen by what
 Measured with 64 residents of 16 to 256 tokens, 64 new ones each and groups of 8: of the KV
 positions that are read, 36 % are beyond a row's own in order of arrival (w = 1), 19 % with w = 2,
 9 % with 3, 8 % with 4 and with 5 (`lockstep simulate --replicas 1 --in-flight 64 --prompt-tokens
-16..256 --new-tokens 64`).
+16..256 --new-tokens 64 --requests 1000`).
 
 That is little above what choice can bring: with the demo pair's own acceptance, 64 residents of
-eight lengths, the full pool kept filled, 10 % with w = 3 and 6 % with 4; equal turns of neighbours
-9 %; of 24 ways to weigh a window's padding against the age of its rows the best 6 %. What is left
-is the replica's to save: rows that lie far apart need not read together (`kv_positions_read`),
-or, where they must, it is a matter of cost: a group of rule 1 or 2 is cut where its rows lie so far
-apart that two steps take less time than one, and its row of rule 2, or its oldest, says which part
-goes (see `cutting`). The other part waits as if it had been passed over.
+eight lengths, the full pool kept filled, and before shares counted, 10 % with w = 3 and 6 % with 4;
+equal turns of neighbours 9 %; of 24 ways to weigh a window's padding against the age of its rows
+the best 6 %. What is left is the replica's to save: rows that lie far apart need not read together
+(`kv_positions_read`), or, where they must, it is a matter of cost: a group of rule 1 or 2 is cut
+where its rows lie so far apart that two steps take less time than one, and its row of rule 2, or
+its oldest, says which part goes (see `cutting`). The other part waits as if it had been passed over.
 
 Kinds. A row is of one of two kinds: the draft is right about it at times, or hardly ever; see
 `acceptance`. A step drafts as many tokens for all its rows, so rows of one kind belong together:
