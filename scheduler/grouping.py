@@ -38,7 +38,8 @@ equal turns of neighbours 9 %; of 24 ways to weigh a window's padding against th
 the best 6 %. What is left is the replica's to save: rows that lie far apart need not read together
 (`kv_positions_read`), or, where they must, it is a matter of cost: a group of rule 1 or 2 is cut
 where its rows lie so far apart that two steps take less time than one, and its row of rule 2, or
-its oldest, says which part goes (see `cutting`). The other part waits as if it had been passed over.
+its oldest, says which part goes (see `cutting`). The other part waits as if it had been passed
+over.
 
 Kinds. A row is of one of two kinds: the draft is right about it at times, or hardly ever; see
 `acceptance`. A step drafts as many tokens for all its rows, so rows of one kind belong together:
