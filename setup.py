@@ -26,6 +26,7 @@ COMPILED = (
     "fit",
     "goodput",
     "grouping",
+    "lags",
     "narrowing",
     "near_lengths",
     "open_replicas",
@@ -40,7 +41,6 @@ COMPILED = (
     "scheduler",
     "sequence",
     "speculation",
-    "turns",
     "waiting",
 )
 

@@ -20,7 +20,7 @@ first, and so was passed over most:
    tight, the one of least spread; of several, the one with the oldest row;
 2. the oldest was: the window of least spread that contains it (it anchors the window). So does,
    before rule 1, the oldest row that has committed nothing yet: somebody waits for a first token.
-   And so does, after that one, the row that has had too few steps in the long run, see `turns`:
+   And so does, after that one, the row that has had too few steps in the long run, see `lags`:
    who always waits a little longer than the others ends much later;
 3. the oldest was passed over (w - 1) * G times: the rows_max oldest rows, whatever their spread.
 
@@ -78,8 +78,8 @@ from itertools import islice
 from operator import sub
 from typing import Generic, TypeVar
 
+from scheduler.lags import Lags
 from scheduler.narrowing import Group, Limits
-from scheduler.turns import Turns
 
 LEVEL = 0.4
 """Share of an even window's spread up to which a window is tight. Tried from 0.2 to 1."""
@@ -232,7 +232,7 @@ class _Shelf(Generic[Row]):
 class ReadyRows(Generic[Row]):
     """The ready rows of one replica, by kind and length, and by age."""
 
-    __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "orders", "turns")
+    __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "lags", "orders")
 
     def __init__(self) -> None:
         self._shelves: tuple[_Shelf[Row], ...] = (_Shelf(), _Shelf(), _Shelf())
@@ -245,7 +245,7 @@ class ReadyRows(Generic[Row]):
         """Rows whose first token somebody waits for, the oldest first."""
         self.orders = 0
         """Speculate orders dispatched on this replica."""
-        self.turns: Turns[Row] = Turns()
+        self.lags: Lags[Row] = Lags()
         """Of the free rows, ready or not."""
 
     def __len__(self) -> int:
@@ -275,14 +275,14 @@ class ReadyRows(Generic[Row]):
             kind = NARROW
             self._narrow[row] = limits
         else:
-            self.turns.become_ready((row,))
+            self.lags.become_ready((row,))
         self._add_all([(row, length, kind)])
         if new:
             self._new[row] = None
 
     def add_all(self, rows: list[tuple[Row, int, int]]) -> None:
         """The same for rows (row, length, kind) that nobody limits or waits for, in this order."""
-        self.turns.become_ready([row for row, _, _ in rows])
+        self.lags.become_ready([row for row, _, _ in rows])
         self._add_all(rows)
 
     def _add_all(self, rows: list[tuple[Row, int, int]]) -> None:
@@ -318,7 +318,7 @@ class ReadyRows(Generic[Row]):
             return oldest
         if self._new:
             return next(iter(self._new))
-        return self.turns.due(self._by_age)
+        return self.lags.due(self._by_age)
 
     def is_overdue(self, wait_rounds: int, groups: int) -> bool:
         """Whether it was passed over so often that rule 3 takes it."""
@@ -430,7 +430,7 @@ class ReadyRows(Generic[Row]):
         narrow = self._narrow
         free = [row for row in rows if row not in narrow] if narrow else rows
         if free:
-            self.turns.step(free, of)
+            self.lags.step(free, of)
         keys = list(map(self._by_age.pop, rows))
         length, _, kind = keys[0]
         # A window, nearly always.

@@ -125,7 +125,7 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
         _check_pins(replica, order, pool.config)
     replica.ready.check_integrity()
     taking = [one for one in replica.ready if one.limits is None]
-    replica.ready.turns.check_integrity(taking, residents)
+    replica.ready.lags.check_integrity(taking, residents)
     assert len(replica.orders) <= pool.config.orders_in_flight_max, f"{name}: too many orders"
     assert replica.rows_of.keys() == replica.orders.keys(), f"{name}: rows of orders"
     for order in replica.orders.values():

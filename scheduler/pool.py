@@ -132,7 +132,7 @@ class Pool:
         `lacking` are those of them that get more blocks, and how many they have then.
         """
         if rows[0].rows_limit is None:
-            replica.ready.take(rows, replica.taking_turns)
+            replica.ready.take(rows, replica.free_rows)
         else:
             for sequence in rows:
                 del replica.suspects[sequence.id]
@@ -238,7 +238,7 @@ class Pool:
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)
         replica.lengths.remove(sequence)
-        replica.ready.turns.forget(sequence)
+        replica.ready.lags.forget(sequence)
         sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
         sequence.order_id = None

@@ -165,7 +165,7 @@ class Replica:
         return self.rows_in[_PREFILLING]
 
     @property
-    def taking_turns(self) -> int:
+    def free_rows(self) -> int:
         """Free rows that are ready or stepping; suspects among them."""
         rows = self.rows_in[_READY] + self.rows_in[_STEPPING]
         return rows - len(self.narrow_limits()) if self.narrow else rows

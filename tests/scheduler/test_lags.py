@@ -9,83 +9,83 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.grouping import ReadyRows, groups_needed
-from scheduler.turns import LAG_MAX, WATCHED, Turns
+from scheduler.lags import LAG_MAX, WATCHED, Lags
 
 
 def test_equal_turns_put_nobody_behind() -> None:
-    turns: Turns[str] = Turns()
+    lags: Lags[str] = Lags()
     rows = list("abcdef")
-    turns.become_ready(rows)
+    lags.become_ready(rows)
     for _ in range(10):
         for pair in ("ab", "cd", "ef"):
-            turns.step(list(pair), of=6)
-            turns.become_ready(pair)
-            assert turns.due(rows) is None
-    assert [turns.lag(row) for row in rows] == pytest.approx([0.0] * 6)
-    turns.check_integrity(rows, rows)
+            lags.step(list(pair), of=6)
+            lags.become_ready(pair)
+            assert lags.due(rows) is None
+    assert [lags.lag(row) for row in rows] == pytest.approx([0.0] * 6)
+    lags.check_integrity(rows, rows)
 
 
 def test_who_is_left_out_is_due_after_so_many_rounds() -> None:
     """Watched from when it comes back a round behind; until then its wait alone counts."""
-    turns: Turns[str] = Turns()
-    turns.become_ready("abz")
-    while turns.lag("z") < WATCHED:
-        turns.step(["a", "b"], of=3)
-        turns.become_ready("ab")
-    turns.step(["z"], of=3)
-    assert turns.lag("z") < WATCHED
-    while turns.lag("z") < WATCHED:
-        turns.step(["a", "b"], of=3)
-        turns.become_ready("ab")
-    turns.become_ready("z")
+    lags: Lags[str] = Lags()
+    lags.become_ready("abz")
+    while lags.lag("z") < WATCHED:
+        lags.step(["a", "b"], of=3)
+        lags.become_ready("ab")
+    lags.step(["z"], of=3)
+    assert lags.lag("z") < WATCHED
+    while lags.lag("z") < WATCHED:
+        lags.step(["a", "b"], of=3)
+        lags.become_ready("ab")
+    lags.become_ready("z")
     orders = 0
-    while turns.due("abz") is None:
-        assert turns.lag("z") < LAG_MAX
-        turns.step(["a", "b"], of=3)
-        turns.become_ready("ab")
+    while lags.due("abz") is None:
+        assert lags.lag("z") < LAG_MAX
+        lags.step(["a", "b"], of=3)
+        lags.become_ready("ab")
         orders += 1
-    assert turns.due("abz") == "z"
-    assert turns.due("ab") is None, "it is not ready"
+    assert lags.due("abz") == "z"
+    assert lags.due("ab") is None, "it is not ready"
     assert orders >= 1
 
 
 def test_a_row_that_steps_leaves_or_comes_back_is_due_no_more() -> None:
-    turns: Turns[str] = Turns()
+    lags: Lags[str] = Lags()
 
     def late() -> None:
-        turns.become_ready("yz")
-        while turns.lag("z") < LAG_MAX:
-            turns.step(["y"], of=2)
-            turns.become_ready("y")
-        turns.become_ready("z")
-        assert turns.due("yz") == "z"
+        lags.become_ready("yz")
+        while lags.lag("z") < LAG_MAX:
+            lags.step(["y"], of=2)
+            lags.become_ready("y")
+        lags.become_ready("z")
+        assert lags.due("yz") == "z"
 
     late()
-    turns.step(["z"], of=2)
-    turns.become_ready("z")
-    assert turns.due("yz") is None, "it had its step"
+    lags.step(["z"], of=2)
+    lags.become_ready("z")
+    assert lags.due("yz") is None, "it had its step"
     late()
-    turns.forget("z")
-    turns.become_ready("z")
-    assert turns.lag("z") == 0
-    assert turns.due("yz") is None, "it is here anew"
-    turns.check_integrity("yz", "yz")
-    turns.forget("z")
-    turns.check_integrity("y", "y")
+    lags.forget("z")
+    lags.become_ready("z")
+    assert lags.lag("z") == 0
+    assert lags.due("yz") is None, "it is here anew"
+    lags.check_integrity("yz", "yz")
+    lags.forget("z")
+    lags.check_integrity("y", "y")
 
 
 def test_the_one_furthest_behind_goes_first() -> None:
-    turns: Turns[str] = Turns()
-    turns.become_ready("xyz")
+    lags: Lags[str] = Lags()
+    lags.become_ready("xyz")
     for row in "xxyxxyxxxy":
-        turns.step([row], of=3)
-        turns.become_ready(row)
-    turns.become_ready("z")
-    while turns.due("xyz") is None:
-        turns.step(["x"], of=3)
-        turns.become_ready("x")
-    assert turns.due("xyz") == "z"
-    assert turns.lag("z") > turns.lag("y") > turns.lag("x")
+        lags.step([row], of=3)
+        lags.become_ready(row)
+    lags.become_ready("z")
+    while lags.due("xyz") is None:
+        lags.step(["x"], of=3)
+        lags.become_ready("x")
+    assert lags.due("xyz") == "z"
+    assert lags.lag("z") > lags.lag("y") > lags.lag("x")
 
 
 @settings(max_examples=50, deadline=None)
@@ -110,7 +110,7 @@ def test_no_length_costs_a_row_its_share(rows: int, rows_max: int, wait: int, rn
         for row in chosen:
             steps[row] += 1
             ready.add(row, lengths[row])
-        ready.turns.check_integrity(ready, lengths)
+        ready.lags.check_integrity(ready, lengths)
     # Each order is for one row, and who lies near it has a ride: so not all have equally many. By
     # the bound on a wait alone it would be one step in `wait` rounds.
     assert min(steps.values()) >= 0.5 * rounds

@@ -1,4 +1,4 @@
-"""Who has had fewer steps than an equal share: each row's turns against the rounds of its replica.
+"""Who has had fewer steps than an equal share: each row's steps against its replica's rounds.
 
 Of the rows that step on a replica every one is due a step per round; an order of b of R rows is
 b / R of a round. That is the virtual time of fair queueing, and how far a row is behind it is its
@@ -33,8 +33,8 @@ LEAD_MAX = 1.0
 Row = TypeVar("Row", bound=Hashable)
 
 
-class Turns(Generic[Row]):
-    """The turns of one replica's rows."""
+class Lags(Generic[Row]):
+    """The lags of one replica's rows."""
 
     __slots__ = ("_behind", "_entries", "_served", "rounds")
 
@@ -57,10 +57,10 @@ class Turns(Generic[Row]):
         rounds, served = self.rounds, self._served
         latest = rounds - WATCHED
         for row in rows:
-            turn = served.setdefault(row, rounds)
-            if turn <= latest:
+            until = served.setdefault(row, rounds)
+            if until <= latest:
                 self._entries += 1
-                heappush(self._behind, (turn, self._entries, row))
+                heappush(self._behind, (until, self._entries, row))
 
     def step(self, rows: list[Row], of: int) -> None:
         """Ready rows take a step, of so many that step on this replica."""
@@ -68,17 +68,17 @@ class Turns(Generic[Row]):
         served = self._served
         least, most = self.rounds - LAG_MAX, self.rounds + LEAD_MAX
         for row in rows:
-            turn = served[row] + 1.0
-            served[row] = least if turn < least else most if turn > most else turn
+            until = served[row] + 1.0
+            served[row] = least if until < least else most if until > most else until
 
     def due(self, ready: Container[Row]) -> Row | None:
         """Of the ready rows that are watched the one furthest behind, if it is due."""
         behind, served = self._behind, self._served
         latest = self.rounds - LAG_MAX
         while behind and behind[0][0] <= latest:
-            turn, _, row = behind[0]
-            # A step moves a row's turn, always forward.
-            if row in ready and served[row] == turn:
+            until, _, row = behind[0]
+            # A step moves it, always forward.
+            if row in ready and served[row] == until:
                 return row
             heappop(behind)
         return None
@@ -86,10 +86,12 @@ class Turns(Generic[Row]):
     def forget(self, row: Row) -> None:
         """The row leaves the replica."""
         self._served.pop(row, None)
+        if not self._served:
+            self._behind.clear()
 
     def check_integrity(self, ready: Iterable[Row], residents: Iterable[Row]) -> None:
-        """`ready`: ready rows that take turns; `residents`: all rows of the replica."""
-        assert self._served.keys() >= set(ready), "a ready row without turns"
-        assert self._served.keys() <= set(residents), "turns of a row that has left"
+        """`ready`: ready rows that are free; `residents`: all rows of the replica."""
+        assert self._served.keys() >= set(ready), "a ready row without a share"
+        assert self._served.keys() <= set(residents), "the share of a row that has left"
         most = self.rounds + LEAD_MAX
-        assert all(turn <= most for turn in self._served.values()), "a row is too far ahead"
+        assert all(until <= most for until in self._served.values()), "a row is too far ahead"
