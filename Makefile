@@ -23,7 +23,8 @@ $(SETUP): pyproject.toml constraints.txt
 COMPILED := build/compiled
 compiled: $(SETUP)  ## build/compiled: the project as a wheel has it, the scheduler's core compiled
 	rm -rf build  # a build leaves its own files there, which the next one would take for its sources
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(COMPILED) .
+	LOCKSTEP_COMPILE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --no-deps --target $(COMPILED) .
 
 demo: $(SETUP)  ## start a cluster with the demo pair, stream answers, print figures, stop
 	$(BIN)/lockstep demo
@@ -57,7 +58,7 @@ test-schedules: $(SETUP)
 COMPILED_TESTS := tests/scheduler tests/sim/test_golden.py tests/sim/test_baseline.py tests/integration/test_serving.py
 test-compiled: compiled
 	cp -R tests pyproject.toml $(COMPILED)
-	cd $(COMPILED) && PYTHONPATH=. $(CURDIR)/$(BIN)/python -m pytest $(COMPILED_TESTS)
+	cd $(COMPILED) && PYTHONPATH=$(abspath $(COMPILED)) $(abspath $(BIN))/python -m pytest $(COMPILED_TESTS)
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -91,7 +92,7 @@ bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
 	$(BIN)/python -m benchmarks.autoscaling --json $(RESULTS)/autoscaling.json --plot $(RESULTS)/autoscaling.svg
 
 bench-scheduler: compiled  ## the scheduler's share of them, compiled and plain
-	cd $(COMPILED) && $(CURDIR)/$(BIN)/python -m benchmarks.scheduler --json $(CURDIR)/$(RESULTS)/scheduler.json
+	cd $(COMPILED) && $(abspath $(BIN))/python -m benchmarks.scheduler --json $(abspath $(RESULTS))/scheduler.json
 	$(BIN)/python -m benchmarks.scheduler --json $(RESULTS)/scheduler_plain.json
 
 SIMULATE = $(BIN)/lockstep simulate

@@ -318,8 +318,10 @@ def main() -> None:
     header = ("live sequences", "replicas", "rows", *(f"us per {each}" for each in _FIGURES))
     print(table(header, [[cost.live, cost.replicas, cost.rows, *_cells(cost)] for cost in costs]))
     print("least / median of the rounds;", "compiled" if COMPILED else "plain Python")
-    by_module = shares(LIVE[-1], REPLICAS[1], options.orders)
-    print("share of an order's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
+    # A profiler does not see into what is compiled.
+    by_module = {} if COMPILED else shares(LIVE[-1], REPLICAS[1], options.orders)
+    if by_module:
+        print("share of an order's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
     figures = {
         "compiled": COMPILED,
         "orders_per_round": options.orders,

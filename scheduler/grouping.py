@@ -18,10 +18,11 @@ first, and so was passed over most:
    would have if all ready rows lay evenly. So those behind catch up with the next ones and then go
    on with them: lengths level out, which no choice by spread alone brings about. Where no window is
    tight, the one of least spread; of several, the one with the oldest row;
-2. the oldest was: the window of least spread that contains it (it anchors the window). So does,
-   before rule 1, the oldest row that has committed nothing yet: somebody waits for a first token.
-   And so does, after that one, the row that has had too few steps in the long run, see `lags`:
-   who always waits a little longer than the others ends much later;
+2. the oldest was: the window of least spread that contains it (it anchors the window), of several
+   the longest, for rule 1 is for the shortest. So does, before rule 1, the oldest row that has
+   committed nothing yet: somebody waits for a first token. And so does, after that one, the row
+   that has had too few steps in the long run, see `lags`: who always waits a little longer than the
+   others ends much later. Under lasting load that is most groups, where lengths are mixed;
 3. the oldest was passed over (w - 1) * G times: the rows_max oldest rows, whatever their spread.
 
 At the end, before rule 2 for too few steps, some of the rows are chosen by what they have left; see

@@ -7,6 +7,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from cluster import protocol
 from scheduler.beliefs import Beliefs
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, FinishReason, Order, StepResult
@@ -19,7 +20,11 @@ def _classes_within(kind: object, seen: set[type]) -> set[type]:
     """The classes of this one's fields, of theirs, and so on."""
     for part in get_args(kind):
         _classes_within(part, seen)
-    if isinstance(kind, type) and kind not in seen and kind.__module__.startswith("scheduler."):
+    if (
+        isinstance(kind, type)
+        and kind not in seen
+        and kind.__module__.startswith(("scheduler.", "cluster."))
+    ):
         seen.add(kind)
         if is_dataclass(kind):
             for each in get_type_hints(kind).values():
@@ -35,7 +40,8 @@ def test_what_processes_send_each_other_is_not_compiled() -> None:
         if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "COMPILED"
     ]
     sent = set[type]()
-    for kind in (Event, Action, PoolStatus, SchedulerConfig):
+    replies = [one for one in vars(protocol).values() if is_dataclass(one)]
+    for kind in (Event, Action, PoolStatus, SchedulerConfig, *replies):
         _classes_within(kind, sent)
     assert {Beliefs, Order, StepResult, FinishReason} <= sent
     assert not {kind.__module__ for kind in sent} & {f"scheduler.{name}" for name in names}

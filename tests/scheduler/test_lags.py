@@ -88,6 +88,27 @@ def test_the_one_furthest_behind_goes_first() -> None:
     assert lags.lag("z") > lags.lag("y") > lags.lag("x")
 
 
+def test_what_is_remembered_of_rows_that_come_and_go_is_bounded() -> None:
+    """In order of arrival, where nobody asks who is due, as well."""
+    ready: ReadyRows[int] = ReadyRows()
+    for row in range(16):
+        ready.add(row, 10)
+    coming = 16
+    for order in range(4000):
+        chosen = ready.choose(4, 4, 4, 1 + 3 * (order // 2000))
+        ready.take(chosen, 16)
+        for row in chosen:
+            # Two of four leave, so the others are seldom those that were behind.
+            if row % 2 == order % 2:
+                ready.lags.forget(row)
+                ready.add(coming, 10 + coming % 7 * 100)
+                coming += 1
+            else:
+                ready.add(row, 10)
+        assert len(ready.lags._behind) <= 2 * 16 + 16 + 4
+    assert ready.lags._entries > 200, "hardly any row was watched"
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.integers(9, 40),
