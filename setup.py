@@ -47,6 +47,7 @@ COMPILED = (
     "residents",
     "scheduler",
     "sequence",
+    "shelf",
     "speculation",
     "waiting",
 )

@@ -14,10 +14,10 @@ ready and not in it. Let w be the config's `wait_rounds`. With `oldest` the row 
 first, and so was passed over most:
 
 1. nobody was passed over (w - 1.5) * G times, nor had too few steps: of the windows that are
-   tight, the one of the shortest rows. Tight is one whose spread is at most LEVEL of what a window
-   would have if all ready rows lay evenly. So those behind catch up with the next ones and then go
-   on with them: lengths level out, which no choice by spread alone brings about. Where no window is
-   tight, the one of least spread; of several, the one with the oldest row;
+   tight, the one of the shortest rows. Tight is one whose spread is at most `shelf.LEVEL` of what a
+   window would have if all ready rows lay evenly. So those behind catch up with the next ones and
+   then go on with them: lengths level out, which no choice by spread alone brings about. Where no
+   window is tight, the one of least spread; of several, the one with the oldest row;
 2. the oldest was: the window of least spread that contains it (it anchors the window), of several
    the longest, for rule 1 is for the shortest. So does, before rule 1, the oldest row that has
    committed nothing yet: somebody waits for a first token. And so does, after that one, the row
@@ -71,25 +71,15 @@ EQSPEC without grouping does (arXiv 2510.22876).
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import merge
 from itertools import islice
-from operator import sub
 from typing import Generic, TypeVar
 
 from scheduler.lags import Lags
 from scheduler.narrowing import Group, Limits
-
-LEVEL = 0.4
-"""Share of an even window's spread up to which a window is tight. Tried from 0.2 to 1."""
-
-TIES_MAX = 16
-"""Windows of equal spread that are compared by age; the leftmost ones, to bound the work."""
-
-SCAN = 32
-"""Windows whose spreads are worked out at once where the first tight one is sought."""
+from scheduler.shelf import Shelf
 
 NARROW_EARLY = 2
 """So many orders before a round is over the oldest narrow row is due: there is one in flight and
@@ -147,96 +137,13 @@ def may_step(
     return 2 * ready >= min(ready + joining, rows_max)
 
 
-class _Shelf(Generic[Row]):
-    """Rows by length; of one length the oldest first.
-
-    An order looks at dozens of lengths and takes few rows. So lengths stand beside each other as
-    plain numbers: nothing of a row that is not taken is fetched from memory.
-    """
-
-    __slots__ = ("lengths", "rows")
-
-    def __init__(self, lengths: Iterable[int] = (), rows: Iterable[Row] = ()) -> None:
-        self.lengths = array("i", lengths)
-        self.rows = list(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def find(self, row: Row, length: int) -> int:
-        """Where the row stands."""
-        return self.rows.index(row, bisect_left(self.lengths, length))
-
-    def remove(self, row: Row, length: int) -> None:
-        at = self.find(row, length)
-        del self.rows[at], self.lengths[at]
-
-    def remove_window(self, rows: list[Row], length: int) -> bool:
-        """Removes rows of which the first is here, with this length, if they stand side by side;
-        else nothing is changed."""
-        first = self.find(rows[0], length)
-        last = first + len(rows)
-        if self.rows[first:last] != rows:
-            return False
-        del self.rows[first:last], self.lengths[first:last]
-        return True
-
-    def window(self, size: int, anchor: tuple[Row, int] | None, ages: Iterable[Row]) -> list[Row]:
-        """With an anchor (row, length) the tightest window that holds it, else that of rule 1.
-
-        `ages`: all ready rows, the oldest first.
-        """
-        lengths = self.lengths
-        size = min(size, len(lengths))
-        first, last = 0, len(lengths) - size
-        if anchor is not None:
-            at = self.find(*anchor)
-            first, last = max(first, at - size + 1), min(last, at)
-        else:
-            tight = LEVEL * (lengths[-1] - lengths[0]) * size / len(lengths)
-            # One of the shortest, nearly always, so most windows are never looked at.
-            for begin in range(0, last + 1, SCAN):
-                spreads = self._spreads(begin, min(begin + SCAN, last + 1), size)
-                if min(spreads) <= tight:
-                    start = begin + next(at for at, one in enumerate(spreads) if one <= tight)
-                    return self.rows[start : start + size]
-        spreads = self._spreads(first, last + 1, size)
-        least = min(spreads)
-        start = first + spreads.index(least)
-        if spreads.count(least) > 1:
-            if anchor is None:
-                start = self._oldest_of(spreads, least, size, ages)
-            else:
-                # The longest: rule 1 is for the shortest.
-                start = last - spreads[::-1].index(least)
-        return self.rows[start : start + size]
-
-    def _spreads(self, begin: int, end: int, size: int) -> list[int]:
-        """Of the windows that start from `begin` up to `end`."""
-        lengths = self.lengths
-        return list(map(sub, lengths[begin + size - 1 : end + size - 1], lengths[begin:end]))
-
-    def _oldest_of(self, spreads: list[int], least: int, size: int, ages: Iterable[Row]) -> int:
-        """Start of the window with the oldest row, of those of least spread."""
-        start = -1
-        starts: dict[Row, int] = {}
-        for _ in range(TIES_MAX):
-            try:
-                start = spreads.index(least, start + 1)
-            except ValueError:
-                break
-            for row in self.rows[start : start + size]:
-                starts.setdefault(row, start)
-        return next(starts[row] for row in ages if row in starts)
-
-
 class ReadyRows(Generic[Row]):
     """The ready rows of one replica, by kind and length, and by age."""
 
     __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "lags", "orders")
 
     def __init__(self) -> None:
-        self._shelves: tuple[_Shelf[Row], ...] = (_Shelf(), _Shelf(), _Shelf())
+        self._shelves: tuple[Shelf[Row], ...] = (Shelf(), Shelf(), Shelf())
         """Free rows of kind 0 and 1, and narrow ones."""
         self._by_age: dict[Row, _Key] = {}
         """The oldest first."""
@@ -410,7 +317,7 @@ class ReadyRows(Generic[Row]):
         others.remove(anchor)
         return [anchor, *others]
 
-    def _shelf(self, kind: int, size: int, anchored: bool) -> _Shelf[Row]:
+    def _shelf(self, kind: int, size: int, anchored: bool) -> Shelf[Row]:
         """Where the next group is sought, `kind` being that of the oldest row or of the anchor."""
         own, other = self._shelves[kind], self._shelves[1 - kind]
         if len(own) >= size or not other.rows:
@@ -418,7 +325,7 @@ class ReadyRows(Generic[Row]):
         if not anchored and len(other) >= size:
             return other
         both = self._by_length(row for row, key in self._by_age.items() if key[2] != NARROW)
-        return _Shelf([self._by_age[row][0] for row in both], both)
+        return Shelf([self._by_age[row][0] for row in both], both)
 
     def _by_length(self, rows: Iterable[Row]) -> list[Row]:
         """Rows that come by age, shortest first and of one length the oldest."""

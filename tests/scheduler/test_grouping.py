@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.grouping import (
-    LEVEL,
     ReadyRows,
     group_size,
     groups_needed,
     may_step,
     passes_bound,
 )
+from scheduler.shelf import LEVEL
 
 
 def ready_rows(lengths: list[int]) -> ReadyRows:
