@@ -39,11 +39,6 @@ SCHEDULES := tests/oracle tests/scheduler tests/sim
 TOGETHER := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)
 ALONE := $(BIN)/python -m pytest $(addprefix --ignore=,$(STEPS) $(SCHEDULES))
 
-test: $(SETUP)  ## everything that CI runs
-	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; $(ALONE) || failed=1; \
-	if $(BIN)/python -c "$$CAN_COMPILE"; then $(MAKE) --no-print-directory test-compiled || failed=1; \
-	else echo "SKIPPED test-compiled: no C compiler, or no headers of Python"; fi; exit $$failed
-
 define CAN_COMPILE
 import shutil, sysconfig
 from pathlib import Path
@@ -51,6 +46,11 @@ headers = Path(sysconfig.get_path("include"), "Python.h").exists()
 raise SystemExit(not (headers and shutil.which(sysconfig.get_config_var("CC").split()[0])))
 endef
 export CAN_COMPILE
+
+test: $(SETUP)  ## everything that CI runs
+	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; $(ALONE) || failed=1; \
+	if $(BIN)/python -c "$$CAN_COMPILE"; then $(MAKE) --no-print-directory test-compiled || failed=1; \
+	else echo "SKIPPED test-compiled: no C compiler, or no headers of Python"; fi; exit $$failed
 
 test-fast: $(SETUP)  ## without the tests that start a real Ray
 	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; \
