@@ -18,7 +18,8 @@ from protos import lockstep_pb2_grpc
 OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", 16 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.keepalive_time_ms", 60_000),
+    # A gRPC server hangs up on whoever pings more often than every 300 s without data.
+    ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     # Many streams of one process must not wait for each other on one connection's flow control.
     ("grpc.use_local_subchannel_pool", 1),

@@ -209,6 +209,16 @@ class ClusterConfig(_Settings):
             raise ValueError(f"replica_gpus: a rank needs a GPU of its own, not {gpus:g} of one")
         return actors
 
+    @model_validator(mode="after")
+    def _own_deadline_is_allowed(self) -> Self:
+        most = self.scheduler.timeout_s_max
+        if self.ingress.timeout_s > most:
+            raise ValueError(
+                f"ingress.timeout_s: must be at most scheduler.timeout_s_max ({most:g}), is"
+                f" {self.ingress.timeout_s:g}"
+            )
+        return self
+
     @property
     def replicas_min(self) -> int:
         """Replicas that are there without any load."""
@@ -385,6 +395,13 @@ def _scalar(value: Any) -> Any:
 
 def _sentence(error: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(map(str, item['loc']))}: {item['msg'].lower().removeprefix('value error, ')}"
+        ": ".join(
+            part
+            for part in (
+                ".".join(map(str, item["loc"])),
+                item["msg"].lower().removeprefix("value error, "),
+            )
+            if part  # what concerns several sections has no place of its own
+        )
         for item in error.errors()
     )

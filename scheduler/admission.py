@@ -14,6 +14,9 @@ from scheduler.messages import Pins, ReplicaSpec, Request, SamplingParams
 SEED_MAX = 2**63
 """Seeds are in [0, SEED_MAX)."""
 
+END_TOKENS_MAX = 16
+"""Of the target's own, which an ingress adds to the stop tokens that a client may give."""
+
 _NO_PINS = Pins()
 _PINS_LEAST = {
     "rows_max": 1,
@@ -34,10 +37,10 @@ def check_request(
         raise InvalidRequest("id", "must not be empty")
     _check_lengths(request, config)
     _check_sampling(request.sampling)
-    if len(request.stop_token_ids) > config.stop_token_ids_max:
+    stops_most = config.stop_token_ids_max + END_TOKENS_MAX
+    if len(request.stop_token_ids) > stops_most:
         raise InvalidRequest(
-            "stop_token_ids",
-            f"{len(request.stop_token_ids)} given, at most {config.stop_token_ids_max} allowed",
+            "stop_token_ids", f"{len(request.stop_token_ids)} given, at most {stops_most} allowed"
         )
     if request.draft_len is not None and not 0 <= request.draft_len <= DRAFT_LEN_MAX:
         raise InvalidRequest(

@@ -57,8 +57,11 @@ def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica |
     return target
 
 
-def rows_to_move(replica: Replica, target: Replica, config: SchedulerConfig) -> list[Sequence]:
-    """Ready rows worth moving, those with the most to gain first; one prefill order at most."""
+def rows_to_move(
+    replica: Replica, target: Replica, config: SchedulerConfig, chunk: int
+) -> list[Sequence]:
+    """Ready rows worth moving, those with the most to gain first: one, and of others what the
+    target fills with it in one chunk of so many tokens. What it left would go back."""
     if replica.narrow or target.narrow:
         gains = _gains_of_turns(replica, target, config)
         most = config.prefill_rows_max
@@ -74,7 +77,7 @@ def rows_to_move(replica: Replica, target: Replica, config: SchedulerConfig) -> 
         if gain <= 0 or len(rows) == most:
             break
         tokens += sequence.length
-        if tokens > config.prefill_tokens_max:
+        if rows and tokens > chunk:
             break
         if target.could_hold(sequence) and target.has_blocks(sequence, blocks):
             blocks += target.blocks_for(sequence)

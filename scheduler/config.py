@@ -141,5 +141,9 @@ class SchedulerConfig(BaseModel):
         "fail a request.",
     )
     prompt_tokens_max: int = Field(default=131072, ge=1, description="Longest prompt accepted.")
-    stop_token_ids_max: int = Field(default=64, ge=0, description="Stop token ids per request.")
+    stop_token_ids_max: int = Field(
+        default=64,
+        ge=0,
+        description="Stop token ids of a request, beside the target's own end tokens.",
+    )
     timeout_s_max: float = Field(default=3600.0, gt=0, description="Longest deadline accepted.")

@@ -14,7 +14,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.cutting import part_of
 from scheduler.ending import with_late
 from scheduler.grouping import group_size, may_step
-from scheduler.messages import Action, Dispatch, Interrupt, Order, Release
+from scheduler.messages import Action, Dispatch, Interrupt, Order, OrderKind, Release
 from scheduler.narrowing import Group
 from scheduler.orders import prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows, shunned
@@ -104,10 +104,12 @@ class Dispatcher:
         if replica.orders and self._clears(replica):
             self.interrupt(replica, self._out)
             return None
-        if replica.suspects:
+        if replica.suspects and not (replica.last_alone and replica.ready):
             return self._step_suspects(replica)
-        if replica.fails and replica.ready and not replica.orders:
-            # Is it the replica or the row? Others show it before the row comes back.
+        broke = OrderKind.SPECULATE in replica.fails
+        if (broke or replica.last_alone) and replica.ready and not replica.orders:
+            # Is it the replica or the row? Others show it before the row comes back. And between
+            # any two orders of suspects those that are none take one step.
             rows_max = replica.rows_max(self._config.rows_max)
             rows = len(replica.ready) + replica.stepping
             size, _ = self._group_size(replica, rows, rows_max)
@@ -145,6 +147,10 @@ class Dispatcher:
         if may_step(ready, stepping, replica.joining, len(replica.orders), beside, rows_max):
             return self._step_ready(replica, size, rows_max, someone_waits=to_fill)
         return None
+
+    def chunk(self, replica: Replica) -> int:
+        """Tokens of the next prefill order, if it is of one chunk."""
+        return self._prefill_tokens(replica, 1)
 
     def _prefill_tokens(self, replica: Replica, at_once: int) -> int:
         """What an order of so many chunks may fill."""

@@ -17,7 +17,9 @@ place first serves it. The rule, in this order:
 5. Load: the fewest residents, then the lowest id.
 
 A sequence that is suspected of breaking orders (see `blame`) goes with other suspects only, to a
-replica with nothing in flight, and not to one on which it failed while another could hold it.
+replica with nothing in flight, and not to one on which it failed while another could hold it. Where
+no other could, it lets all pass that did not fail there while the last prefill of that replica
+failed: if theirs does not, the replica is not to blame.
 
 The queue (see `waiting`) is served from its front, but a sequence that does not fit lets smaller
 ones pass: at most passes_max of them. Then it claims the first replica that could hold it and that
@@ -33,6 +35,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from scheduler.config import SchedulerConfig
+from scheduler.messages import OrderKind
 from scheduler.prefilling import Room
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
@@ -142,6 +145,23 @@ def next_rows(
     what the order has for them: a row that is begun with what is left ends the order, and so does
     one for which nothing is left.
     """
+    if OrderKind.PREFILL in replica.fails:
+        choice = _next_rows(replica, waiting, open_replicas, replicas, config, room, again=False)
+        if choice.rows or choice.claim is not None:
+            return choice
+    return _next_rows(replica, waiting, open_replicas, replicas, config, room, again=True)
+
+
+def _next_rows(
+    replica: Replica,
+    waiting: Mapping[str, Sequence],
+    open_replicas: Iterable[tuple[int, str]],
+    replicas: Mapping[str, Replica],
+    config: SchedulerConfig,
+    room: Room,
+    again: bool,
+) -> Choice:
+    """`again`: also suspects that failed on this replica, if no other could hold them."""
     choice = Choice()
     rows_most = min(room.rows, config.residents_max - replica.load)
     if replica.draining or rows_most <= 0:
@@ -164,7 +184,8 @@ def next_rows(
             continue
         looked_at += 1
         if sequence.rows_limit is not None:
-            if shunned(replica, sequence, open_replicas, replicas):
+            failed_here = replica.id in sequence.shuns
+            if failed_here and (not again or shunned(replica, sequence, open_replicas, replicas)):
                 continue
             if not choice.rows and replica.orders:
                 # Suspects go alone: this replica finishes what it has and then takes this one.

@@ -296,6 +296,7 @@ class Pool:
         if order.steps > 1:
             replica.long = order.id
         replica.last_kind = order.kind
+        replica.last_alone = order.id == replica.alone
         self.by_load.changed(replica)
 
     def end_order(self, replica: Replica, order_id: int) -> Order | None:

@@ -109,6 +109,8 @@ class Replica:
     """Orders as large as the cap that were done since it was set."""
     alone: int | None = None
     """The order in flight, if it is one of suspects: nothing goes beside it."""
+    last_alone: bool = False
+    """Whether the last order that was sent was one of suspects."""
     long: int | None = None
     """An order in flight of several steps that was not interrupted."""
     sent_alone: tuple[int, float] = (0, 0.0)

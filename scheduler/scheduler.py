@@ -375,7 +375,8 @@ class Scheduler:
         target = balance.lightest(replica, self._pool, self.config)
         if target is None:
             return
-        rows = balance.rows_to_move(replica, target, self.config)
+        chunk = self._dispatcher.chunk(target)
+        rows = balance.rows_to_move(replica, target, self.config, chunk)
         if rows:
             self._pool.moved += len(rows)
             for sequence in rows:

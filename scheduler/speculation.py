@@ -170,7 +170,7 @@ class GoodputPolicy:
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
         trims = spec.trims_drafts and self._config.trim_drafts
-        choice = Choice(min(FALLBACK, spec.draft_len_max))
+        choice = Choice(min(FALLBACK, spec.draft_len_max, self._config.draft_len_max))
         self._replicas[replica_id] = _Known(
             spec.draft_len_max,
             CostModel(spec.timings, spec.reads_apart),
@@ -189,6 +189,7 @@ class GoodputPolicy:
         # Nearly always nobody has pinned anything, and then nothing of it is worked out.
         freely = False not in [one.drafts_freely for one in rows]
         choice, least = self._choice(known, rows, prices, freely)
+        tried = choice.draft_len > known.choice.draft_len
         pins = [] if freely else [one.draft_len for one in rows if one.draft_len]
         if pins:
             pinned = min(max(pins), known.draft_len_max, self._config.draft_len_max)
@@ -205,8 +206,7 @@ class GoodputPolicy:
                 choice.draft_len, max(known.trip_s or 0.0, 0.0)
             )
         known.planned = (len(rows), choice.draft_len, verified)
-        if choice.draft_len > known.choice.draft_len:
-            # A probe, a trial of a share, or a row that has pinned its own.
+        if tried:  # a probe, or a trial of a share
             return StepPlan(choice.draft_len, 1, verified, least)
         known.steps = self._steps(known, steps_most)
         return StepPlan(choice.draft_len, known.steps, verified, least)
@@ -366,7 +366,8 @@ class GoodputPolicy:
         return True
 
     def _steps(self, known: _Known, steps_most: int) -> int:
-        if self._config.draft_len is None and 0 < known.trials < len(TRIALS):
+        trying = 0 < known.trials < len(TRIALS) and not known.model.known
+        if trying and self._config.draft_len is None:
             return 1
         step_s = known.step_s() if steps_most > 1 else 0.0
         if known.trip_s is None or step_s <= 0.0:

@@ -151,6 +151,16 @@ def test_settings_of_the_door_that_make_no_sense_are_named(
         from_args({"auth": auth})
 
 
+@pytest.mark.parametrize(
+    "settings", [{"ingress": {"timeout_s": 7200}}, {"scheduler": {"timeout_s_max": 60}}]
+)
+def test_a_default_deadline_that_no_request_may_have_is_refused(
+    settings: dict[str, object],
+) -> None:
+    with pytest.raises(ConfigError, match=r"^ingress\.timeout_s: .*scheduler\.timeout_s_max"):
+        from_args(settings)
+
+
 def test_a_replicas_memory_is_to_last_for_the_schedulers_orders() -> None:
     config = from_args({"batch_size": 3, "draft_len": 2, "scheduler": {"draft_len_max": 5}})
     planned = config.planned_replica

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from scheduler.admission import check_request
+from scheduler.admission import END_TOKENS_MAX, check_request
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec, Request, SamplingParams
@@ -26,6 +26,7 @@ GOOD: list[dict[str, object]] = [
     {"max_new_tokens": 1},
     {"max_new_tokens": 37},  # 40 tokens fill the 10 blocks exactly
     {"stop_token_ids": (1, 2, 3)},
+    {"stop_token_ids": tuple(range(3 + END_TOKENS_MAX))},
     {"draft_len": 0},
     {"draft_len": 32},
     {"timeout_s": 0.001},
@@ -53,7 +54,7 @@ BAD: list[tuple[str, dict[str, object]]] = [
     ("max_new_tokens", {"max_new_tokens": 38}),  # beyond the blocks of an empty replica
     ("committed", {"committed": (1,) * 9}),
     ("committed", {"committed": (100,)}),
-    ("stop_token_ids", {"stop_token_ids": (1, 2, 3, 4)}),
+    ("stop_token_ids", {"stop_token_ids": tuple(range(3 + END_TOKENS_MAX + 1))}),
     ("stop_token_ids", {"stop_token_ids": (100,)}),
     ("draft_len", {"draft_len": -1}),
     ("draft_len", {"draft_len": 33}),

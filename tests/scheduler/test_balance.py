@@ -60,6 +60,28 @@ def test_the_imbalance_settles_and_nobody_goes_back() -> None:
     assert hand.scheduler.snapshot().moved <= 8
 
 
+def test_a_row_longer_than_a_prefill_order_moves_too() -> None:
+    hand = loaded(16, length=60, prefill_tokens_max=32)
+    hand.join("s", kv_blocks=10_000)
+    for _ in range(60):
+        step(hand, "r")
+        if hand.in_flight("s"):
+            step(hand, "s")
+    assert hand.scheduler.snapshot().moved >= 4
+    assert hand.scheduler._pool.replicas["s"].load >= 4
+
+
+def test_what_a_chunk_has_no_room_for_stays() -> None:
+    """What the lighter replica left would come back, and be filled anew for nothing."""
+    hand = loaded(16, length=60, prefill_tokens_max=130)
+    hand.join("s", kv_blocks=10_000)
+    step(hand)
+    assert hand.scheduler.snapshot().moved == 2
+    assert not hand.scheduler.snapshot().waiting
+    (order,) = hand.in_flight("s")
+    assert len(rows_of(order)) == 2
+
+
 def test_nobody_moves_where_all_fit_into_one_group() -> None:
     hand = loaded(4)
     hand.join("s")

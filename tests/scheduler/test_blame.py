@@ -62,6 +62,66 @@ def test_a_row_that_breaks_every_order_fails_alone() -> None:
     assert all(finish.reason is FinishReason.LENGTH for finish in others)
 
 
+def play_prefills(hand: Hand, breaks: str, times: int, rounds: int) -> list[list[str]]:
+    """Answers orders, the first `times` prefills of that row by failures; rows of each order."""
+    played = []
+    for _ in range(rounds):
+        order = hand.in_flight()[0]
+        played.append(rows_of(order))
+        if order.kind is OrderKind.PREFILL and breaks in rows_of(order) and times:
+            times -= 1
+            hand.fail(order)
+        else:
+            hand.done(order)
+    return played
+
+
+def test_nobody_waits_long_for_a_prefill_that_failed_once() -> None:
+    """The rows that run show that steps succeed; a prefill they cannot show."""
+    hand = crowd(4)
+    for name in ("broken", "next", "last"):
+        hand.submit(name, length=8)
+    played = play_prefills(hand, "broken", times=1, rounds=30)
+    prefilled = [at for at, rows in enumerate(played) if not rows[0].startswith("q")]
+    assert {name for at in prefilled for name in played[at]} >= {"broken", "next", "last"}
+    assert not hand.scheduler.snapshot().waiting
+    assert len(hand.in_flight()) == 2, "an order is prepared beside the running one again"
+
+
+def test_a_prompt_that_breaks_every_prefill_lets_the_others_pass_and_fails_after_three() -> None:
+    """Theirs show that it is the prompt and not the replica."""
+    hand = crowd(4)
+    hand.submit("broken", length=8)
+    waiting = iter(range(50))
+    failures = 0
+    while "broken" not in hand.finishes:
+        order = hand.in_flight()[0]
+        if order.kind is OrderKind.PREFILL and "broken" in rows_of(order):
+            failures += 1
+            hand.submit(f"next{next(waiting)}", length=8)
+            hand.fail(order)
+        else:
+            hand.done(order)
+    assert hand.finishes["broken"].reason is FinishReason.FAILED
+    assert failures == 3
+
+
+def test_rows_that_nobody_suspects_step_between_any_two_orders_of_suspects() -> None:
+    hand = crowd(4)
+    hand.join("s")
+    for index in range(12):
+        hand.submit(f"s{index}", max_new_tokens=8)
+    hand.settle("s")
+    hand.lose("s")
+    alone: list[bool] = []
+    while hand.scheduler.snapshot().waiting:
+        order = hand.in_flight()[0]
+        alone.append(hand.scheduler._pool.replicas["r"].alone == order.id)
+        assert alone[-2:] != [True, True]
+        hand.done(order)
+    assert 4 <= sum(alone) < len(alone) <= 60, "suspects come in, in turns with the others"
+
+
 def test_a_row_that_failed_alone_goes_to_another_replica() -> None:
     hand = crowd(1)
     hand.join("s")

@@ -186,7 +186,7 @@ def test_a_claim_ends_with_the_claimant_or_with_the_replica(end: str) -> None:
         getattr(hand, end)("r")
         hand.join("next", **FIVE_SMALL)
         # Whoever was in flight when it died comes in by itself first.
-        run(hand, ("next",), 60 if end == "lose" else 4)
+        run(hand, ("next",), 120 if end == "lose" else 4)
         assert hand.used("next") == 10
     assert replica.claimed_by is None
 

@@ -233,6 +233,31 @@ def test_without_any_times_the_first_orders_are_trials() -> None:
     assert 0 in tried[:2]
 
 
+def test_orders_have_several_steps_as_soon_as_the_trials_tell_enough() -> None:
+    """Two may: then there is no third, and none is waited for."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(None)
+    rows = rows_of(1)
+    pair.turn(policy, rows, 40, steps_most=8, trip_s=2e-3)
+    assert policy.plan("r", rows, 8).steps > 1
+
+
+def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_order_as_others() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.3)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(1), 40, steps_most=8, trip_s=2e-3)
+    assert policy.beliefs("r").draft_len < 8
+    plan = policy.plan("r", rows_of(1, draft_len=8), 8)
+    assert plan.draft_len == 8
+    assert plan.steps > 1
+
+
+def test_a_server_that_drafts_nothing_says_so() -> None:
+    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len_max=0)
+    assert policy.plan("r", rows_of(2), 1).draft_len == 0
+    assert policy.beliefs("r").draft_len == 0
+
+
 def test_a_replica_without_a_draft_never_drafts() -> None:
     policy = GoodputPolicy(SchedulerConfig())
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
