@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
+import torch
+
 from benchmarks.ceilings import ModelWork, Rates, Work
 from cluster.bench.transformers_runs import Transformers
 from cluster.local_engine import LocalEngine
@@ -170,12 +172,15 @@ class Bench:
         requests = self._requests[:GENERATE_BATCH]
         used = pair.target.config._attn_implementation
         pair.target.set_attn_implementation("sdpa")
+        ours = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(True)  # as it would run without Lockstep
         try:
             plain = Transformers(pair.target, None)
             start = perf_counter()
             outputs = plain.batched(requests, GENERATE_BATCH)
             seconds = perf_counter() - start
         finally:
+            torch.backends.cuda.enable_cudnn_sdp(ours)
             pair.target.set_attn_implementation(used)
         tokens = sum(map(len, outputs))
         work = generate_work(

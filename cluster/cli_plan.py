@@ -106,7 +106,7 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     for name, phase in _PHASES.items():
         taken = getattr(counted, name)
         if taken:
-            counts = name in counted.counting
+            counts = name == counted.counting
             text = f"[bold]{phase}[/bold]" if counts else f"[dim]{phase}[/dim]"
             shown = size(taken) if counts else f"[dim]({size(taken)})[/dim]"
             table.add_row(text, shown, _phase_size(name, work))

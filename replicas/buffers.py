@@ -128,7 +128,7 @@ class Buffers:
     fusing: int
     """See `fusing_bytes`."""
     recorded: int
-    """Standing; see `recording_bytes`. Where it is not 0, steps allocate in a pool of their own."""
+    """Standing; see `recorded_bytes`."""
     unpacked: int
     """See `unpacked_bytes`; 0 on a GPU."""
     packed: int
@@ -137,20 +137,14 @@ class Buffers:
     """See `slack_bytes`; on a CPU also `joined_bytes`."""
 
     @property
-    def counting(self) -> tuple[str, ...]:
-        """The phases that count: they follow one another, so the largest does. Recorded steps do
-        not give their memory back to the others, so of those the largest counts beside it."""
-        step = max(_STEPS, key=lambda name: int(getattr(self, name)))
-        other = max(_OTHERS, key=lambda name: int(getattr(self, name)))
-        if self.recorded:
-            return (step, other)
-        return (max(step, other, key=lambda name: int(getattr(self, name))),)
+    def counting(self) -> str:
+        """The phase that counts: they follow one another, so the largest does."""
+        return max((*_STEPS, *_OTHERS), key=lambda name: int(getattr(self, name)))
 
     @property
     def total(self) -> int:
         standing = self.gathered + self.rotary + self.unpacked + self.packed + self.recorded
-        phases: int = sum(getattr(self, name) for name in self.counting)
-        return standing + phases + self.slack
+        return standing + int(getattr(self, self.counting)) + self.slack
 
 
 _STEPS = ("draft_pass", "verify_pass", "sampling")
@@ -199,11 +193,14 @@ def buffers(
         choosing += tiled_logits_bytes(target, tokens, item, tiles)
         # A prefill computes the logits of one position per row.
         prefill = max(prefill, tiled_logits_bytes(target, fill_rows, item, tiles))
+    gathered = [
+        gathered_bytes(model, work.rows_most, work.length, work.block_size, item)
+        for model in models
+    ]
     counted = Buffers(
-        gathered=sum(
-            gathered_bytes(model, work.rows_most, work.length, work.block_size, item)
-            for model in models
-        ),
+        # A CPU keeps one for each model. A GPU has the one that it reads, and another in the pool
+        # of recorded steps, which gives nothing back.
+        gathered=max(gathered) * (2 if work.recordings else 1) if on_gpu else sum(gathered),
         rotary=sum(rotary_bytes(model, work.context_len, item) for model in models),
         draft_pass=drafting,
         verify_pass=standing + verify,
@@ -212,8 +209,7 @@ def buffers(
         catch_up_pass=0
         if draft is None
         else filling + pass_bytes(draft, work.pass_tokens, work.context_len, item),
-        recorded=work.recordings
-        * recording_bytes(rows, k, work.length, work.block_size, target.vocab, item),
+        recorded=0,
         fusing=max(fusing_bytes(model, item) for model in models),
         unpacked=0 if on_gpu else max(unpacked_bytes(model, item) for model in models),
         packed=0,
@@ -222,6 +218,7 @@ def buffers(
     left = 0 if on_gpu else sum(joined_bytes(model, item) for model in models)
     # Weights are in one piece each: they need no slack.
     packing = sum(packed_bytes(model, item) for model in models) if packed else 0
+    counted = replace(counted, recorded=recorded_bytes(counted, work))
     return replace(counted, slack=slack_bytes(counted.total, on_gpu) + left, packed=packing)
 
 
@@ -385,15 +382,16 @@ def tiled_logits_bytes(shape: ModelShape, tokens: int, item: int, tiles: Tiles) 
 # --------------------------------------------------------------------------- beside the tensors
 
 
-def recording_bytes(
-    rows: int, draft_len: int, length: int, block_size: int, vocab: int, item: int
-) -> int:
-    """What a recorded step keeps: its block table [rows, blocks] and, between its two graphs, the
-    part of it that is read, its mask [rows, k + 2, length] and its noise [rows, k + 1, vocab],
-    float32."""
-    tables = 2 * rows * -(-length // block_size) * _INT64
-    mask = rows * (draft_len + 2) * length * item
-    return tables + mask + noise_bytes(rows * (draft_len + 1), vocab)
+def recorded_bytes(counted: Buffers, work: Workload) -> int:
+    """What recorded steps hold: the pool that they share, which is what the largest of them takes,
+    and each one its inputs and verdict [4 + k, rows] and [2 + 2 * k, rows] and its block table
+    [rows, blocks]. Each is run once unrecorded before, outside of the pool."""
+    if not work.recordings:
+        return 0
+    lines = 6 + 3 * work.draft_len + -(-work.length // work.block_size)
+    return work.recordings * work.rows * lines * _INT64 + max(
+        int(getattr(counted, name)) for name in _STEPS
+    )
 
 
 def fusing_bytes(shape: ModelShape, item: int) -> int:

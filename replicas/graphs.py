@@ -121,7 +121,8 @@ class StepRunner:
             if len(self._kept) >= self._most:
                 self._kept.popitem(last=False)
             device = group.table.device
-            if device.type == "cuda" and self._pool is None:
+            # With no recording left in it a pool is closed for good.
+            if device.type == "cuda" and not any(one.recorded for one in self._kept.values()):
                 self._pool = torch.cuda.graph_pool_handle()
             fixed = FixedStep(self._target, self._draft, self._shape, kind, device, self._pool)
         self._kept[kind] = fixed
@@ -183,6 +184,10 @@ class FixedStep:
             except RuntimeError as error:
                 warnings.warn(f"a step runs unrecorded: {kind}: {error}", stacklevel=2)
 
+    @property
+    def recorded(self) -> bool:
+        return self._graphs is not None
+
     def run(self, group: Group, watch: Stopwatch) -> torch.Tensor:  # [2 + 2 * k, rows], int64
         """The joined verdict, padding rows at the end; valid until the next run."""
         self._fill(group)
@@ -221,11 +226,10 @@ class FixedStep:
             return check(self._target, self._inputs, self._propose(untimed), untimed).joined()
 
         warm_up(step, device, _WARM_UPS)
-        # Kept: what one graph leaves for the other must not be given to a third.
-        drafting, self._proposal = record(lambda: self._propose(untimed), device, pool)
+        # One is replayed right after the other, so what the first leaves for the second may be
+        # overwritten by other kinds of step afterwards.
+        drafting, proposal = record(lambda: self._propose(untimed), device, pool)
         verifying, self._out = record(
-            lambda: check(self._target, self._inputs, self._proposal, untimed).joined(),
-            device,
-            pool,
+            lambda: check(self._target, self._inputs, proposal, untimed).joined(), device, pool
         )
         self._graphs = (drafting, verifying)

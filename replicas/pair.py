@@ -112,6 +112,7 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     With `tensor_parallel` the target is this rank's part of it; `replicas.parallel` loads them all.
     """
     device = resolve_device(config.device)
+    leave_out_cudnn(device)
     # Whatever can be refused is refused before gigabytes of weights are read.
     files = files or read_pair(config)
     target_path, draft_path = files.target_path, files.draft_path
@@ -135,6 +136,16 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
         device=device,
         dtype=getattr(torch, config.dtype),
     )
+
+
+def leave_out_cudnn(device: torch.device) -> None:
+    """Have torch's attention on a GPU take its other kernels, in this process.
+
+    On Hopper and later it prefers cuDNN's, which is built anew for every shape, takes a good part
+    of a second for that, and keeps them all; prompts have ever new shapes.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def take_part(target: PreTrainedModel, config: ReplicaConfig, rank: int) -> None:

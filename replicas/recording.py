@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,10 +16,13 @@ def warm_up(run: Callable[[], object], device: torch.device, times: int) -> None
     """Run what is to be recorded: libraries allocate and choose kernels in the first runs."""
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(times):
-            run()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                run()
+    finally:
+        # Also of a run that raised: what it has launched writes to what is used next.
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def record(
@@ -32,12 +36,14 @@ def record(
     """
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.current_stream(device)
+    pool = pool or torch.cuda.graph_pool_handle()
     _forget_workspaces()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=_stream(device)):
             result = run()
     except BaseException:
         torch.cuda.set_stream(before)
+        _leave(pool, device)
         raise
     finally:
         _forget_workspaces()
@@ -48,6 +54,13 @@ def record(
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """One for all: torch keeps a workspace of cuBLAS's, 32 MiB on Hopper, for every stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _leave(pool: Any, device: torch.device) -> None:
+    """Have the allocator take nothing from this pool any more: torch before 2.13 goes on with it
+    after a recording that could not be ended, and later ones are refused."""
+    with suppress(RuntimeError):  # it has ended already
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def _forget_workspaces() -> None:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from replicas.batched import can_batch
-from replicas.buffers import Buffers, ModelShape, Workload, buffers
+from replicas.buffers import Buffers, ModelShape, Workload, buffers, gathered_bytes
 from replicas.deterministic import make_deterministic
 from replicas.eqspec import Group, step
 from replicas.graphs import Limits, StepRunner
@@ -202,16 +202,25 @@ def test_joined_layers_take_the_place_of_what_they_join() -> None:
     assert max(one.untyped_storage().nbytes() for one in joined) == bench.planned.fusing
 
 
-def test_recorded_steps_keep_their_memory_beside_that_of_a_prefill() -> None:
+def test_recorded_steps_have_a_pool_of_their_own_beside_all_else() -> None:
     shape = ModelShape(4, 8, 2, 16, 128, 512, 5000)
     work = Workload(8, 4, 8, 4096, 1024, 16)
     plain = buffers(shape, shape, work, 2, on_gpu=True)
     kept = buffers(shape, shape, dataclasses.replace(work, recordings=10), 2, on_gpu=True)
-    assert (len(plain.counting), len(kept.counting)) == (1, 2)
-    beside = 10 * (2 * 8 * 65 * 8 + 8 * 6 * 65 * 16 * 2 + 8 * 5 * 5000 * 4) + max(
-        plain.draft_pass, plain.verify_pass, plain.sampling
-    )
+    step = max(plain.draft_pass, plain.verify_pass, plain.sampling)
+    numbers = 8 * (4 + 4 + 2 + 2 * 4 + 65)  # state, verdict and table of a kind
+    beside = step + 10 * numbers * 8 + plain.gathered
     assert kept.total - kept.slack == plain.total - plain.slack + beside
+
+
+@pytest.mark.parametrize("recordings", [0, 8])
+def test_a_gpu_gathers_one_model_at_a_time_in_steps_and_in_prefills(recordings: int) -> None:
+    target, draft = ModelShape(4, 8, 8, 16, 128, 512, 5000), ModelShape(2, 8, 2, 16, 64, 256, 5000)
+    work = Workload(8, 4, 8, 4096, 1024, 16, recordings)
+    alone = gathered_bytes(target, 8, work.length, 16, 2)
+    for second in (draft, None):
+        counted = buffers(target, second, work, 2, on_gpu=True)
+        assert counted.gathered == alone * (2 if recordings else 1)
 
 
 def test_a_greedy_step_takes_no_more_than_a_sampled_one() -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.deterministic import NotDeterministic, make_deterministic
+from replicas.deterministic import ATTENTIONS, NotDeterministic, make_deterministic
 from replicas.invariance import check_invariance
 from replicas.model import ATTENTION, PagedModel, register_attention
 from replicas.pair import Pair, PairRefused, load_pair
@@ -409,6 +409,22 @@ def test_a_model_that_changes_with_its_batch_is_refused(monkeypatch: pytest.Monk
     )
     with pytest.raises(PairRefused, match="deterministic: because"):
         load_pair(ReplicaConfig(target=TARGET, draft=None, device="cpu", deterministic=True))
+
+
+def test_an_attention_without_a_kernel_for_the_model_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_kernel(*_: object, **__: object) -> None:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    register_attention("without_kernel", no_kernel)
+    monkeypatch.setitem(ATTENTIONS, "cpu", ("without_kernel", TILED))
+    model = copy.deepcopy(target_model("llama"))
+    make_deterministic(model, 64)
+    assert model.config._attn_implementation == TILED
+    monkeypatch.setitem(ATTENTIONS, "cpu", ("without_kernel",))
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        make_deterministic(copy.deepcopy(target_model("llama")), 64)
 
 
 def test_only_the_target_pays_for_it() -> None:

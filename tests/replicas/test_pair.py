@@ -22,6 +22,7 @@ from replicas.config import ReplicaConfig
 from replicas.pair import (
     PairRefused,
     check_attention,
+    leave_out_cudnn,
     load_pair,
     read_pair,
     resolve,
@@ -149,6 +150,24 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(PairRefused, match="torch sees no GPU"):
         resolve_device("cuda:1")
+
+
+def test_a_gpu_takes_no_attention_that_is_built_for_every_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        leave_out_cudnn(torch.device("cpu"))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        # Before anything is read or tried out.
+        monkeypatch.setattr("replicas.pair.resolve_device", lambda _: torch.device("cuda", 0))
+        monkeypatch.setattr("replicas.pair.read_pair", lambda _: pytest.fail("came first"))
+        with pytest.raises(pytest.fail.Exception):
+            load_pair(ReplicaConfig(device="cuda"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_replica_without_a_draft_decodes_plainly_whatever_the_policy(tmp_path: Path) -> None:

@@ -30,6 +30,15 @@ class Recorder:
         self.workspaces: dict[object, object] = {}
         """By stream, what cuBLAS's workspace belongs to."""
         self.spoilt = False
+        self.left: list[object] = []
+        """Pools that the allocator was told to leave."""
+
+    def handle(self) -> object:
+        return f"pool {len(self.pools)}"
+
+    def end(self, device: int, pool: object) -> None:
+        self.left.append(pool)
+        raise RuntimeError("not currently recording to this pool")
 
     def multiply(self) -> object:
         """As cuBLAS does: where its workspace belongs, allocated if the stream has none."""
@@ -94,9 +103,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         "CUDAGraph": made.graph,
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
+        "graph_pool_handle": made.handle,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
     forget = made.workspaces.clear
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", forget, raising=False)
     recording._stream.cache_clear()
@@ -135,6 +146,15 @@ def test_a_workspace_of_cublas_is_part_of_the_recordings_pool(recorder: Recorder
     assert "three" not in recorder.workspaces.values()
 
 
+def test_who_runs_after_a_warm_up_that_failed_waits_for_what_it_launched(
+    recorder: Recorder,
+) -> None:
+    before = recorder.current
+    with pytest.raises(ValueError, match="no kernel"):
+        recording.warm_up(refuse, GPU, 1)
+    assert recorder.waited[-1] == (before, recording._stream(GPU))
+
+
 def refuse() -> None:
     raise ValueError("no kernel for this shape")
 
@@ -151,6 +171,7 @@ def test_after_a_recording_that_fails_all_runs_where_it_ran(
     with pytest.raises(raised):
         recording.record(run, GPU)
     assert recorder.current is before
+    assert recorder.left == recorder.pools != []
     recorder.spoilt = False
     recording.record(list, GPU)
     assert recorder.current is before
