@@ -172,7 +172,7 @@ class Bench:
         requests = self._requests[:GENERATE_BATCH]
         used = pair.target.config._attn_implementation
         pair.target.set_attn_implementation("sdpa")
-        ours = torch.backends.cuda.cudnn_sdp_enabled()
+        ours = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
         torch.backends.cuda.enable_cudnn_sdp(True)  # as it would run without Lockstep
         try:
             plain = Transformers(pair.target, None)

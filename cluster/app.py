@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.actor import ActorHandle
-from ray.serve import Application
+from ray.serve import Application, RunTarget
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaRank
@@ -33,6 +34,7 @@ from cluster.protocol import silence_s
 from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
 from cluster.ray_ranks import RankProcess, RayRank, bundles, host_of, without_progress_bars
 from cluster.replica_runner import HostedReplica, ReplicaRunner
+from cluster.serve_app import ServeApp, began_ray_here
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
 from scheduler.garbage import collect_seldom
@@ -45,6 +47,7 @@ SERVICER_FUNCTIONS = (
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
 
+_REPLICA = "replica"
 _ENVELOPE_BYTES_MAX = 1 << 20
 """What Serve sends along with a message between its own processes: pickled metadata."""
 _LEAVE_S = 2.0
@@ -195,7 +198,7 @@ def build_app(
     gpus = _gpus(config)
     replicas = serve.deployment(
         ReplicaDeployment,
-        name="replica",
+        name=_REPLICA,
         num_replicas=None if config.autoscaling else config.replicas,
         autoscaling_config=serve_autoscaling(config),
         ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": gpus},
@@ -249,39 +252,30 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
     }
 
 
-class StartFailed(RuntimeError):
-    """The application did not come up; the message says why."""
-
-
-def _start_failures() -> list[str]:
-    """Why: what each deployment that failed has raised, without the way there; each once."""
-    applications = serve.status().applications
-    deployments = applications[APP_NAME].deployments if APP_NAME in applications else {}
-    said: dict[str, None] = {}
-    for one in deployments.values():
-        lines = one.message.strip().splitlines()
-        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        # Without a frame it is no traceback: something is slow, and another deployment's fault.
-        if frames:
-            said[" ".join(lines[frames[-1] + 1 :])] = None
-    return list(said)
-
-
 class ClusterRun:
-    """A cluster begun here; `stop` ends what `start` has begun, and nothing of others."""
+    """A cluster begun here; `stop` ends what was begun, and nothing of others."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
+        self._app = ServeApp(APP_NAME)
+        self._connected = False
         self._began_ray = False
         self._began_serve = False
+        self.updates = False
+        """There was an application before, whose replicas serve until Serve stops them."""
 
-    def start(
+    def start(self, app: Application | None = None, *, quiet: bool = False) -> None:
+        """`deploy`, and return when all replicas are up. Raises StartFailed as `wait_until`."""
+        self.deploy(app, quiet=quiet)
+        self.wait_until(lambda all_up: all_up)
+
+    def deploy(
         self, app: Application | None = None, *, quiet: bool = False, join_ray: bool = False
     ) -> None:
-        """Start Ray, Serve and the application; returns when it is ready.
+        """Start Ray, Serve and the application, and do not wait for the application.
 
         A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
-        only if none is found, through RAY_ADDRESS or on this machine. Raises StartFailed.
+        only if none is found, through RAY_ADDRESS or on this machine.
         """
         if not ray.is_initialized():
             for name, value in ray_environment(self._config).items():
@@ -292,10 +286,13 @@ class ClusterRun:
                 log_to_driver=not quiet,
                 logging_level=logging.ERROR if quiet else logging.INFO,
             )
-            self._began_ray = True
+            self._connected = True
+            self._began_ray = began_ray_here()
         if quiet:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self._began_serve |= not _serve_runs()
+        before = serve.status()
+        self._began_serve |= not (before.proxies or before.applications)
+        self.updates = APP_NAME in before.applications
         server = self._config.server
         serve.start(
             proxy_location="EveryNode",
@@ -305,19 +302,32 @@ class ClusterRun:
             ),
             logging_config={"enable_access_log": False},
         )
-        try:
-            serve.run(app or build_app(self._config), name=APP_NAME, route_prefix="/")
-        except RuntimeError as error:
-            # Serve itself says which deployments failed, and not why.
-            if reasons := _start_failures():
-                raise StartFailed("; ".join(reasons)) from error
-            raise
+        # `serve.run` would wait for every replica, and without a bound.
+        serve.run_many(
+            [RunTarget(app or build_app(self._config), APP_NAME, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def wait_until(
+        self, done: Callable[[bool], bool], sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        """Returns when `done` says so, which is told whether all replicas are up.
+
+        Raises StartFailed when Serve gives up, and after `actors.start_s`.
+        """
+        self._app.wait_until(done, self._config.actors.start_s, sleep)
+
+    @property
+    def replicas_up(self) -> int:
+        return self._app.replicas_up(_REPLICA)
 
     def stop(self, at_once: bool = False) -> None:
         """Let requests finish within the grace time, then stop the application and the pool.
 
-        New requests are refused meanwhile; with `at_once` the running ones are cut, too. Serve and
-        Ray are stopped if `start` has started them; a Ray that was joined is let go.
+        New requests are refused meanwhile; with `at_once` the running ones are cut, too, and
+        replicas are killed. Serve and Ray are stopped if they were started here; a Ray that was
+        joined is let go.
         """
         if not ray.is_initialized():
             return
@@ -327,21 +337,20 @@ class ClusterRun:
                 pools.append(ray.get_actor(name, namespace=self._config.pool.namespace))
         grace_s = 0.0 if at_once else self._config.actors.drain_s
         stop_pools(pools, grace_s, silence_s(self._config.pool.poll_s))
+        # A Ray that was begun here takes everything with it; one that was joined, nothing.
         if not (at_once and self._began_ray):
             # Before Serve as a whole: its proxies live on until the last answers are delivered.
-            serve.delete(APP_NAME)
+            if at_once:
+                self._app.delete_at_once()
+            else:
+                serve.delete(APP_NAME)
             if self._began_serve:
                 serve.shutdown()
         for pool in pools:
             ray.kill(pool)
-        if self._began_ray:
+        if self._connected:
             ray.shutdown()
-        self._began_ray = self._began_serve = False
-
-
-def _serve_runs() -> bool:
-    status = serve.status()
-    return bool(status.proxies or status.applications)
+        self._connected = self._began_ray = self._began_serve = False
 
 
 def _gpus(config: ClusterConfig) -> float:

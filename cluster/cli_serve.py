@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
-from cluster.client import Client, NotReady
+from cluster.client import Client
 from cluster.client_channel import Server
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
+
+if TYPE_CHECKING:
+    from cluster.app import ClusterRun
 
 
 def serve_until_signal(config: ClusterConfig) -> int:
     """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
 
     0 when the running requests could finish or the grace time had passed; 1 when a second signal
-    ended them at once, or when the cluster did not start.
+    ended them at once, or when the cluster did not start within `actors.start_s`.
     """
-    from cluster import app
+    from cluster import app, serve_app
 
     console = Console(stderr=True)
     told = threading.Event()
@@ -37,15 +40,15 @@ def serve_until_signal(config: ClusterConfig) -> int:
 
     cluster = app.ClusterRun(config)
     try:
-        cluster.start(join_ray=True)
+        cluster.deploy(join_ray=True)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
-        if config.replicas_min:
-            _wait_until_ready(config, told)
+        _wait_until_ready(cluster, config, told)
         if not told.is_set():
+            replicas = _number(cluster, config)
             console.print(
-                f"Lockstep serves {config.replica.target} on {_number(config)} replica(s): "
+                f"Lockstep serves {config.replica.target} on {replicas} replica(s): "
                 f"gRPC on port {config.server.grpc_port}, "
                 f"HTTP on {config.server.http_host}:{config.server.http_port}. Ctrl-C stops it."
             )
@@ -58,8 +61,9 @@ def serve_until_signal(config: ClusterConfig) -> int:
         console.print("Stopping at once.")
         cluster.stop(at_once=True)
         return 1 if told.is_set() else 0
-    except app.StartFailed as error:
-        cluster.stop()
+    except serve_app.StartFailed as error:
+        # Nothing runs yet that could finish, but for what an update was to replace.
+        cluster.stop(at_once=not cluster.updates)
         console.print(f"Lockstep did not start: {error}", markup=False, soft_wrap=True)
         return 1
     except BaseException:
@@ -68,20 +72,29 @@ def serve_until_signal(config: ClusterConfig) -> int:
     return 0
 
 
-def _number(config: ClusterConfig) -> str:
-    if config.autoscaling is None:
-        return str(config.replicas)
-    return f"{config.replicas_min} to {config.replicas_max}"
+def _number(cluster: ClusterRun, config: ClusterConfig) -> str:
+    if config.autoscaling is not None:
+        return f"{config.replicas_min} to {config.replicas_max}"
+    # The first has told the pool before Serve knows of it.
+    up = max(1, cluster.replicas_up)
+    return str(up) if up == config.replicas else f"{up} of {config.replicas}"
 
 
-def _wait_until_ready(config: ClusterConfig, told: threading.Event) -> None:
-    """Returns early when told to stop. Raises NotReady after `actors.start_s`."""
-    deadline_s = time.monotonic() + config.actors.start_s
+def _wait_until_ready(cluster: ClusterRun, config: ClusterConfig, told: threading.Event) -> None:
+    """Until the first replica is ready; if none is to be there, until the ingress is up.
+
+    Returns early when told to stop. Raises StartFailed, also after `actors.start_s`.
+    """
     with Client(f"localhost:{config.server.grpc_port}") as client:
-        while not told.is_set() and not client.ready():
-            if time.monotonic() > deadline_s:
-                raise NotReady(f"no replica was ready within {config.actors.start_s:.0f} s")
-            told.wait(0.1)
+
+        def done(all_up: bool) -> bool:
+            if told.is_set():
+                return True
+            # A replica of the application that is updated would answer for those to come.
+            needs_all = cluster.updates or not config.replicas_min
+            return (all_up or not needs_all) and (not config.replicas_min or client.ready())
+
+        cluster.wait_until(done, told.wait)
 
 
 def print_status(server: Server, as_json: bool) -> int:

@@ -170,7 +170,12 @@ class ActorsConfig(_Settings):
         "group: all on one machine, or with PACK on as few as it takes.",
     )
     ingress_cpus: float = Field(0.0, ge=0, description="Per ingress.")
-    start_s: float = Field(600.0, gt=0, description="How long `serve` waits for the first replica.")
+    start_s: float = Field(
+        600.0,
+        gt=0,
+        description="How long `lockstep serve` waits for the first replica and `lockstep demo` for "
+        "all of them. Serve's own commands do not read it.",
+    )
     drain_s: float = Field(20.0, gt=0, description="Grace of a process that is told to go.")
     failures_max: int = Field(
         8,

@@ -43,7 +43,7 @@ class _Answer:
 
 def run_demo(config: ClusterConfig, max_new_tokens: int) -> int:
     """Returns the exit status: 0 when every output equals plain decoding."""
-    from cluster import app
+    from cluster import app, serve_app
 
     console = Console(highlight=False)
     console.print(
@@ -58,6 +58,9 @@ def run_demo(config: ClusterConfig, max_new_tokens: int) -> int:
         console.print(f"Ready after {time.perf_counter() - started_s:.1f} s.\n", style="dim")
         address = f"localhost:{config.server.grpc_port}"
         answers, total_s, status = asyncio.run(_ask(address, max_new_tokens, console))
+    except serve_app.StartFailed as error:
+        console.print(f"Lockstep did not start: {error}", markup=False, soft_wrap=True)
+        return 1
     finally:
         cluster.stop()
     console.print("Stopped. Decoding the same prompts plainly ...", style="dim")

@@ -10,16 +10,44 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray._private import worker
+from ray.serve import RunTarget
 from ray.serve._private import constants as serve_constants
+from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
 
-from cluster import app
+from cluster import app, serve_app
 from cluster.config import ConfigError, from_args
+from cluster.serve_app import StartFailed
 
 CONFIG = from_args({})
 
 
+class Serve:
+    """What Serve says of itself: proxies once it runs, and the application's states in turn."""
+
+    def __init__(self) -> None:
+        self.proxies: dict[str, str] = {}
+        self.deployed = False
+        self.states = ["DEPLOYING", "RUNNING"]
+        self.message = ""
+        self.deployments: dict[str, Any] = {}
+
+    def status(self) -> Any:
+        if not self.deployed:
+            return SimpleNamespace(proxies=self.proxies, applications={})
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        ours = SimpleNamespace(status=state, message=self.message, deployments=self.deployments)
+        applications = {app.APP_NAME: ours} if state else {}
+        return SimpleNamespace(proxies=self.proxies, applications=applications)
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def seen() -> Serve:
+    return Serve()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve) -> list[Any]:
     """What was called of Ray and Serve, which do nothing; neither runs at first."""
     made: list[Any] = []
 
@@ -29,6 +57,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def init(address: str | None, **_options: Any) -> None:
         made.append(("init", address))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        # As Ray does it where none is found; a test that wants one to be found says so.
+        monkeypatch.setattr(worker, "_global_node", SimpleNamespace(is_head=lambda: True))
+
+    def run_many(targets: list[RunTarget], **options: bool) -> None:
+        assert options == {
+            "wait_for_ingress_deployment_creation": False,
+            "wait_for_applications_running": False,
+        }
+        assert [(one.name, one.route_prefix) for one in targets] == [(app.APP_NAME, "/")]
+        seen.deployed = True
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
@@ -41,21 +79,33 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module, name in [(ray, "kill"), (ray, "shutdown"), (serve, "delete")]:
         monkeypatch.setattr(module, name, note(name))
     monkeypatch.setattr(serve, "start", note("serve.start"))
-    monkeypatch.setattr(serve, "run", lambda *_args, **_options: None)
+    monkeypatch.setattr(serve, "run_many", run_many)
     monkeypatch.setattr(serve, "shutdown", note("serve.shutdown"))
-    serve_runs(monkeypatch, False)
+    monkeypatch.setattr(serve, "status", seen.status)
+    monkeypatch.setattr(serve_app, "_LOOK_S", 0.0)
     return made
 
 
-def serve_runs(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
-    status = SimpleNamespace(proxies={"node": "HEALTHY"} if runs else {}, applications={})
-    monkeypatch.setattr(serve, "status", lambda: status)
+def join(calls: list[Any], monkeypatch: pytest.MonkeyPatch, node: object) -> app.ClusterRun:
+    """A cluster that was deployed on a Ray that was there before."""
+
+    def init(address: str | None, **_options: Any) -> None:
+        calls.append(("init", address))
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(worker, "_global_node", node)
+
+    monkeypatch.setattr(ray, "init", init)
+    cluster = app.ClusterRun(CONFIG)
+    cluster.deploy(APPLICATION, join_ray=True)
+    return cluster
 
 
 APPLICATION: Any = object()
 KILL_POOL = ("kill", CONFIG.pool_name)
 STOP_POOL = ("stop_pools", CONFIG.pool_name, CONFIG.actors.drain_s)
+CUT_POOL = ("stop_pools", CONFIG.pool_name, 0.0)
 DELETE = ("delete", "lockstep")
+JOINED_NODE = SimpleNamespace(is_head=lambda: False)
 
 
 def test_a_cluster_of_its_own_is_stopped_whole(calls: list[Any]) -> None:
@@ -93,16 +143,62 @@ def test_a_stop_at_once_waits_for_no_request(calls: list[Any]) -> None:
     cluster = app.ClusterRun(CONFIG)
     cluster.start(APPLICATION)
     cluster.stop(at_once=True)
-    begun = [("init", "local"), "serve.start"]
-    assert calls == [*begun, ("stop_pools", CONFIG.pool_name, 0.0), KILL_POOL, "shutdown"]
+    assert calls == [("init", "local"), "serve.start", CUT_POOL, KILL_POOL, "shutdown"]
+
+
+def test_where_no_ray_is_found_to_join_a_stop_at_once_ends_the_one_that_was_begun(
+    calls: list[Any],
+) -> None:
+    cluster = app.ClusterRun(CONFIG)
+    cluster.deploy(APPLICATION, join_ray=True)
+    cluster.stop(at_once=True)
+    assert calls == [("init", None), "serve.start", CUT_POOL, KILL_POOL, "shutdown"]
+
+
+@pytest.mark.parametrize("node", [JOINED_NODE, None], ids=["of a cluster", "ray client"])
+def test_on_a_joined_ray_a_stop_at_once_deletes_the_application_and_kills_its_replicas(
+    node: object, calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = [f"{REPLICA_ID_FULL_ID_STR_PREFIX}lockstep#{one}" for one in ("replica#a", "ingress#b")]
+    actors = [
+        {"name": name, "namespace": "serve"}
+        for name in (*ours, f"{REPLICA_ID_FULL_ID_STR_PREFIX}another#replica#c", "SERVE_CONTROLLER")
+    ]
+    monkeypatch.setattr(serve_app, "list_named_actors", lambda all_namespaces: actors)
+    cluster = join(calls, monkeypatch, node)
+    # Until Serve has heard of the deletion it would replace what is killed.
+    seen.states = ["RUNNING", "RUNNING", "DELETING", ""]
+    cluster.stop(at_once=True)
+    kills = [("kill", name) for name in ours]
+    ended = [DELETE, *kills, "serve.shutdown", KILL_POOL, "shutdown"]
+    assert calls == [("init", None), "serve.start", CUT_POOL, *ended]
+
+
+def test_a_stop_at_once_leaves_to_serve_what_takes_it_long(
+    calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_app, "list_named_actors", lambda all_namespaces: [])
+    monkeypatch.setattr(serve_app, "_DELETE_S", 0.05)
+    cluster = join(calls, monkeypatch, JOINED_NODE)
+    seen.states = ["DELETING"]
+    cluster.stop(at_once=True)
+    assert calls[-4:] == [DELETE, "serve.shutdown", KILL_POOL, "shutdown"]
+
+
+def test_a_stop_at_once_before_anything_was_deployed_deletes_nothing(
+    calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = join(calls, monkeypatch, JOINED_NODE)
+    seen.deployed = False
+    cluster.stop(at_once=True)
+    assert DELETE not in calls
 
 
 def test_a_serve_that_ran_before_keeps_running(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve_runs(monkeypatch, True)
-    cluster = app.ClusterRun(CONFIG)
-    cluster.start(APPLICATION, join_ray=True)
+    seen.proxies = {"node": "HEALTHY"}
+    cluster = join(calls, monkeypatch, JOINED_NODE)
     cluster.stop()
     expected = [("init", None), "serve.start", STOP_POOL, DELETE, KILL_POOL, "shutdown"]
     assert calls == expected
@@ -131,18 +227,47 @@ def test_a_ray_of_the_caller_stays_connected(
     ],
 )
 def test_what_does_not_start_says_why(
-    messages: list[str], error: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    messages: list[str], error: str, calls: list[Any], seen: Serve
 ) -> None:
-    def run(*_args: Any, **_options: Any) -> None:
-        deployments = {str(n): SimpleNamespace(message=one) for n, one in enumerate(messages)}
-        applications = {app.APP_NAME: SimpleNamespace(deployments=deployments)}
-        status = SimpleNamespace(proxies={}, applications=applications)
-        monkeypatch.setattr(serve, "status", lambda: status)
-        raise RuntimeError("as Serve says")
-
-    monkeypatch.setattr(serve, "run", run)
-    with pytest.raises(RuntimeError, match=error):
+    seen.states = ["DEPLOYING", "DEPLOY_FAILED"]
+    seen.message = "as Serve\n says"
+    seen.deployments = {str(n): SimpleNamespace(message=one) for n, one in enumerate(messages)}
+    with pytest.raises(StartFailed, match=error):
         app.ClusterRun(CONFIG).start(APPLICATION)
+
+
+def test_what_does_not_come_up_in_time_says_what_there_is(calls: list[Any], seen: Serve) -> None:
+    seen.states = ["DEPLOYING"]
+    seen.deployments = {
+        "replica": SimpleNamespace(
+            replica_states={"RUNNING": 1, "STARTING": 1}, message="No\nGPU."
+        ),
+        "ingress": SimpleNamespace(replica_states={"STARTING": 1}, message=""),
+    }
+    cluster = app.ClusterRun(from_args({"actors": {"start_s": 0.05}}))
+    with pytest.raises(StartFailed) as raised:
+        cluster.start(APPLICATION)
+    said = "not up within 0.05 s (actors.start_s); replica: 1 up (No GPU.); ingress: 0 up"
+    assert str(raised.value) == said
+    assert cluster.replicas_up == 1
+
+
+def test_an_application_that_is_deleted_while_it_starts_is_not_waited_for(
+    calls: list[Any], seen: Serve
+) -> None:
+    seen.states = ["DEPLOYING", ""]
+    with pytest.raises(StartFailed, match="deleted"):
+        app.ClusterRun(CONFIG).start(APPLICATION)
+
+
+def test_an_application_that_was_there_before_is_known_to_be_updated(
+    calls: list[Any], seen: Serve
+) -> None:
+    cluster = app.ClusterRun(CONFIG)
+    cluster.deploy(APPLICATION)
+    assert not cluster.updates
+    cluster.deploy(APPLICATION)
+    assert cluster.updates
 
 
 def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:

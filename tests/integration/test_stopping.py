@@ -1,7 +1,7 @@
 """Proves: a server that is told to stop refuses what is new, finishes what runs and then goes.
 
-The real command in a process of its own, with the tiny pair and a Ray of its own; signals as an
-operator or a container runtime sends them.
+The real command in a process of its own, with the tiny pair and a Ray of its own, or one that it
+joins; signals as an operator or a container runtime sends them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,15 @@ class Served:
 
 
 @contextmanager
-def lockstep_serve(pair: tuple[Path, Path], directory: Path, grace_s: float) -> Iterator[Served]:
-    """Ready to serve; killed at the end if it is still there."""
+def lockstep_serve(
+    pair: tuple[Path, Path],
+    directory: Path,
+    grace_s: float,
+    ray_address: str = "local",
+    replicas: int = 1,
+    **actors: float,
+) -> Iterator[Served]:
+    """Ready to serve, or ended by itself; killed at the end if it is still there."""
     settings = {
         "target": str(pair[0]),
         "draft": str(pair[1]),
@@ -64,12 +71,13 @@ def lockstep_serve(pair: tuple[Path, Path], directory: Path, grace_s: float) -> 
         "torch_threads": 1,
         "grpc_port": free_port(),
         "http_port": free_port(),
-        "actors": {"drain_s": grace_s},
+        "replicas": replicas,
+        "actors": {"drain_s": grace_s, **actors},
     }
     config = directory / "settings.yaml"
     config.write_text(yaml.safe_dump(settings))
     log = directory / "log"
-    environment = {**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "RAY_ADDRESS": ray_address, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "cluster.cli", "serve", "--config", str(config)],
@@ -83,7 +91,8 @@ def lockstep_serve(pair: tuple[Path, Path], directory: Path, grace_s: float) -> 
     try:
         deadline_s = time.monotonic() + READY_S
         while "Ctrl-C stops it" not in " ".join(log.read_text(errors="replace").split()):
-            assert process.poll() is None, log.read_text(errors="replace")
+            if process.poll() is not None:
+                break
             assert time.monotonic() < deadline_s, log.read_text(errors="replace")
             time.sleep(0.1)
         yield served
@@ -91,6 +100,55 @@ def lockstep_serve(pair: tuple[Path, Path], directory: Path, grace_s: float) -> 
         if process.poll() is None:
             process.kill()
         process.wait(30)
+
+
+_BEGIN = """
+import sys
+from ray.cluster_utils import Cluster
+
+options = dict(num_cpus=2, num_gpus=1, include_dashboard=False, object_store_memory=100 << 20)
+cluster = Cluster(initialize_head=True, head_node_args=options)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+_LOOK = """
+import ray
+from ray.util import list_named_actors
+
+ray.init(log_to_driver=False)
+print(sorted(one["name"] for one in list_named_actors(all_namespaces=True)))
+print(ray.available_resources().get("GPU", 0))
+"""
+
+
+@pytest.fixture(scope="module")
+def somebodys_ray() -> Iterator[str]:
+    """The address of a Ray with one GPU in its books, begun by another process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BEGIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin
+    assert process.stdout
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.stdin.close()
+        process.wait(STOP_S)
+
+
+def left_on(ray_address: str) -> list[str]:
+    """Named actors, and the GPUs that are free."""
+    environment = {**os.environ, "RAY_ADDRESS": ray_address}
+    looked = subprocess.run(
+        [sys.executable, "-c", _LOOK],
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        timeout=STOP_S,
+    )
+    return looked.stdout.splitlines()
 
 
 @dataclass
@@ -259,3 +317,35 @@ def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
         streams.join(STOP_S)
         assert streams.errors
         assert all(e.code() is StatusCode.UNAVAILABLE for e in streams.errors.values())
+
+
+def test_a_stop_at_once_leaves_nothing_on_a_ray_that_was_joined(
+    pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str
+) -> None:
+    # There is a GPU for one of the two.
+    wanted = {"replicas": 2, "replica_gpus": 1}
+    with lockstep_serve(pair, tmp_path, 300.0, somebodys_ray, **wanted) as served:
+        assert "on 1 of 2 replica(s)" in " ".join(served.log.read_text(errors="replace").split())
+        streams = Streams(served.address, 16)
+        streams.begin()
+        ctrl_c(served)
+        assert refused_while(streams).details() == "the server is stopping"
+        told_s = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(STOP_S) == 1, served.log.read_text(errors="replace")
+        print(f"stopped after {time.monotonic() - told_s:.1f} s")
+        streams.join(STOP_S)
+        assert streams.errors
+    assert left_on(somebodys_ray) == ["[]", "1.0"]
+
+
+def test_what_finds_no_place_in_time_says_so_in_a_line(
+    pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str
+) -> None:
+    wanted = {"replica_gpus": 2, "start_s": 3.0}
+    with lockstep_serve(pair, tmp_path, GRACE_S, somebodys_ray, **wanted) as served:
+        assert served.process.wait(STOP_S) == 1
+        said = served.log.read_text(errors="replace")
+        assert "Lockstep did not start: not up within 3 s (actors.start_s); " in said
+        assert "Traceback" not in said
+    assert left_on(somebodys_ray) == ["[]", "1.0"]

@@ -1,0 +1,134 @@
+"""Proves: `serve` says that it serves with the first replica, and in one line why it does not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import app, cli_serve
+from cluster.config import from_args
+from cluster.serve_app import StartFailed
+
+LOOKS = 5
+
+
+class Cluster:
+    """A ClusterRun whose Serve says what it is told to say; it fails after five looks."""
+
+    updates = False
+    all_up = False
+    replicas_up = 1
+
+    def __init__(self, _config: object) -> None:
+        self.stopped: list[bool] = []
+
+    def deploy(self, join_ray: bool) -> None:
+        assert join_ray
+
+    def wait_until(self, done: Callable[[bool], bool], _sleep: object) -> None:
+        for _ in range(LOOKS):
+            if done(self.all_up):
+                return
+        raise StartFailed("not up within 3 s (actors.start_s); replica: 0 up (No GPU.)")
+
+    def stop(self, at_once: bool = False) -> None:
+        self.stopped.append(at_once)
+
+
+class Answers:
+    """A Client of a server that is ready, or not."""
+
+    ready_now = True
+
+    def __init__(self, _address: str) -> None: ...
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def ready(self) -> bool:
+        return self.ready_now
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Cluster]]:
+    """Runs `serve`, which is told to stop as soon as it serves."""
+
+    def run(settings: dict[str, Any], **said: Any) -> tuple[int, Cluster]:
+        cluster = Cluster(None)
+        for name, value in said.items():
+            if name != "ready":
+                setattr(cluster, name, value)
+        monkeypatch.setattr(Answers, "ready_now", said.get("ready", True))
+        monkeypatch.setattr(app, "ClusterRun", lambda _config: cluster)
+        return cli_serve.serve_until_signal(from_args(settings)), cluster
+
+    handlers: dict[int, Any] = {}
+
+    class Console:
+        def __init__(self, **_options: object) -> None: ...
+
+        def print(self, text: str, **_options: object) -> None:
+            print(text)
+            if "Ctrl-C stops it" in text:
+                handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    monkeypatch.setattr(cli_serve, "Console", Console)
+    monkeypatch.setattr(cli_serve, "Client", Answers)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    return run
+
+
+Serve = Callable[..., tuple[int, Cluster]]
+ZERO = {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "up", "said"),
+    [
+        ({"replicas": 2}, 1, "on 1 of 2 replica(s):"),
+        ({"replicas": 2}, 2, "on 2 replica(s):"),
+        # Serve learns of a replica a moment after the pool.
+        ({}, 0, "on 1 replica(s):"),
+        ({"autoscaling": {"max_replicas": 2}}, 1, "on 1 to 2 replica(s):"),
+    ],
+)
+def test_it_serves_with_the_first_replica_and_says_how_many_there_are(
+    settings: dict[str, Any], up: int, said: str, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, cluster = serve(settings, replicas_up=up)
+    assert said in capsys.readouterr().out
+    assert (status, cluster.stopped) == (0, [False])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, {"ready": False}),
+        # Serve believes in a replica that the pool does not have.
+        ({}, {"ready": False, "all_up": True}),
+        (ZERO, {"ready": False}),
+        # A replica of the application before says that it is ready.
+        ({}, {"updates": True}),
+    ],
+)
+def test_what_does_not_start_is_one_line_and_an_exit_status(
+    settings: dict[str, Any],
+    said: dict[str, Any],
+    serve: Serve,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, cluster = serve(settings, **said)
+    line = "not up within 3 s (actors.start_s); replica: 0 up (No GPU.)"
+    assert capsys.readouterr().out == f"Lockstep did not start: {line}\n"
+    # Requests on replicas that an update has not replaced may finish.
+    assert (status, cluster.stopped) == (1, [not said.get("updates", False)])
+
+
+def test_with_no_replica_to_wait_for_it_serves_when_the_ingress_is_up(serve: Serve) -> None:
+    status, _ = serve(ZERO, ready=False, all_up=True)
+    assert status == 0
