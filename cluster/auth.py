@@ -82,12 +82,16 @@ class Admission:
     _leave: Callable[[], None]
     _charged: list[tuple[TokenBucket, int]] = field(default_factory=list)
 
-    def check_priority(self, priority: Priority) -> None:
-        """Raises NotAllowed for a class above the key's."""
+    def priority(self, asked: Priority | None) -> Priority:
+        """The request's class: the one asked for; where none is, normal, or the key's if that is
+        lower. Raises NotAllowed for a class above the key's."""
         allowed = self._use.priority_max
-        if priority < allowed:
-            asked, most = priority.name.lower(), allowed.name.lower()
-            raise NotAllowed("priority", f"{asked} asked for, this key allows {most} at most")
+        if asked is None:
+            return max(Priority.NORMAL, allowed)
+        if asked < allowed:
+            named, most = asked.name.lower(), allowed.name.lower()
+            raise NotAllowed("priority", f"{named} asked for, this key allows {most} at most")
+        return asked
 
     def charge(self, tokens: int) -> None:
         """Count the most tokens that the request may use. Raises Overloaded."""

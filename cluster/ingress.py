@@ -26,7 +26,7 @@ from cluster.protocol import STOPPING, PoolPort
 from cluster.servicer import Unparsed
 from cluster.shard_links import ShardLinks
 from cluster.target_text import TargetText
-from cluster.text import TextStream
+from cluster.text import Piece, TextStream
 from cluster.wire import (
     Ask,
     check_message,
@@ -46,7 +46,8 @@ from scheduler.messages import Finish, FinishReason, Usage
 
 _USAGE_WAIT_S = 1.0
 """How long a stop string's answer waits for the pool's figures."""
-
+_SLICE_TOKENS = 256
+"""So many tokens are made text before others have a turn; a few milliseconds, whatever they are."""
 
 _M = TypeVar("_M")
 
@@ -63,8 +64,8 @@ class _Call:
     taken: int
     """Tokens of `live` that the text has seen."""
     stop: str | None = None
-    dropped: int = 0
-    """Tokens seen that lie behind a stop string."""
+    status: StatusCode = StatusCode.CANCELLED
+    """How it ended for the client: it has left, unless it was told something else."""
 
 
 class Ingress(HealthService):
@@ -136,14 +137,13 @@ class Ingress(HealthService):
                 yield chunk
                 chunk = pb.GenerateChunk()
             try:
-                text, finish = await self._end(call)
+                text, finish, refusal = await self._end(call)
             except Refused as refused:
                 refuse(grpc_context, refused.refusal)
                 yield chunk
                 return
             chunk.text += text
             chunk.end.CopyFrom(self._to_end(call, finish))
-            refusal = None if call.stop else refusal_of_finish(finish, call.ask.client_id)
             if refusal is not None:
                 refuse(grpc_context, refusal)
             self._meter.chunk()
@@ -186,11 +186,10 @@ class Ingress(HealthService):
                     token_ids.extend(tokens)
             else:
                 await call.live.ended.wait()
-                text, token_ids = self._take(call)
+                text, token_ids = await self._take(call)
                 texts.append(text)
-            text, finish = await self._end(call)
+            text, finish, refusal = await self._end(call)
             texts.append(text)
-            refusal = None if call.stop else refusal_of_finish(finish, call.ask.client_id)
             if refusal is not None:
                 raise Refused(refusal)
             return pb.GenerateResponse(
@@ -218,17 +217,18 @@ class Ingress(HealthService):
         if self._link.stopping.is_set():
             raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
         check_message(message, self._config, self._text.context_len)
-        admission.check_priority(priority_of(message))
+        priority = admission.priority(priority_of(message))
         if self._link.unfinished >= self._config.ingress.requests_max:
             raise Overloaded(f"{self._link.unfinished} requests are in flight already")
         prompt = await self._prompt(message)
-        ask = to_ask(message, prompt, self._text, self._config.ingress, admission.tenant)
+        limits, tenant = self._config.ingress, admission.tenant
+        ask = to_ask(message, prompt, self._text, limits, tenant, priority)
         # All of it before any token is decoded: decoding stands on the event loop.
         check_request(ask.request, self._config.scheduler, self._text.spec)
         admission.charge(len(prompt) + ask.request.max_new_tokens)
         text = TextStream(self._text.tokenizer, ask.request.prompt, ask.stop)
         committed = ask.request.committed
-        seen = text.push(committed)
+        seen = await _pushed(text, committed)
         live = self._link.submit(ask.request, ask.timeout_s)
         call = _Call(ask, admission, live, text, arrived_s, taken=len(committed), stop=seen.stop)
         if seen.stop is not None:
@@ -266,7 +266,7 @@ class Ingress(HealthService):
         while call.stop is None and not live.ended.is_set():
             await live.changed.wait()
             live.changed.clear()
-            text, tokens = self._take(call)
+            text, tokens = await self._take(call)
             if not tokens:
                 continue
             yield text, tokens
@@ -275,7 +275,7 @@ class Ingress(HealthService):
                     async with asyncio.timeout(self._pause_s()):
                         await live.ended.wait()
         if call.stop is None:
-            text, tokens = self._take(call)
+            text, tokens = await self._take(call)
             if tokens:
                 yield text, tokens
 
@@ -284,37 +284,49 @@ class Ingress(HealthService):
         config = self._config.ingress
         return max(config.coalesce_ms / 1000, self._link.unfinished / config.chunks_per_s)
 
-    def _take(self, call: _Call) -> tuple[str, list[int]]:
+    async def _take(self, call: _Call) -> tuple[str, list[int]]:
         """Push the tokens that came since; a stop string ends the request at the pool."""
         tokens = call.live.tokens[call.taken :]
-        piece = call.text.push(tokens)
+        piece = await _pushed(call.text, tokens)
         call.taken += piece.tokens
         if piece.stop is not None:
             call.stop = piece.stop
             self._link.cancel(call.live)
         return piece.text, tokens[: piece.tokens]
 
-    async def _end(self, call: _Call) -> tuple[str, Finish]:
-        """The rest of the text, and how it ended. Raises Refused for what the pool refused."""
+    async def _end(self, call: _Call) -> tuple[str, Finish, Refusal | None]:
+        """The rest of the text, how it ended, and the status if that is not OK.
+
+        Raises Refused for what the pool refused.
+        """
         live = call.live
         if call.stop is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_USAGE_WAIT_S):
                     await live.ended.wait()
-            return "", live.finish or Finish(live.pool_id, FinishReason.STOP, Usage())
+            call.status = StatusCode.OK
+            return "", live.finish or Finish(live.pool_id, FinishReason.STOP, Usage()), None
         await live.ended.wait()
         if live.unreachable:
             stopping = self._link.stopping.is_set()
             message = STOPPING if stopping else "the pool does not answer"
-            raise Refused(Refusal(StatusCode.UNAVAILABLE, message))
+            call.status = StatusCode.UNAVAILABLE
+            raise Refused(Refusal(call.status, message))
         if live.reject is not None:
             refusal = refusal_of_reject(live.reject, call.ask)
+            call.status = refusal.code
             self._meter.refused(refusal.code)
             raise Refused(refusal)
         assert live.finish is not None
+        unfinished = refusal_of_finish(live.finish, call.ask.client_id)
+        if unfinished is not None:
+            # What is held back stays so: who goes on from these tokens gets it then, and whole.
+            call.status = unfinished.code
+            return "", live.finish, unfinished
         rest = call.text.finish()
         call.stop = rest.stop
-        return rest.text, live.finish
+        call.status = StatusCode.OK
+        return rest.text, live.finish, None
 
     def _to_end(self, call: _Call, finish: Finish) -> pb.End:
         first_s = call.live.first_s or self._clock()
@@ -339,9 +351,8 @@ class Ingress(HealthService):
             refused = live.reject is not None
             used = 0 if refused else len(live.request.prompt) + len(live.tokens)
             call.admission.close(used)
-            status = "CANCELLED" if live.finish is None else live.finish.reason.name
             first_s = live.first_s - call.arrived_s if live.first_s else 0.0
-            self._meter.answered(status, first_s, self._clock() - call.arrived_s)
+            self._meter.answered(call.status.name, first_s, self._clock() - call.arrived_s)
 
 
 def _parsed(request: _M | Unparsed, name: str) -> _M:
@@ -349,3 +360,17 @@ def _parsed(request: _M | Unparsed, name: str) -> _M:
     if isinstance(request, Unparsed):
         raise InvalidRequest("request", f"{request.size} bytes that are no lockstep.v1.{name}")
     return request
+
+
+async def _pushed(text: TextStream, tokens: Sequence[int]) -> Piece:
+    """Push tokens in slices, between which the event loop has others' turns."""
+    piece = text.push(tokens[:_SLICE_TOKENS])
+    if len(tokens) <= _SLICE_TOKENS or piece.stop is not None:
+        return piece
+    texts, used = [piece.text], piece.tokens
+    while used < len(tokens) and piece.stop is None:
+        await asyncio.sleep(0)
+        piece = text.push(tokens[used : used + _SLICE_TOKENS])
+        texts.append(piece.text)
+        used += piece.tokens
+    return Piece("".join(texts), used, piece.stop)

@@ -8,60 +8,98 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 _CONTEXT_TOKENS = 16
 """Tokens of the prompt that the decoder sees, so that the first new token gets its space right."""
 _INCOMPLETE = "\ufffd"
 """What a decoder makes of bytes that are no character, or not yet."""
+_HELD_MAX = 64
+"""So many tokens are held back at most, for all of them are decoded again with each one more."""
+_KEPT = 8
+"""So many stay when their text must go: more bytes than a character has, so that a decoder which
+begins with them ends in step."""
 
 
 class Detokenizer:
-    """Turns tokens into whole characters; holds a character back until its last byte is there."""
+    """Turns tokens into whole characters; holds a character back until its last byte is there.
+
+    The text of valid UTF-8 is that of all tokens decoded at once, and so is that of bad bytes in a
+    byte-level tokenizer. One with byte fallback makes a whole run of byte tokens U+FFFD, one for
+    each, if any of them is bad. Here what was given out before the bad one stays; after every
+    `_HELD_MAX` tokens the run is text again if its last `_KEPT` are text by themselves. What a push
+    costs is bounded, whatever the tokens are.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self._special = _special_ids(tokenizer)
         self._settled: list[int]
         """Tokens before those held back: the last ones whose text was given out, or the prompt."""
         self._held: list[int]
         """Tokens whose text was not given out."""
+        self._given: str
+        """What of the text of both was given out, or is the prompt's."""
         context = list(prompt[-_CONTEXT_TOKENS:])
-        # The stream takes no context that ends within a character: it would repeat it as output.
-        self._begin([] if self._decode(context).endswith(_INCOMPLETE) else context)
+        # Of a context that ends within a character it is not known what was given out.
+        self._settle([] if self._decode(context).endswith(_INCOMPLETE) else context)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
-        self._held.append(token)
-        try:
-            text = self._stream.step(self._tokenizer, token)
-        except Exception:
-            # Its only error: with this token the tokenizer decodes the tokens before it to other
-            # text (one bad byte spoils a whole run of byte tokens). What was given out stays, and
-            # the tokens held back speak for themselves.
-            text = self._decode(self._held)
-            self._begin(self._held)
-            return text
-        if text is None:
+        if token in self._special or self._tokenizer.id_to_token(token) is None:
+            # The decoder never sees it, wherever it stands.
             return ""
-        self._settled, self._held = self._held, []
-        return str(text)
+        self._held.append(token)
+        text = self._decode(self._settled + self._held)
+        if text.endswith(_INCOMPLETE) or self._given.startswith(text):
+            return self._let_go(text) if len(self._held) == _HELD_MAX else ""
+        rest = self._rest(text)
+        self._settle(self._held)
+        return rest
 
     def flush(self) -> str:
         """What is still held back: bytes that never became a character, as U+FFFD."""
-        before = self._decode(self._settled)
-        text = self._decode(self._settled + self._held)
-        rest = text[len(before) :] if text.startswith(before) else self._decode(self._held)
-        self._settled, self._held = self._settled + self._held, []
+        rest = self._rest(self._decode(self._settled + self._held))
+        self._settle(self._settled + self._held)
         return rest
 
-    def _begin(self, context: list[int]) -> None:
-        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
-        self._settled, self._held = context, []
+    def _rest(self, text: str) -> str:
+        """Of the text of all tokens that are here what was not given out."""
+        if text.startswith(self._given):
+            return text[len(self._given) :]
+        # With the tokens held back those before them decode to other text (one bad byte spoils a
+        # whole run of byte tokens). What was given out stays, and the others speak for themselves.
+        return self._decode(self._held)
+
+    def _let_go(self, text: str) -> str:
+        """Give out the text of the tokens held back, but for what may yet become a character."""
+        rest = self._rest(text)
+        kept = self._held[-_KEPT:]
+        if not rest:
+            self._held = kept
+            return ""
+        # The kept tokens may begin within a character, and their text with U+FFFD that the whole
+        # text has not. Both end alike: what may yet become a character is the last one of both.
+        again = self._decode(kept)
+        opened = int(rest.endswith(_INCOMPLETE) and again.endswith(_INCOMPLETE))
+        self._settled, self._held = kept[: _KEPT - opened], kept[_KEPT - opened :]
+        self._given = again[: len(again) - opened]
+        return rest[: len(rest) - opened]
+
+    def _settle(self, tokens: list[int]) -> None:
+        self._settled, self._held, self._given = tokens, [], self._decode(tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@lru_cache(maxsize=16)
+def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that have no text in an answer."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token for token, of in added.items() if of.special)
 
 
 class StopStrings:

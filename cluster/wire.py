@@ -57,7 +57,6 @@ _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = {
 }
 
 _PRIORITIES: Mapping[int, Priority] = {
-    pb.PRIORITY_UNSPECIFIED: Priority.NORMAL,
     pb.PRIORITY_HIGH: Priority.HIGH,
     pb.PRIORITY_NORMAL: Priority.NORMAL,
     pb.PRIORITY_LOW: Priority.LOW,
@@ -185,8 +184,10 @@ def _check_input(message: pb.GenerateRequest, config: ClusterConfig) -> None:
                 raise InvalidRequest("prompt_token_ids", f"{count} tokens, at most {most} allowed")
 
 
-def priority_of(message: pb.GenerateRequest) -> Priority:
-    """Raises InvalidRequest for a number that names no class."""
+def priority_of(message: pb.GenerateRequest) -> Priority | None:
+    """None where the request names none. Raises InvalidRequest for a number that names no class."""
+    if message.priority == pb.PRIORITY_UNSPECIFIED:
+        return None
     try:
         return _PRIORITIES[message.priority]
     except KeyError:
@@ -199,6 +200,7 @@ def to_ask(
     text: TargetText,
     config: IngressConfig,
     tenant: str = "",
+    priority: Priority = Priority.NORMAL,
 ) -> Ask:
     """The request that a checked message with these prompt tokens makes; may draw a seed."""
     has = message.HasField
@@ -231,7 +233,7 @@ def to_ask(
             draft_len=draft_len,
             timeout_s=message.timeout_s if has("timeout_s") else config.timeout_s,
             committed=tuple(message.committed_token_ids),
-            priority=priority_of(message),
+            priority=priority,
             tenant=tenant,
             cache_salt=message.cache_salt,
             pins=_pins_of(message.pins) if has("pins") else Pins(),

@@ -10,6 +10,8 @@ from cluster.auth import Admission, Caller, Door, NotAllowed, Unauthenticated, i
 from cluster.calls import caller_of, caller_of_http
 from cluster.config import AuthConfig, IngressConfig
 from cluster.keys import add, remove
+from cluster.wire import priority_of
+from protos import lockstep_pb2 as pb
 from scheduler.errors import Overloaded
 from scheduler.messages import Priority
 from tests.cluster.test_ingress import Context
@@ -167,15 +169,24 @@ def test_a_priority_above_the_keys_is_refused_by_name(keyed: Keyed, most: Priori
     assert admission.tenant == "alice"
     for asked in Priority:
         if asked >= most:
-            admission.check_priority(asked)
+            assert admission.priority(asked) is asked
         else:
             with pytest.raises(NotAllowed, match=r"^priority: "):
-                admission.check_priority(asked)
+                admission.priority(asked)
+
+
+@pytest.mark.parametrize("most", list(Priority))
+def test_who_names_no_priority_is_never_refused_for_it(keyed: Keyed, most: Priority) -> None:
+    keyed.key("alice", most.name.lower())
+    admission = keyed.door().admit(keyed.caller("alice"))
+    expected = Priority.LOW if most is Priority.LOW else Priority.NORMAL
+    assert admission.priority(priority_of(pb.GenerateRequest(prompt="x"))) is expected
 
 
 def test_without_keys_every_priority_is_allowed_and_there_is_no_tenant() -> None:
     admission = open_door().admit(HOME)
-    admission.check_priority(Priority.HIGH)
+    assert admission.priority(Priority.HIGH) is Priority.HIGH
+    assert admission.priority(None) is Priority.NORMAL
     admission.charge(10**9)
     assert admission.tenant == ""
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from google.protobuf.json_format import ParseDict
 from grpc import StatusCode
 
 from cluster.config import from_args
@@ -154,6 +156,10 @@ def test_pins_are_an_object_in_json_and_a_wrong_one_is_named() -> None:
         b'{"prompt": "x", "temperature": "hot"}',
         b'{"prompt": "x", "max_new_tokens": 1e400}',
         b'{"prompt": "x", "max_new_tokens": ' + b"9" * 6000 + b"}",
+        b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}",
+        b'{"prompt": "x", "top_p": 1' + b"0" * 400 + b"}",
+        b'{"prompt": "x", "timeout_s": -1' + b"0" * 400 + b"}",
+        b'{"prompt": "x", "stop_token_ids": [1' + b"0" * 400 + b"]}",
         b'{"prompt": "x", "seed": 1e300}',
         b'{"prompt": "x", "priority": 77}',
         b'{"prompt": "x", "priority": "PRIORITY_MAX"}',
@@ -176,6 +182,31 @@ def test_http_refuses_any_bad_body_as_such(body: bytes) -> None:
             assert (await http(app, good)).status == 200
 
     asyncio.run(test())
+
+
+def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def parse(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return ParseDict(*args)
+
+    monkeypatch.setattr("cluster.http.ParseDict", parse)
+
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            for ids, unknown, status in ((5, {}, 400), (20_000, {}, 400), (20_000, {"a": 1}, 400)):
+                fields = {"prompt": "x", "committed_token_ids": [5] * ids, "max_new_tokens": 1}
+                answer = await http(app, json.dumps(fields | unknown).encode())
+                assert answer.status == status
+            long = {"prompt": "x", "max_new_tokens": 1, "request_id": "y" + " " * 20_000}
+            answer = await http(app, json.dumps(long).encode())
+            assert json.loads(answer.body)["error"]["message"].startswith("request_id: ")
+
+    asyncio.run(test())
+    main = threading.main_thread()
+    assert [thread is main for thread in threads] == [True, False, False, False]
 
 
 def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_the_meters_emit_the_whole_table() -> None:
     ingress = IngressMeter(sink)
     ingress.chunk()
     ingress.refused(StatusCode.UNAUTHENTICATED)
-    ingress.answered("STOP", 0.1, 0.2)
+    ingress.answered("OK", 0.1, 0.2)
     assert {name: tuple(tags) for name, tags in seen.items()} == {
         name: metric.tags for name, metric in METRICS.items()
     }
@@ -62,7 +62,7 @@ def test_sums_are_written_once() -> None:
     for _ in range(2):
         ingress.chunk()
         ingress.chunk()
-        ingress.answered("STOP", 0.1, 0.2)
+        ingress.answered("OK", 0.1, 0.2)
     assert written["lockstep_streamed_chunks"] == 4
 
 

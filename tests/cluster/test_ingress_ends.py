@@ -1,0 +1,267 @@
+"""Proves: each end of a call is told, counted and continued for what it was.
+
+The ingress talks to a pool in the same event loop. Where an end must come at a certain token, there
+is no replica, and the test says what the pool would have said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+from grpc import StatusCode
+
+from cluster.config import from_args
+from cluster.ingress import Ingress
+from cluster.live_request import LiveRequest
+from cluster.text import TextStream
+from protos import lockstep_pb2 as pb
+from scheduler.messages import Finish, FinishReason, Reject, RejectCode
+from tests.cluster.fakes import tokenizer
+from tests.cluster.test_ingress import CONFIG, PROMPT, PROMPT_IDS, Context, ingress, stream, until
+
+ANSWER = "a \U0001f98a says END or ENDE"
+TOKENS = tokenizer().encode(ANSWER).ids
+UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
+
+
+async def asked(made: Ingress) -> LiveRequest:
+    """The one request that the ingress has."""
+    lives = made._link.links[0]._live
+    await until(lambda: len(lives) == 1)
+    return next(iter(lives.values()))
+
+
+def ends(made: Ingress, live: LiveRequest, reason: FinishReason) -> None:
+    made._link.links[0]._finish(Finish(live.pool_id, reason))
+
+
+async def streamed(
+    made: Ingress, request: pb.GenerateRequest, tokens: list[int], reason: FinishReason
+) -> tuple[str, list[int], Context]:
+    """Text and tokens of a stream that the pool gives these tokens and this end."""
+    context = Context()
+    call = asyncio.ensure_future(stream(made, request, context))
+    live = await asked(made)
+    live.tokens.extend(tokens)
+    live.changed.set()
+    ends(made, live, reason)
+    chunks = await call
+    assert chunks[-1].HasField("end")
+    got = [token for chunk in chunks for token in chunk.token_ids]
+    return "".join(chunk.text for chunk in chunks), got, context
+
+
+@pytest.mark.parametrize("reason", UNENDED)
+@pytest.mark.parametrize(
+    "stops", [[], ["ENDLESS"], ["ENDE"], ["\U0001f98a!"]], ids=["none", "never", "last", "fox"]
+)
+def test_what_was_cut_and_continued_is_what_was_never_cut(
+    stops: list[str], reason: FinishReason
+) -> None:
+    async def test() -> None:
+        async with ingress(replicas=0) as made:
+            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=stops)
+            whole, tokens, _ = await streamed(made, request, TOKENS, FinishReason.LENGTH)
+            assert whole == (ANSWER[:-4] if stops == ["ENDE"] else ANSWER)
+            for cut in range(1, len(tokens)):
+                first, taken, context = await streamed(made, request, TOKENS[:cut], reason)
+                assert context.code not in (None, StatusCode.OK)
+                assert taken == TOKENS[:cut]
+                assert whole.startswith(first)
+                again = pb.GenerateRequest()
+                again.CopyFrom(request)
+                again.committed_token_ids.extend(taken)
+                rest, more, _ = await streamed(made, again, TOKENS[cut:], FinishReason.LENGTH)
+                assert (first + rest, taken + more) == (whole, tokens)
+
+    asyncio.run(test())
+
+
+def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
+    cut = tokenizer().encode("a \U0001f98a").ids[:-1]
+
+    async def test() -> None:
+        async with ingress(replicas=0) as made:
+            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(cut))
+            text, _, context = await streamed(made, request, cut, FinishReason.LENGTH)
+            assert context.code is None
+            assert text == tokenizer().decode(PROMPT_IDS + cut)[len(PROMPT) :]
+            assert text.endswith("\ufffd")
+
+    asyncio.run(test())
+
+
+# --------------------------------------------------------------------------- what is counted
+
+
+@asynccontextmanager
+async def counting(**settings: int) -> AsyncIterator[tuple[Ingress, list[str]]]:
+    """An ingress without replicas, and the statuses of the requests that it has counted."""
+    counted: list[str] = []
+
+    def sink(name: str, _value: float, tags: Mapping[str, str]) -> None:
+        if name == "lockstep_request_seconds":
+            counted.append(tags["status"])
+
+    config = from_args({"scheduler": settings}) if settings else CONFIG
+    async with ingress(config=config, replicas=0) as made:
+        made._meter._sink = sink
+        yield made, counted
+
+
+REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS))
+
+
+async def call(made: Ingress, streaming: bool, context: Context) -> None:
+    await (stream(made, REQUEST, context) if streaming else made.Generate(REQUEST, context))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (FinishReason.STOP, "OK"),
+        (FinishReason.LENGTH, "OK"),
+        (FinishReason.DEADLINE, "DEADLINE_EXCEEDED"),
+        (FinishReason.FAILED, "INTERNAL"),
+    ],
+)
+def test_a_finish_counts_with_the_status_that_the_client_got(
+    reason: FinishReason, status: str, streaming: bool
+) -> None:
+    async def test() -> None:
+        async with counting() as (made, counted):
+            context = Context()
+            task = asyncio.ensure_future(call(made, streaming, context))
+            ends(made, await asked(made), reason)
+            await task
+            assert counted == [status] == [(context.code or StatusCode.OK).name]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("code", list(RejectCode))
+def test_a_refusal_by_the_pool_counts_with_its_status(code: RejectCode, streaming: bool) -> None:
+    async def test() -> None:
+        async with counting() as (made, counted):
+            context = Context()
+            task = asyncio.ensure_future(call(made, streaming, context))
+            live = await asked(made)
+            made._link.links[0]._live.pop(live.pool_id)
+            live.reject = Reject(live.pool_id, code, "prompt", "no")
+            live.end()
+            await task
+            assert context.code is not None
+            assert counted == [context.code.name]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
+    async def test() -> None:
+        async with counting() as (made, counted):
+            context = Context()
+            task = asyncio.ensure_future(call(made, streaming, context))
+            await asked(made)
+            made._link.links[0]._give_up()
+            await task
+            assert context.code is StatusCode.UNAVAILABLE
+            assert counted == ["UNAVAILABLE"]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_stop_string_counts_as_served(streaming: bool) -> None:
+    async def test() -> None:
+        async with counting() as (made, counted):
+            context = Context()
+            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=["says"])
+            task = asyncio.ensure_future(
+                stream(made, request, context) if streaming else made.Generate(request, context)
+            )
+            live = await asked(made)
+            live.tokens.extend(TOKENS)
+            live.changed.set()
+            # The pool knows it as what the ingress has cancelled.
+            await task
+            assert live.finish is not None
+            assert live.finish.reason is FinishReason.CANCELLED
+            assert context.code is None
+            assert counted == ["OK"]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_counts_as_cancelled(streaming: bool) -> None:
+    async def test() -> None:
+        async with counting() as (made, counted):
+            task = asyncio.ensure_future(call(made, streaming, Context()))
+            await asked(made)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert counted == ["CANCELLED"]
+
+    asyncio.run(test())
+
+
+# --------------------------------------------------------------------------- others' turns
+
+
+@pytest.mark.parametrize("given", ["committed", "at once"])
+@pytest.mark.parametrize("stop", [[], ["END"]], ids=["whole", "stop"])
+def test_many_tokens_become_text_with_others_turns_between(
+    given: str, stop: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = (tokenizer().encode("so it goes, ").ids * 100)[:200] + TOKENS
+    turns = 0
+    pushed: list[tuple[int, int]] = []
+    push = TextStream.push
+
+    def recorded(self: TextStream, part: list[int]) -> object:
+        if len(part):
+            pushed.append((len(part), turns))
+        return push(self, part)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        monkeypatch.setattr("cluster.ingress._SLICE_TOKENS", 16)
+        monkeypatch.setattr(TextStream, "push", recorded)
+        async with ingress(replicas=0) as made:
+            other = asyncio.ensure_future(others())
+            committed = tokens if given == "committed" else []
+            request = pb.GenerateRequest(
+                prompt=PROMPT, max_new_tokens=300, committed_token_ids=committed, stop=stop
+            )
+            task = asyncio.ensure_future(made.Generate(request, Context()))
+            if given == "at once":
+                live = await asked(made)
+                live.tokens.extend(tokens)
+                live.changed.set()
+            # Committed tokens with a stop string in them end before the pool has been asked.
+            if not stop:
+                ends(made, await asked(made), FinishReason.LENGTH)
+            answer = await task
+            other.cancel()
+            monkeypatch.undo()
+            expected = TextStream(tokenizer(), PROMPT_IDS, stop).push(tokens)
+            assert sum(size for size, _ in pushed) - 16 < expected.tokens
+            if given == "at once":
+                assert answer.text == expected.text
+                assert list(answer.token_ids) == tokens[: expected.tokens]
+
+    asyncio.run(test())
+    assert len(pushed) > 12
+    assert max(size for size, _ in pushed) == 16
+    assert len({turn for _, turn in pushed}) == len(pushed)
