@@ -44,7 +44,9 @@ def serve_until_signal(config: ClusterConfig) -> int:
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
-        _wait_until_ready(cluster, config, told)
+        late = _wait_until_ready(cluster, config, told)
+        if late:
+            console.print(f"The update is not complete: {late}", markup=False, soft_wrap=True)
         if not told.is_set():
             replicas = _number(cluster, config)
             console.print(
@@ -62,8 +64,7 @@ def serve_until_signal(config: ClusterConfig) -> int:
         cluster.stop(at_once=True)
         return 1 if told.is_set() else 0
     except serve_app.StartFailed as error:
-        # Nothing runs yet that could finish, but for what an update was to replace.
-        cluster.stop(at_once=not cluster.updates)
+        cluster.stop(at_once=True)  # nothing runs that could finish
         console.print(f"Lockstep did not start: {error}", markup=False, soft_wrap=True)
         return 1
     except BaseException:
@@ -80,11 +81,16 @@ def _number(cluster: ClusterRun, config: ClusterConfig) -> str:
     return str(up) if up == config.replicas else f"{up} of {config.replicas}"
 
 
-def _wait_until_ready(cluster: ClusterRun, config: ClusterConfig, told: threading.Event) -> None:
+def _wait_until_ready(
+    cluster: ClusterRun, config: ClusterConfig, told: threading.Event
+) -> str | None:
     """Until the first replica is ready; if none is to be there, until the ingress is up.
 
-    Returns early when told to stop. Raises StartFailed, also after `actors.start_s`.
+    Returns early when told to stop. Raises StartFailed, also after `actors.start_s`; but returns
+    what it says where an application is updated and there is who serves, old or new.
     """
+    from cluster.serve_app import StartFailed
+
     with Client(f"localhost:{config.server.grpc_port}") as client:
 
         def done(all_up: bool) -> bool:
@@ -94,7 +100,13 @@ def _wait_until_ready(cluster: ClusterRun, config: ClusterConfig, told: threadin
             needs_all = cluster.updates or not config.replicas_min
             return (all_up or not needs_all) and (not config.replicas_min or client.ready())
 
-        cluster.wait_until(done, told.wait)
+        try:
+            cluster.wait_until(done, told.wait)
+        except StartFailed as error:
+            if not (cluster.updates and client.ready()):
+                raise
+            return str(error)
+    return None
 
 
 def print_status(server: Server, as_json: bool) -> int:

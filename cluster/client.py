@@ -131,6 +131,7 @@ class Client:
             except grpc.RpcError as error:
                 failed = failed or error
             else:
+                self._lanes.reached = True
                 return status
         assert failed is not None
         raise failed
@@ -145,6 +146,7 @@ class Client:
                 )
             except grpc.RpcError:
                 continue
+            self._lanes.reached = True
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 return True
         return False
@@ -254,6 +256,7 @@ class AsyncClient:
             except grpc.RpcError as error:
                 failed = failed or error
             else:
+                self._lanes.reached = True
                 return status
         assert failed is not None
         raise failed
@@ -268,6 +271,7 @@ class AsyncClient:
                 )
             except grpc.RpcError:
                 continue
+            self._lanes.reached = True
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 return True
         return False

@@ -112,6 +112,9 @@ class Lanes(Generic[C]):
         """Before the next attempt, which goes to the next address. Raises the error if none is
         to be made, or OutOfTime where only the call's own time forbids it."""
         now_s = time.monotonic()
+        # Any other code than UNAVAILABLE is said by a server, or of a connection to one.
+        said = error.code() is not grpc.StatusCode.UNAVAILABLE
+        self.reached = self.reached or said or attempts.served(now_s)
         pause_s = attempts.pause_s(error, now_s, streaming=streaming, reached=self.reached)
         if pause_s is None:
             if attempts.is_over(now_s) and broke(error, streaming):

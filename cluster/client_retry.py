@@ -67,6 +67,8 @@ class RetryPolicy:
 
 
 NO_RETRY = RetryPolicy(attempts_max=1)
+_CONNECTING_S = 2.0
+"""An attempt that lasts longer has reached a server: connecting is given up after half of it."""
 
 
 class StreamBroken(grpc.RpcError):  # type: ignore[misc]
@@ -148,6 +150,12 @@ class Attempts:
         self._first = True
         self._failures = 0
         self._failing_since_s: float | None = None
+        self._attempt_s = begun_s
+        """When the last attempt began."""
+
+    def served(self, now_s: float) -> bool:
+        """Whether a server had the attempt that has ended now, though nothing came of it."""
+        return now_s - self._attempt_s > _CONNECTING_S
 
     def passed_s(self, now_s: float) -> float:
         """Since the first attempt began; 0 during it."""
@@ -168,7 +176,8 @@ class Attempts:
         policy = self._policy
         self._first = False
         self._failures += 1
-        if self._failing_since_s is None:
+        # Being served is no failing, however long a unary answer takes.
+        if self._failing_since_s is None or self.served(now_s):
             self._failing_since_s = now_s
         pause_s = min(policy.backoff_s * 2.0 ** (self._failures - 1), policy.backoff_s_max)
         pause_s *= 1.0 - 0.5 * self._draw()
@@ -183,6 +192,7 @@ class Attempts:
             return None
         if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
             return None
+        self._attempt_s = now_s + pause_s
         return pause_s
 
 

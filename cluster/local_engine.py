@@ -83,6 +83,9 @@ class LocalEngine:
 
     def submit(self, request: Request) -> Output:
         """Hand a request in; raises InvalidRequest or Overloaded when the pool refuses it."""
+        held = self.outputs.get(request.id)
+        if held is not None and held.finished_s is None:
+            raise InvalidRequest("id", "a request with this id is live")
         output = self.outputs[request.id] = Output(submitted_s=self._clock())
         self._feed(Submit(request))
         return output

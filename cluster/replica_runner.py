@@ -87,6 +87,8 @@ class ReplicaRunner:
         self._drain_s = config.actors.drain_s
         self._order_s_max = config.actors.order_s_max
         self._order_began_s: float | None = None
+        self._order_of = ""
+        """The membership whose order runs, or ran last."""
         """When the order that runs now began; the thread writes it."""
         self._load = load
         self._pools = pools
@@ -143,9 +145,11 @@ class ReplicaRunner:
     def _check_orders(self) -> None:
         began_s = self._order_began_s
         if began_s is not None and time.monotonic() - began_s > self._order_s_max:
-            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s", blames=True)
+            # Rows of this membership are not to blame for an order of one that has ended.
+            mine = self._order_of == self.replica_id
+            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s", blames=mine)
         if (broken := self._replica.broken) is not None:
-            lost = self._order_lost or began_s is not None
+            lost = self._order_lost or (began_s is not None and self._order_of == self.replica_id)
             raise ReplicaUnhealthy(f"it is broken: {broken}", blames=lost)
         if not self._thread.is_alive():
             raise ReplicaUnhealthy("the thread that runs orders has died")
@@ -358,7 +362,7 @@ class ReplicaRunner:
         if order.replica_id != self.replica_id:
             # Of a membership that has ended; nobody waits for it.
             return StepFailed(order.replica_id, order.id, "the replica has joined again")
-        self._order_began_s = time.monotonic()
+        self._order_of, self._order_began_s = order.replica_id, time.monotonic()
         try:
             return replica.step(order, lambda: self._ends_early(order))
         except Exception as error:

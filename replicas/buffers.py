@@ -20,6 +20,8 @@ from replicas.tiles import Tiles
 
 _FLOAT32 = 4
 _INT64 = 8
+_POOL_GROWTH = 3.5
+"""1 + 3/4 + 1/2 + 3/8 + 1/4 + ..., the buckets of a size; see `graphs.bucket`."""
 _HEAP_MOST = 32 << 20
 """glibc's greatest threshold: larger allocations are mappings of their own."""
 
@@ -198,9 +200,8 @@ def buffers(
         for model in models
     ]
     counted = Buffers(
-        # A CPU keeps one for each model. A GPU has the one that it reads, and another in the pool
-        # of recorded steps, which gives nothing back.
-        gathered=max(gathered) * (2 if work.recordings else 1) if on_gpu else sum(gathered),
+        # A CPU keeps one for each model; a GPU has the one that it reads.
+        gathered=max(gathered) if on_gpu else sum(gathered),
         rotary=sum(rotary_bytes(model, work.context_len, item) for model in models),
         draft_pass=drafting,
         verify_pass=standing + verify,
@@ -383,15 +384,20 @@ def tiled_logits_bytes(shape: ModelShape, tokens: int, item: int, tiles: Tiles) 
 
 
 def recorded_bytes(counted: Buffers, work: Workload) -> int:
-    """What recorded steps hold: the pool that they share, which is what the largest of them takes,
-    and each one its inputs and verdict [4 + k, rows] and [2 + 2 * k, rows] and its block table
-    [rows, blocks]. Each is run once unrecorded before, outside of the pool."""
+    """What recorded steps hold: the pool that they share, gathered KV included, and each one its
+    inputs and verdict [4 + k, rows] and [2 + 2 * k, rows] and its block table [rows, blocks].
+
+    The pool gives nothing back, and what a smaller kind of step has left holds no larger tensor.
+    At the worst kinds come by rising size, and each brings its own: buckets are at least a third
+    apart, so all together are `_POOL_GROWTH` times the largest at most. Before it is recorded each
+    is run outside of the pool, so a step's memory counts among the phases as well.
+    """
     if not work.recordings:
         return 0
+    largest = counted.gathered + max(int(getattr(counted, name)) for name in _STEPS)
     lines = 6 + 3 * work.draft_len + -(-work.length // work.block_size)
-    return work.recordings * work.rows * lines * _INT64 + max(
-        int(getattr(counted, name)) for name in _STEPS
-    )
+    tables = work.recordings * work.rows * lines * _INT64
+    return tables + round(min(_POOL_GROWTH, work.recordings) * largest)
 
 
 def fusing_bytes(shape: ModelShape, item: int) -> int:

@@ -147,7 +147,8 @@ def next_rows(
     """
     if OrderKind.PREFILL in replica.fails:
         choice = _next_rows(replica, waiting, open_replicas, replicas, config, room, again=False)
-        if choice.rows or choice.claim is not None:
+        # A row that was begun shows it as well.
+        if choice.rows or choice.claim is not None or replica.partial:
             return choice
     return _next_rows(replica, waiting, open_replicas, replicas, config, room, again=True)
 

@@ -125,7 +125,12 @@ class Scheduler:
             self._reject(request, RejectCode.DUPLICATE, "id", "a request with this id is live")
             return
         try:
-            self._check(request)
+            # One that was accepted waits for a replica like the one that it was accepted for: which
+            # ones come back first after a restart is chance.
+            if event.accepted_before:
+                check_request(request, self.config)
+            else:
+                self._check(request)
         except InvalidRequest as error:
             self._reject(request, RejectCode.INVALID, error.field, error.reason)
             return

@@ -112,8 +112,7 @@ def test_it_serves_with_the_first_replica_and_says_how_many_there_are(
         # Serve believes in a replica that the pool does not have.
         ({}, {"ready": False, "all_up": True}),
         (ZERO, {"ready": False}),
-        # A replica of the application before says that it is ready.
-        ({}, {"updates": True}),
+        ({}, {"updates": True, "ready": False}),
     ],
 )
 def test_what_does_not_start_is_one_line_and_an_exit_status(
@@ -125,8 +124,19 @@ def test_what_does_not_start_is_one_line_and_an_exit_status(
     status, cluster = serve(settings, **said)
     line = "not up within 3 s (actors.start_s); replica: 0 up (No GPU.)"
     assert capsys.readouterr().out == f"Lockstep did not start: {line}\n"
-    # Requests on replicas that an update has not replaced may finish.
-    assert (status, cluster.stopped) == (1, [not said.get("updates", False)])
+    assert (status, cluster.stopped) == (1, [True])
+
+
+def test_an_update_that_does_not_come_to_its_end_leaves_in_place_what_serves(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, cluster = serve({}, updates=True)
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == (
+        "The update is not complete: not up within 3 s (actors.start_s); replica: 0 up (No GPU.)"
+    )
+    assert second.startswith("Lockstep serves")
+    assert (status, cluster.stopped) == (0, [False])
 
 
 def test_with_no_replica_to_wait_for_it_serves_when_the_ingress_is_up(serve: Serve) -> None:

@@ -89,9 +89,46 @@ def test_progress_starts_the_count_of_failures_anew() -> None:
 def test_a_server_that_never_answered_is_given_up_sooner() -> None:
     for reached, patient in ((True, True), (False, False)):
         attempts = Attempts(RetryPolicy(give_up_s=60, reach_s=2), 0.0)
-        assert attempts.pause_s(LOST, 0.0, streaming=False, reached=reached) is not None
-        later = attempts.pause_s(LOST, 30.0, streaming=False, reached=reached)
-        assert (later is not None) == patient
+        now_s = 0.0
+        while now_s < 30.0:
+            if (pause_s := attempts.pause_s(LOST, now_s, streaming=False, reached=reached)) is None:
+                break
+            now_s += pause_s + 0.5
+        assert (now_s >= 30.0) == patient
+        assert patient or now_s <= 4.5
+
+
+def test_time_in_which_a_call_is_served_is_no_time_of_failing() -> None:
+    """A unary call brings nothing before its end: minutes of it do not use up its patience, and
+    breaks in a row do."""
+    attempts = Attempts(RetryPolicy(give_up_s=60), 0.0)
+    for now_s in (200.0, 300.0, 450.0):
+        assert attempts.served(now_s)
+        assert attempts.pause_s(LOST, now_s, streaming=False, reached=True) is not None
+    now_s = 450.0
+    while (pause_s := attempts.pause_s(LOST, now_s, streaming=False, reached=True)) is not None:
+        now_s += pause_s + 1.0
+        assert not attempts.served(now_s)
+    assert 480.0 < now_s <= 515.0
+
+
+@pytest.mark.parametrize(
+    ("code", "lasted_s", "reached"),
+    [
+        (StatusCode.UNAVAILABLE, 1.0, False),
+        (StatusCode.UNAVAILABLE, 30.0, True),
+        (StatusCode.NOT_FOUND, 0.0, True),
+    ],
+)
+def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
+    code: StatusCode, lasted_s: float, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.chain([0.0], itertools.repeat(lasted_s))
+    monkeypatch.setattr("cluster.client_channel.time.monotonic", lambda: next(clock))
+    lanes = Lanes(grpc.insecure_channel, "localhost:1", None, RetryPolicy())
+    attempts = lanes.attempts(pb.GenerateRequest(prompt="x"), None)
+    lanes.pause_s(lanes.current, attempts, error_of(code), streaming=False)
+    assert lanes.reached == reached
 
 
 def test_overload_is_asked_again_only_by_order_and_not_before_its_time() -> None:

@@ -927,6 +927,30 @@ def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
     asyncio.run(test())
 
 
+def test_an_order_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the_present_one() -> (
+    None
+):
+    async def test() -> None:
+        async with world() as w:
+            fake = Hanging()
+            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "hanging")
+            await runner.start()
+            w.runners.append(runner)
+            w.submit([7, 8], 10)
+            await w.until(lambda: runner._order_began_s is not None)
+            # Its client has left when the pool begins anew.
+            first = runner.replica_id
+            w.wire.restart()
+            await w.until(lambda: runner.replica_id != first and runner.replica_id != "")
+            runner._order_s_max = 0.0
+            with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
+                runner.check()
+            assert not raised.value.blames
+            fake.go.set()
+
+    asyncio.run(test())
+
+
 def _wait_for_idle(runner: ReplicaRunner) -> None:
     while runner._order_began_s is not None:
         time.sleep(0.01)

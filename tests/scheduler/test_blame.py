@@ -106,6 +106,23 @@ def test_a_prompt_that_breaks_every_prefill_lets_the_others_pass_and_fails_after
     assert failures == 3
 
 
+def test_a_prompt_that_was_begun_shows_as_well_that_prefills_work() -> None:
+    hand = crowd(2, prefill_tokens_max=16)
+    hand.submit("broken", length=8)
+    failures = 0
+    while "broken" not in hand.finishes:
+        order = hand.in_flight()[0]
+        if order.kind is OrderKind.PREFILL and "broken" in rows_of(order):
+            failures += 1
+            if failures == 1:
+                hand.submit("long", length=200)
+            hand.fail(order)
+        else:
+            hand.done(order)
+    assert hand.finishes["broken"].reason is FinishReason.FAILED
+    assert failures <= 4, "a chunk of the long one is filled between any two"
+
+
 def test_rows_that_nobody_suspects_step_between_any_two_orders_of_suspects() -> None:
     hand = crowd(4)
     hand.join("s")

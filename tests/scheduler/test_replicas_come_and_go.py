@@ -5,6 +5,10 @@ Late, doubled and unknown events change nothing.
 
 from __future__ import annotations
 
+from itertools import permutations
+
+import pytest
+
 from scheduler.messages import (
     Blamed,
     Dispatch,
@@ -14,9 +18,11 @@ from scheduler.messages import (
     Reject,
     ReplicaJoined,
     ReplicaSpec,
+    Request,
     StepDone,
     StepFailed,
     StepResult,
+    Submit,
 )
 from tests.scheduler.hand import Hand, of_kind, only, orders_of, released, rows_of
 
@@ -53,6 +59,23 @@ def test_with_a_replica_known_the_same_is_refused_at_the_door() -> None:
     assert only(hand.submit("a", prompt=(5000,)), Reject).field == "prompt"
     hand.join("large", context_len=5000, kv_blocks=5000)
     assert only(hand.submit("b", 400, 400), Dispatch).order.replica_id == "large"
+
+
+@pytest.mark.parametrize("back", list(permutations(["small", "large", "submit"])))
+def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
+    back: tuple[str, ...],
+) -> None:
+    """As after a restart of the pool. By the smaller one it would be refused."""
+    hand = Hand()
+    for who in back:
+        if who == "submit":
+            request = Request("a", (1,) * 40, 40, committed=(1, 1))
+            actions = hand.tell(Submit(request, accepted_before=True))
+            assert not of_kind(actions, Reject)
+        else:
+            hand.join(who, kv_blocks=10 if who == "small" else 100)
+    assert not hand.finishes
+    assert [rows_of(order) for order in hand.in_flight("large")] == [["a"]]
 
 
 def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:
