@@ -107,7 +107,8 @@ class PoolPolicy:
 
     def _decide(self, view: PoolView, wanted: int) -> int:
         status = view.status
-        load = pool_load(status, self._meter.look(status), partial=bool(view.silent))
+        shards = [shard.status for shard in view.shards] or [status]
+        load = pool_load(status, self._meter.look(*shards), partial=bool(view.silent))
         number, self._state = wanted_replicas(
             self._config, load, wanted, self._state, self._clock()
         )

@@ -24,9 +24,15 @@ from cluster.cli_options import (
     given_options,
     reached_server,
 )
+from cluster.writable import check_writable
 
 if TYPE_CHECKING:
     from cluster.bench.report_json import Report
+
+INT32_MAX = 2**31 - 1
+"""Greatest of most numbers in a request."""
+SEED_MAX = 2**62
+"""Each request of a run has the next seed, and all are below 2**63."""
 
 
 def bench(
@@ -59,15 +65,21 @@ def bench(
         int | None, typer.Option(min=1, help="Open loop: so many at once, every --every seconds.")
     ] = None,
     every: Annotated[float, typer.Option(min=0.001, help="Seconds between bursts.")] = 5.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per request.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=INT32_MAX, help="Tokens per request.")
+    ] = 128,
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="The end of a text ends its request.")
     ] = False,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep the k most probable; 0: all.")] = 0,
+    top_k: Annotated[
+        int, typer.Option(min=0, max=INT32_MAX, help="Keep the k most probable; 0: all.")
+    ] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the smallest set with this mass.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Keep tokens above this share.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, arrivals and sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEED_MAX, help="Of prompts, arrivals and sampling.")
+    ] = 0,
     draft_len: DraftLen = None,
     compare: Annotated[
         bool,
@@ -141,46 +153,78 @@ def bench(
     raise typer.Exit(_run(plan, config, server, html, json))
 
 
+class _Bars:
+    """A bar for each phase, on a terminal. Entered again, new ones begin below what was printed."""
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+
+    def __enter__(self) -> None:
+        from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not sys.stderr.isatty(),
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._progress.start()
+
+    def __exit__(self, *_exc: object) -> None:
+        self._progress.stop()
+
+    def note(self, phase: str, done: int, total: int | None) -> None:
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=total)
+        self._progress.update(self._tasks[phase], completed=done)
+
+
 def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | None) -> int:
-    """Returns the exit status: 1 if a request failed or the server could not be asked."""
+    """Returns the exit status: 1 if a request or the comparison failed, the server could not be
+    asked or a report not be written; 2 if nothing was measured, for what was asked cannot be."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
     from transformers.utils import logging as transformers_logging
 
+    from cluster.bench.outputs import write_each
     from cluster.bench.report_html import to_html
     from cluster.bench.report_json import to_json
     from cluster.bench.session import run_on_cluster, run_on_engine
     from scheduler.errors import LockstepError
 
-    notes = Console(stderr=True, highlight=False, soft_wrap=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}"),
-        TimeElapsedColumn(),
-        console=notes,
-        disable=not sys.stderr.isatty(),
-    )
-    task: dict[str, TaskID] = {}
-
-    def note(phase: str, done: int, total: int | None) -> None:
-        if phase not in task:
-            task[phase] = progress.add_task(phase, total=total)
-        progress.update(task[phase], completed=done)
-
+    # Names and errors of others are printed, and their brackets and colons are no markup.
+    notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    out = Console(highlight=False, markup=False, emoji=False)
+    outputs = [
+        (path, text) for path, text in ((html, to_html), (json, to_json)) if path is not None
+    ]
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    bars = _Bars(notes)
+    report: Report | None = None
+    unwritten: list[str] = []
     try:
-        with progress:
-            report = (
-                run_on_engine(plan, config, note)
-                if server is None
-                else run_on_cluster(plan, config, server, note)
-            )
-        for path, text in ((html, to_html), (json, to_json)):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text(report), encoding="utf-8")
+        for path, _ in outputs:
+            check_writable(path)
+        reports = (
+            run_on_engine(plan, config, bars.note)
+            if server is None
+            else run_on_cluster(plan, config, server, bars.note)
+        )
+        while True:
+            with bars:
+                found = next(reports, None)
+            if found is None:
+                break
+            try:
+                (_print_load if report is None else _print_comparison)(found, out)
+            finally:
+                unwritten = write_each(found, outputs)
+            for said in unwritten:
+                notes.print(said)
+            report = found
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, LockstepError) as error:
@@ -193,11 +237,11 @@ def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | No
             raise
         notes.print(f"{server.address}: {error.code().name}: {error.details()}")
         return 1
-    _print(report, Console(highlight=False))
-    return 1 if report.summary.failed else 0
+    assert report is not None, "a run gives a report"
+    return 1 if report.summary.failed or report.not_compared or unwritten else 0
 
 
-def _print(report: Report, console: Any) -> None:
+def _print_load(report: Report, console: Any) -> None:
     from rich.table import Table
 
     from cluster.bench.report_html import number, percent
@@ -233,7 +277,17 @@ def _print(report: Report, console: Any) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+    for said in report.notes:
+        console.print(said, soft_wrap=True)
+
+
+def _print_comparison(report: Report, console: Any) -> None:
+    from rich.table import Table
+
+    from cluster.bench.report_html import number
+
     if report.comparison is None:
+        console.print(f"Not compared: {report.not_compared}", soft_wrap=True)
         return
     compared = Table(
         "way", "tokens/s", f"identical of {report.comparison.prompts}", title="Comparison"
@@ -244,6 +298,8 @@ def _print(report: Report, console: Any) -> None:
         else:
             compared.add_row(way.name, number(way.speed), str(way.identical))
     console.print(compared)
+    if report.comparison.left_out:
+        console.print(report.comparison.left_out, soft_wrap=True)
     ratios = Table("ratio, within a round", "median", "each round")
     for ratio in report.comparison.ratios:
         each_round = ", ".join(f"{value:.2f}" for value in ratio.values)

@@ -69,7 +69,7 @@ def many(
     try:
         prompts = read_prompts(path, limit)
     except (PromptsError, OSError) as error:
-        _NOTES.print(str(error))
+        _NOTES.print(str(error), markup=False)
         return 2
     started_s = time.perf_counter()
     try:
@@ -152,5 +152,5 @@ def _json_line(prompt: str, answer: pb.GenerateResponse | grpc.RpcError) -> str:
 
 
 def _failed(server: Server, error: grpc.RpcError) -> int:
-    _NOTES.print(f"{server.address}: {error.code().name}: {error.details()}")
+    _NOTES.print(f"{server.address}: {error.code().name}: {error.details()}", markup=False)
     return 1

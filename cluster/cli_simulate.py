@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,16 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.writable import check_writable
+
 if TYPE_CHECKING:
     from cluster.simulate import Result
     from scheduler.arrivals import Ask, Lengths
+    from scheduler.config import SchedulerConfig
     from scheduler.study import PoolTimes
 
 CHARACTERS_PER_TOKEN = 4
 """By which the lengths of prompts in a file are estimated."""
 
+_SAID_BY_A_TRACE = ("requests", "per_replica", "prompt_tokens", "prompts", "new_tokens")
+_OPTION_OF = {"rows_max": "--batch-size"}
+"""Where a setting of the scheduler is called otherwise here."""
+
 
 def simulate(
+    context: typer.Context,
     replicas: Annotated[
         str, typer.Option(help="Number of replicas; several, as 64,256, one after the other.")
     ] = "8",
@@ -89,10 +98,11 @@ def simulate(
         raise typer.BadParameter("give one of --rate, --in-flight and --trace")
     if bursts is not None and rate is None:
         raise typer.BadParameter("--bursts needs --rate")
+    if trace is not None:
+        _refuse_what_a_trace_says(context)
     if baseline not in (None, "eqspec"):
         raise typer.BadParameter("--baseline: expected eqspec")
     from cluster import simulate as runs
-    from scheduler.config import SchedulerConfig
     from scheduler.messages import ReplicaSpec
     from scheduler.study import Setup
 
@@ -113,14 +123,7 @@ def simulate(
         context_len=32768,
         vocab_size=2,
     )
-    # Who waits is to be seen, not refused.
-    config = SchedulerConfig(
-        rows_max=batch_size,
-        draft_len=draft_len,
-        wait_rounds=wait_rounds or SchedulerConfig().wait_rounds,
-        waiting_requests_max=10**9,
-        waiting_tokens_max=10**12,
-    )
+    config = _scheduler(batch_size, draft_len, wait_rounds)
     base = Setup(
         replicas=1,
         spec=spec,
@@ -138,6 +141,12 @@ def simulate(
     )
     if any(case.setup.shards > case.setup.replicas for case in all_cases):
         raise typer.BadParameter("every shard needs a replica")
+    for option, written in (("--json", json), ("--svg", svg)):
+        if written is not None:
+            try:
+                check_writable(written)
+            except OSError as error:
+                raise typer.BadParameter(f"{option}: {error}") from None
     results = []
     for case in all_cases:
         if sys.stderr.isatty():
@@ -147,8 +156,8 @@ def simulate(
         "device": device if times is None else str(times.name),
         "pair": pair if times is None else None,
         "arrivals": load.described(in_flight),
-        "prompt_tokens": prompt_tokens if prompts is None else prompts.name,
-        "new_tokens": new_tokens,
+        "prompt_tokens": None if trace else prompts.name if prompts else prompt_tokens,
+        "new_tokens": None if trace else new_tokens,
         "acceptance": acceptance,
         "batch_size": batch_size,
         "draft_len": draft_len,
@@ -157,11 +166,16 @@ def simulate(
         "pool_cost": None if base.pool is None else base.pool.model_dump(),
         "seed": seed,
     }
-    for path, text in ((json, runs.to_json(described, results)), (svg, runs.to_svg(results))):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
     _print(results)
+    if json is not None:
+        _write("--json", json, runs.to_json(described, results))
+    if svg is not None:
+        _write("--svg", svg, runs.to_svg(results))
+    empty = [result for result in results if not result.figures.finished]
+    for result in empty:
+        typer.echo(f"{result.case.named()}: no request finished", err=True)
+    if empty:
+        raise typer.Exit(1)
 
 
 _BLOCK_SIZE = 16
@@ -186,7 +200,8 @@ class _Load:
 
         if self.trace is not None:
             try:
-                lines = self.trace.read_text(encoding="utf-8").splitlines()
+                # Not splitlines: it also breaks where a JSON string may.
+                lines = self.trace.read_text(encoding="utf-8").split("\n")
                 read = arrivals.read_trace(lines, self.acceptance, rng)
             except (OSError, ValueError) as error:
                 raise typer.BadParameter(f"--trace: {error}") from None
@@ -213,15 +228,53 @@ class _Load:
         return f"Poisson, {self.rate:g} requests/s{each}"
 
 
-def _hardware(device: str, pair: str, times: Path | None) -> Any:
+def _scheduler(batch_size: int, draft_len: int | None, wait_rounds: int | None) -> SchedulerConfig:
     from pydantic import ValidationError
 
+    from scheduler.config import SchedulerConfig
+
+    try:
+        return SchedulerConfig(
+            rows_max=batch_size,
+            draft_len=draft_len,
+            wait_rounds=wait_rounds or SchedulerConfig().wait_rounds,
+            # Who waits is to be seen, not refused.
+            waiting_requests_max=10**9,
+            waiting_tokens_max=10**12,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        option = _OPTION_OF.get(name, _option(name))
+        raise typer.BadParameter(f"{option}: {first['msg']}") from None
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refuse_what_a_trace_says(context: typer.Context) -> None:
+    for name in _SAID_BY_A_TRACE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(f"{_option(name)}: a --trace says what comes and when")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"{option}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _hardware(device: str, pair: str, times: Path | None) -> Any:
     from scheduler.hardware import DEVICES, PAIRS, FittedTimes, Roofline
 
     if times is not None:
         try:
             return FittedTimes.model_validate_json(times.read_text(encoding="utf-8"))
-        except (OSError, ValidationError) as error:
+        except (OSError, ValueError) as error:
             raise typer.BadParameter(f"--times: {error}") from None
     for option, name, known in (("--device", device, DEVICES), ("--pair", pair, PAIRS)):
         if name not in known:
@@ -253,12 +306,12 @@ def _lengths(option: str, text: str) -> Lengths:
 
 
 def _seen(path: Path) -> Lengths:
-    from cluster.prompts import PromptsError, read_prompts
+    from cluster.prompts import read_prompts
     from scheduler.arrivals import Seen
 
     try:
         texts = read_prompts(path)
-    except (OSError, PromptsError) as error:
+    except (OSError, ValueError) as error:
         raise typer.BadParameter(f"--prompts: {error}") from None
     return Seen([max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in texts])
 
@@ -287,7 +340,7 @@ def _two(option: str, text: str) -> tuple[float, float]:
         on_s, off_s = (float(part) for part in text.split(","))
     except ValueError:
         on_s = off_s = -1.0
-    if on_s <= 0 or off_s < 0:
+    if not (0 < on_s < math.inf and 0 <= off_s < math.inf):
         raise typer.BadParameter(f"{option}: expected ON,OFF in seconds, got {text!r}")
     return on_s, off_s
 
@@ -296,7 +349,9 @@ def _print(results: list[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = [_cells(result.summary()) for result in results]
+    summaries = [result.summary() for result in results]
+    refused = any(one["refused"] for one in summaries)
+    shown = [_cells(one, refused) for one in summaries]
     table = Table()
     table.add_column()
     for cells in shown:
@@ -308,10 +363,13 @@ def _print(results: list[Result]) -> None:
     console.print(table)
     legend = "replicas / pools / rows; median / 99th percentile; rates over the middle half"
     console.print(legend, style="dim")
+    for reason in dict.fromkeys(one["refusal"] for one in summaries if one["refused"]):
+        console.print(f"refused, the first: {reason}", markup=False)
 
 
-def _cells(one: dict[str, Any]) -> dict[str, str]:
-    return {
+def _cells(one: dict[str, Any], refused: bool) -> dict[str, str]:
+    """`refused`: some case has requests that were."""
+    cells = {
         "case": f"{one['replicas']} / {one['shards']} / {one['rows']}",
         "tokens/s": f"{one['tokens_per_s']:,.0f}",
         "replicas at work": f"{one['utilisation']:.0%}",
@@ -323,8 +381,11 @@ def _cells(one: dict[str, Any]) -> dict[str, str]:
         "spread": f"{one['spread_mean']:.0f}",
         "padding": f"{one['padding']:.1%}",
         "most that waited": str(one["waiting_most"]),
-        "requests": str(one["finished"]),
+        "requests": str(one["requests"]),
     }
+    if refused:
+        cells["of them refused"] = str(one["refused"])
+    return cells
 
 
 def _times(of: dict[str, float] | None, scale: float, unit: str) -> str:

@@ -55,7 +55,7 @@ def compare(
                 note,
             )
     except (PromptsError, InvalidRequest, OSError, ValueError) as error:
-        _NOTES.print(str(error))
+        _NOTES.print(str(error), markup=False)
         return 2
     _print(report)
     return 1 if report.differences else 0

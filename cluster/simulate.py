@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -16,7 +16,7 @@ from cluster.bench import svg
 from cluster.bench.figures import Distribution, percentile
 from scheduler.arrivals import Ask
 from scheduler.config import SchedulerConfig
-from scheduler.study import Figures, Setup, Study
+from scheduler.study import Figures, Sample, Setup, Study
 
 _STYLE = (
     "text{fill:#6b6a64;font:12px system-ui,sans-serif}.x{text-anchor:middle}.y{text-anchor:end}"
@@ -67,6 +67,7 @@ class Result:
             "requests": figures.asked,
             "finished": figures.finished,
             "refused": figures.refused,
+            "refusal": figures.refusal or None,
             "new_tokens": figures.tokens,
             "elapsed_s": figures.ended_s - figures.began_s,
             "tokens_per_s": figures.tokens_per_s(),
@@ -79,8 +80,8 @@ class Result:
             "spread_mean": figures.spread_mean,
             "padding": figures.padding,
             "tokens_per_row_and_step": figures.committed_per_step,
-            "waiting_most": max(one.waiting for one in figures.samples),
-            "pool_behind_s_most": max(one.pool_behind_s for one in figures.samples),
+            "waiting_most": figures.waiting_most,
+            "pool_behind_s_most": figures.pool_behind_s_most,
             "recovered": figures.recovered,
             "events": figures.events,
             "orders": figures.orders,
@@ -135,12 +136,17 @@ def to_json(described: dict[str, Any], results: Sequence[Result]) -> str:
         "cases": [
             {
                 **_rounded(result.summary()),
-                "over_time": [_rounded(asdict(one)) for one in result.figures.samples],
+                "over_time": [_rounded(asdict(one)) for one in _over_time(result.figures)],
             }
             for result in results
         ],
     }
     return json.dumps(report, separators=(",", ":")).replace('{"replicas"', '\n{"replicas"') + "\n"
+
+
+def _over_time(figures: Figures) -> list[Sample]:
+    """By the time since the first request came, for a trace's times may begin anywhere."""
+    return [replace(one, at_s=one.at_s - figures.began_s) for one in figures.samples]
 
 
 def _rounded(value: Any) -> Any:
@@ -201,7 +207,7 @@ def _title(result: Result) -> str:
 
 def _plots(result: Result) -> list[str]:
     figures, setup = result.figures, result.case.setup
-    samples = figures.samples
+    samples = _over_time(figures)
     pairs = [(a, b) for a, b in pairwise(samples) if b.at_s > a.at_s]
 
     def share(name: str, by: int) -> list[tuple[float, float]]:

@@ -219,7 +219,7 @@ class _Since:
     steps: int
     row_steps: int
     waited: bool = True
-    """Requests waited at every look since."""
+    """Requests waited in its pool at every look since."""
 
 
 class CapacityMeter:
@@ -236,18 +236,26 @@ class CapacityMeter:
         self._measured = False
         self._since: dict[str, _Since] = {}
 
-    def look(self, status: PoolStatus) -> float:
-        """Tokens per second of one replica; call it with every new status of the pool."""
-        replicas = {replica.id: replica for replica in status.replicas}
+    def look(self, *shards: PoolStatus) -> float:
+        """Tokens per second of one replica; call it with every new status of the pool.
+
+        Of several pools it takes the status of each: who waits in one gives the replicas of the
+        others nothing to do.
+        """
+        replicas = {
+            replica.id: (replica, shard.waiting > 0)
+            for shard in shards
+            for replica in shard.replicas
+        }
         self._since = {
             replica_id: since for replica_id, since in self._since.items() if replica_id in replicas
         }
-        for replica in replicas.values():
+        for replica, waited in replicas.values():
             since = self._since.get(replica.id)
             if since is None or replica.busy_s < since.busy_s:
                 self._since[replica.id] = _begin(replica)
                 continue
-            since.waited &= status.waiting > 0
+            since.waited &= waited
             if replica.busy_s - since.busy_s >= _SAMPLE_S:
                 self._sample(replica, since)
                 self._since[replica.id] = _begin(replica)

@@ -116,6 +116,11 @@ class Scheduler:
         """Tokens that accepted requests may still commit; as in `snapshot`, O(1)."""
         return self._pool.outstanding_tokens
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a replica, O(1)."""
+        return len(self._pool.waiting)
+
     # ----------------------------------------------------------------- events
 
     def _submit(self, event: Submit, now_s: float) -> None:

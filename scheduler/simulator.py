@@ -95,6 +95,8 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     """As emitted; carried tokens are not among them."""
     first_token_s: float | None = None
+    first_tokens: int = 0
+    """How many came with the first news."""
     finished_s: float | None = None
     finish: Finish | None = None
     reject: Reject | None = None
@@ -119,6 +121,8 @@ class Report:
     """Replicas killed by deadly requests."""
     pool_busy_s: float = 0.0
     """Time in which the pool was occupied, by its `PoolCost`."""
+    pool_behind_s_most: float = 0.0
+    """The longest that an event would have waited for the pool."""
     busy_s: float = 0.0
     alive_s: float = 0.0
     """Busy and alive time, summed over all incarnations."""
@@ -199,6 +203,11 @@ class World:
     @property
     def now_s(self) -> float:
         return self.clock.now_s
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait; as in the scheduler's snapshot, O(1)."""
+        return self.scheduler.waiting
 
     @property
     def pool_behind_s(self) -> float:
@@ -286,6 +295,8 @@ class World:
             return
         cost_s = self._pool_cost(event)
         self._pool_free_s = max(self.now_s, self._pool_free_s) + cost_s
+        # Between events it only falls.
+        self.report.pool_behind_s_most = max(self.report.pool_behind_s_most, self.pool_behind_s)
 
         def do() -> None:
             self.report.pool_busy_s += cost_s
@@ -315,6 +326,7 @@ class World:
         outcome.tokens.extend(action.tokens)
         if outcome.first_token_s is None:
             outcome.first_token_s = self.now_s
+            outcome.first_tokens = len(action.tokens)
 
     def _end(self, action: Finish | Reject) -> None:
         outcome = self.report.outcomes[action.request_id]

@@ -23,7 +23,8 @@ from scheduler.timed_replica import TOKEN, TimedReplica, Times
 from scheduler.virtual_clock import VirtualClock
 
 SAMPLES_MAX = 100
-"""Looks at the pool over time; when there are more, every second one is dropped."""
+"""Looks at the pool over time, beside the last one; when there are more, every second one is
+dropped."""
 FIRST_SAMPLE_S = 0.05
 
 
@@ -86,17 +87,27 @@ class Figures:
     """What came of a study. Times are virtual seconds, one entry per finished request."""
 
     samples: list[Sample] = field(default_factory=list)
+    """The first when the first request comes, the last when the last one ends."""
     middle: list[Sample] = field(default_factory=list)
     """When a quarter of the requests had ended, and three quarters."""
     latency_s: array[float] = field(default_factory=lambda: array("d"))
     first_token_s: array[float] = field(default_factory=lambda: array("d"))
     per_token_s: array[float] = field(default_factory=lambda: array("d"))
-    """Time per token after the first that came; of requests of two or more news."""
+    """From the first news to the last, over the tokens after the first news; of requests of two or
+    more news."""
     asked: int = 0
     refused: int = 0
+    refusal: str = ""
+    """Why the first of them was refused."""
     tokens: int = 0
+    waiting_most: int = 0
+    """The most that waited at a time, in all shards together; `samples` miss such moments."""
+    pool_behind_s_most: float = 0.0
+    """The longest that an event would have waited for its pool, likewise."""
     began_s: float = 0.0
+    """When the first request came."""
     ended_s: float = 0.0
+    """When the last one ended."""
     events: int = 0
     orders: int = 0
     rows_mean: float = 0.0
@@ -160,8 +171,10 @@ class Study:
         self._serving = [0] * setup.shards
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._sample_s = FIRST_SAMPLE_S
+        self._waiting = [0] * setup.shards
+        self._waiting_all = 0
         self._ended = 0
-        self._worlds = [self._world() for _ in range(setup.shards)]
+        self._worlds = [self._world(shard) for shard in range(setup.shards)]
         for rank in range(setup.replicas):
             shard = shard_of_rank(rank, setup.shards)
             self._serving[shard] += 1
@@ -171,16 +184,14 @@ class Study:
         """Until every request has ended."""
         for _ in range(self._setup.in_flight or 1):
             self._plan_next()
-        self._clock.at(0.0, self._look_again)
         self._clock.run()
         figures = self._figures
-        figures.samples.append(self._sample())
         assert self._ended == figures.asked == self._count, "requests were lost"
-        figures.ended_s = self._clock.now_s
         reports = [world.end() for world in self._worlds]
         statuses = [world.scheduler.snapshot() for world in self._worlds]
         replicas = [one for status in statuses for one in status.replicas]
         groups = sum(report.group_orders for report in reports)
+        figures.pool_behind_s_most = max(report.pool_behind_s_most for report in reports)
         figures.events = sum(report.events for report in reports)
         figures.orders = sum(report.orders for report in reports)
         figures.rows_mean = _over(sum(report.rows_sum for report in reports), groups)
@@ -204,6 +215,7 @@ class Study:
         figures, now_s = self._figures, self._clock.now_s
         if not figures.asked:
             figures.began_s = now_s
+            self._look_again()
         name = f"q{figures.asked}"
         figures.asked += 1
         if self._setup.in_flight is None:
@@ -229,10 +241,16 @@ class Study:
         self._ended += 1
         if self._ended in (self._count // 4, 3 * self._count // 4):
             figures.middle.append(self._sample())
+        if self._ended == self._count:
+            figures.ended_s = self._clock.now_s
+            figures.samples.append(self._sample())
         if self._setup.in_flight is not None:
             self._plan_next()
         if outcome.finish is None or outcome.first_token_s is None:
-            assert outcome.reject is not None, "a request failed"
+            reject = outcome.reject
+            assert reject is not None, "a request failed"
+            if not figures.refused:
+                figures.refusal = ": ".join(filter(None, (reject.field, reject.message)))
             figures.refused += 1
             return
         assert outcome.finished_s is not None
@@ -240,13 +258,14 @@ class Study:
         figures.tokens += tokens
         figures.latency_s.append(outcome.finished_s - one.arrived_s)
         figures.first_token_s.append(outcome.first_token_s - one.arrived_s)
-        if tokens > 1 and outcome.finished_s > outcome.first_token_s:
-            spent_s = outcome.finished_s - outcome.first_token_s
-            figures.per_token_s.append(spent_s / (tokens - 1))
+        # `lockstep bench` counts so, too: what comes at once took no time of its own.
+        later = tokens - outcome.first_tokens
+        if later:
+            figures.per_token_s.append((outcome.finished_s - outcome.first_token_s) / later)
 
     # ----------------------------------------------------------------- worlds
 
-    def _world(self) -> World:
+    def _world(self, shard: int) -> World:
         setup, rng = self._setup, self._rng
 
         def replica(replica_id: str, spec: ReplicaSpec) -> TimedReplica:
@@ -259,20 +278,29 @@ class Study:
             setup.config,
             step_time=lambda order: setup.times(order).total_s,
             trouble=Trouble(delay_s=setup.message_s),
+            watch=lambda now_s, event, actions: self._note_waiting(shard),
             clock=self._clock,
             pool_cost=setup.pool.of if setup.pool is not None else None,
             replica=replica,
             ended=self._note_end,
         )
 
+    def _note_waiting(self, shard: int) -> None:
+        waiting = self._worlds[shard].waiting
+        self._waiting_all += waiting - self._waiting[shard]
+        self._waiting[shard] = waiting
+        if self._waiting_all > self._figures.waiting_most:
+            self._figures.waiting_most = self._waiting_all
+
     def _look_again(self) -> None:
+        if self._ended == self._count:
+            return
         figures = self._figures
         figures.samples.append(self._sample())
         if len(figures.samples) > SAMPLES_MAX:
             del figures.samples[1::2]
             self._sample_s *= 2
-        if self._ended < self._count:
-            self._clock.at(self._clock.now_s + self._sample_s, self._look_again)
+        self._clock.at(self._clock.now_s + self._sample_s, self._look_again)
 
     def _sample(self) -> Sample:
         statuses = [world.scheduler.snapshot() for world in self._worlds]

@@ -74,6 +74,8 @@ class Comparison:
     """How assisted generation drafted: the fastest of those tried."""
     contenders: tuple[Contender, ...]
     ratios: tuple[Ratio, ...]
+    left_out: str = ""
+    """Which of the prompts are not compared, and why; a sentence."""
 
 
 def take_turns(

@@ -1,7 +1,8 @@
 """Load for the engine of this process: one replica, the scheduler, no Ray and no network.
 
 Requests enter between two orders, so one that is due while an order runs waits for its end; the
-latency counts from when it was due all the same.
+latency counts from when it was due all the same. A place of a closed loop whose request is refused
+asks again after the next order, or after a pause where nothing runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from scheduler.messages import FinishReason, Request
 
 Note = Callable[[int], None]
 """Called with how many requests have ended."""
+REFUSED_PAUSE_S = 0.01
+"""A refusal takes no time here, and each leaves a record: over a network it would take some."""
 
 
 def drive(
@@ -37,15 +40,18 @@ def drive(
     due = repeat(0.0) if isinstance(arrivals, Closed) else arrivals.due_s()
     next_s = next(due)
     while True:
-        now_s = clock() - begun_s
-        while not extent.ended(len(records), now_s if closed else next_s):
+        refused = 0
+        while True:
+            now_s = clock() - begun_s
+            if extent.ended(len(records), now_s if closed else next_s):
+                break
             if isinstance(arrivals, Closed):
-                if len(live) >= arrivals.in_flight:
+                if len(live) + refused >= arrivals.in_flight:
                     break
             elif next_s > now_s:
                 break
             number = len(records)
-            record = Record(number, now_s if closed else next_s, clock() - begun_s)
+            record = Record(number, now_s if closed else next_s, now_s)
             records.append(record)
             next_s = next(due)
             request = make(number)
@@ -54,6 +60,7 @@ def drive(
                 live.append((record, engine.submit(request)))
             except LockstepError as error:
                 record.error, record.end_s = type(error).__name__, clock() - begun_s
+                refused += 1
         if live:
             progressed = engine.advance()
             assert progressed, "the scheduler left requests without an order"
@@ -62,8 +69,8 @@ def drive(
             note(len(records) - len(live))
         elif extent.ended(len(records), now_s if closed else next_s):
             return records
-        elif not closed:
-            sleep(max(next_s - now_s, 0.0))
+        else:
+            sleep(REFUSED_PAUSE_S if closed else max(next_s - now_s, 0.0))
 
 
 def pool_sums(engine: LocalEngine) -> PoolSums:

@@ -41,6 +41,12 @@ class Record:
     def new_tokens(self) -> int:
         return sum(tokens for _, tokens in self.chunks)
 
+    @property
+    def step_tokens(self) -> int:
+        """Those that `steps` committed, each its accepted tokens and one more. Of a stream that
+        broke and was continued, `steps` and the drafts are those since then, `new_tokens` all."""
+        return min(self.new_tokens, self.steps + self.accepted_tokens)
+
 
 @dataclass(frozen=True)
 class Distribution:
@@ -77,12 +83,23 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class PoolSums:
-    """What the pool has counted so far; only differences of two mean anything for a run."""
+    """What the pool has counted so far; only differences of two mean anything for a run.
+
+    The sums are over the replicas that are there, so those of one that leaves go with it.
+    """
 
     groups: int
     spread_sum: int
     kv_positions_own: int
     kv_positions_read: int
+    incarnation: str = ""
+    """Of the pool; several are named together."""
+    replicas: frozenset[str] = frozenset()
+    """Ids of those that are summed over, new for every incarnation."""
+
+    def goes_on_in(self, later: PoolSums) -> bool:
+        """Whether all that is summed here is in the `later` sums, too."""
+        return self.incarnation == later.incarnation and self.replicas <= later.replicas
 
 
 @dataclass(frozen=True)
@@ -128,19 +145,22 @@ class Summary:
     were asked for."""
     accepted_per_step: float | None
     committed_per_step: float | None
+    """Without the tokens that came before a client continued a broken stream: their steps are not
+    known."""
     accepted_at: tuple[float, ...]
     """Share of the steps in which draft token j, from 0, was accepted."""
     spread_mean: float | None
     """Longest minus shortest row of a group in tokens, averaged over the run's groups."""
     padding: float | None
     """Share of the KV positions read that are beyond a row's own. Both are None where the pool was
-    replaced or a replica left during the run, and spread where no group ran."""
+    replaced or a replica left during the run, or the pool was not asked at its end, and spread
+    where no group ran."""
 
 
 def summarise(
-    records: Sequence[Record], before: PoolSums, after: PoolSums, retries: int = 0
+    records: Sequence[Record], before: PoolSums, after: PoolSums | None, retries: int = 0
 ) -> Summary:
-    """Figures of requests that have all ended."""
+    """Figures of requests that have all ended; `after` None where it is not known."""
     assert all(record.end_s is not None for record in records), "a request has not ended"
     served = [record for record in records if not record.error]
     elapsed_s = max((record.end_s or 0.0 for record in records), default=0.0)
@@ -148,6 +168,10 @@ def summarise(
     steps = sum(record.steps for record in served)
     drafted = sum(record.draft_tokens for record in served)
     accepted = sum(record.accepted_tokens for record in served)
+    spread = padding = None
+    if after is not None and before.goes_on_in(after):
+        spread = _share(before.groups, after.groups, before.spread_sum, after.spread_sum)
+        padding = _beyond(before, after)
     return Summary(
         requests=len(records),
         failed=len(records) - len(served),
@@ -177,10 +201,10 @@ def summarise(
         acceptance=accepted / drafted if drafted else None,
         drafted_per_step=drafted / steps if steps else None,
         accepted_per_step=accepted / steps if steps else None,
-        committed_per_step=new_tokens / steps if steps else None,
+        committed_per_step=sum(r.step_tokens for r in served) / steps if steps else None,
         accepted_at=tuple(count / steps for count in _summed(served)),
-        spread_mean=_share(before.groups, after.groups, before.spread_sum, after.spread_sum),
-        padding=_beyond(before, after),
+        spread_mean=spread,
+        padding=padding,
     )
 
 

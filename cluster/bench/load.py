@@ -10,7 +10,7 @@ import grpc
 
 from cluster.bench.arrivals import Arrivals, Closed, Extent
 from cluster.bench.figures import PoolSums, Record
-from cluster.bench.workload import Workload
+from cluster.bench.workload import BenchError, Workload
 from cluster.client import AsyncClient
 from protos import lockstep_pb2 as pb
 
@@ -38,6 +38,16 @@ def grpc_request(workload: Workload, number: int) -> pb.GenerateRequest:
     else:
         request.prompt_token_ids.ids.extend(prompt)
     return request
+
+
+def check_requests(workload: Workload) -> None:
+    """Raises BenchError where a request cannot be put on the wire: once the load runs, that would
+    end it."""
+    for number in range(len(workload.prompts)):
+        try:
+            grpc_request(workload, number)
+        except ValueError as error:
+            raise BenchError(f"request {number} cannot be sent: {error}") from None
 
 
 async def drive(
@@ -92,8 +102,21 @@ async def drive(
 def pool_sums(status: pb.StatusResponse) -> PoolSums:
     """What the pool had counted when it gave this answer."""
     return PoolSums(
-        status.groups, status.group_spread_sum, status.kv_positions_own, status.kv_positions_read
+        status.groups,
+        status.group_spread_sum,
+        status.kv_positions_own,
+        status.kv_positions_read,
+        status.pool_incarnation,
+        frozenset(replica.id for replica in status.replicas),
     )
+
+
+async def closing_status(client: AsyncClient) -> tuple[pb.StatusResponse | None, str]:
+    """The server's answer after the load, or None and why there is none."""
+    try:
+        return await client.status(), ""
+    except grpc.RpcError as error:
+        return None, f"{error.code().name}: {error.details()}"
 
 
 def _take(record: Record, chunk: pb.GenerateChunk, now_s: float) -> None:

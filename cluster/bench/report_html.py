@@ -49,6 +49,7 @@ def to_html(report: Report) -> str:
         "<h1>Lockstep benchmark</h1>",
         f'<p class="soft">{escape(report.created)}: {escape(str(report.settings["prompts"]))};'
         f" {escape(str(report.settings['arrivals']))}</p>",
+        *(f"<p>{escape(note)}</p>" for note in report.notes),
         _tiles(report),
         "<h2>Load</h2>",
         '<div class="plots">',
@@ -61,6 +62,8 @@ def to_html(report: Report) -> str:
     ]
     if report.comparison is not None:
         parts += ["<h2>Comparison</h2>", _comparison(report.comparison)]
+    elif report.not_compared:
+        parts += ["<h2>Comparison</h2>", f"<p>There is none: {escape(report.not_compared)}</p>"]
     parts += [
         "<h2>Settings</h2>",
         _words(report.settings.items()),
@@ -201,6 +204,8 @@ def _comparison(comparison: Comparison) -> str:
     )
     if comparison.assistance:
         said += f" Assisted generation at its fastest setting: {comparison.assistance}."
+    if comparison.left_out:
+        said += f" {comparison.left_out}."
     return f'<p class="soft">{escape(said)}</p>{_figure("tokens/s", bars)}{speeds}{ratios}'
 
 

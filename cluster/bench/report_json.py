@@ -32,6 +32,10 @@ class Report:
     records: tuple[Record, ...]
     """Of the requests that count, in the order of sending."""
     comparison: Comparison | None = None
+    not_compared: str = ""
+    """Why there is no comparison though one was asked for."""
+    notes: tuple[str, ...] = ()
+    """What is missing from the figures of the load, and why; sentences for people."""
 
     @property
     def bin_s(self) -> float:
@@ -59,6 +63,8 @@ def to_json(report: Report) -> str:
         "timeline": {"bin_s": report.bin_s, "tokens_per_s": report.timeline},
         "requests": [_request(record) for record in report.records],
         "comparison": None if report.comparison is None else _comparison(report.comparison),
+        "not_compared": report.not_compared,
+        "notes": list(report.notes),
     }
     return json.dumps(data, indent=2) + "\n"
 

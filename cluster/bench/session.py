@@ -1,24 +1,28 @@
 """One benchmark from beginning to end: prompts, warm-up, load, comparison, report.
 
 The cluster is driven from this process; the comparison runs in this process too, after the load,
-and wants the machine to itself: a cluster on the same machine should be idle then.
+and wants the machine to itself: a cluster on the same machine should be idle then. A run gives the
+report of its load before the comparison begins, and once more with the comparison: whatever becomes
+of that, what the load has found is there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from cluster.bench import compared
 from cluster.bench.arrivals import Arrivals, Closed, Extent
 from cluster.bench.figures import PoolSums, Record, summarise
 from cluster.bench.machine import machine
 from cluster.bench.report_json import Report
-from cluster.bench.workload import Lengths, Workload, engine_request, prompts_of
+from cluster.bench.transformers_runs import Transformers
+from cluster.bench.workload import BenchError, Lengths, Workload, engine_request, prompts_of
 from cluster.config import ClusterConfig
 from cluster.target_text import TargetText
 from replicas.config import DEMO, ReplicaConfig
@@ -28,9 +32,8 @@ from scheduler.messages import SamplingParams
 Note = Callable[[str, int, int | None], None]
 """Called with a phase, how much of it is done, and how much there is if that is known."""
 
-
-class BenchError(ValueError):
-    """A benchmark that cannot be run as asked; the message names the option."""
+NOT_FINISHED = "it has not come to its end"
+"""Of the comparison, in the report that is made before it."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +96,23 @@ class _Load:
     workload: Workload
     records: list[Record]
     before: PoolSums
-    after: PoolSums
+    after: PoolSums | None
     retries: int
     served_by: dict[str, Any]
+    unanswered: str = ""
+    """Why the server gave no status at the end."""
 
 
-def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Report:
-    """Load a replica here and drive it. Raises what loading raises, and BenchError."""
+def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Report]:
+    """Load a replica here and drive it. Raises what loading raises, and BenchError, all before the
+    first report."""
     from cluster.bench import engine as driver
     from cluster.local_engine import LocalEngine
     from replicas.replica import Replica
 
     config = _drafting(plan, config)
     # Before the replica takes its share of the memory that is left.
-    models = _transformers(plan, config)
+    models = Transformers.load(config.replica) if plan.compare else None
     replica = Replica.load(config.planned_replica)
     text = TargetText.load(config.replica)
     workload = plan.workload(config.replica.target, replica.spec.vocab_size)
@@ -145,17 +151,16 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Report:
             "replicas": 1,
         },
     )
-    comparison = _comparison(plan, config, models, replica, workload, note)
-    return _report(plan, load, comparison, config)
+    yield from _reports(plan, config, load, models, replica, note)
 
 
-def run_on_cluster(plan: Plan, config: ClusterConfig, server: Any, note: Note) -> Report:
+def run_on_cluster(plan: Plan, config: ClusterConfig, server: Any, note: Note) -> Iterator[Report]:
     """Drive the cluster at `server` (a `client_channel.Server`). The comparison is of the models
     that it serves, but for what `config` was given explicitly. Raises grpc.RpcError where the
-    server cannot be asked, BenchError, and what reading the models of the comparison raises."""
+    server cannot be asked, BenchError, and what reading the settings of the compared models raises,
+    all before the first report."""
     load, config = asyncio.run(_through_cluster(plan, config, server, note))
-    models = _transformers(plan, config)
-    return _report(plan, load, _comparison(plan, config, models, None, load.workload, note), config)
+    yield from _reports(plan, config, load, None, None, note)
 
 
 async def _through_cluster(
@@ -170,11 +175,12 @@ async def _through_cluster(
         replicas = list(status.replicas)
         first = replicas[0] if replicas else None
         if plan.compare:
-            config = _drafting(plan, _as_served(config, first))
-            _check_comparable(plan, config, first)
+            config = _drafting(plan, compared.as_served(config, first))
+            compared.check_comparable(config, first, drawn=plan.prompt_tokens is not None)
         workload = plan.workload(
             first.target if first else "", min((r.vocab_size for r in replicas), default=0)
         )
+        driver.check_requests(workload)
 
         def make(number: int) -> Any:
             return driver.grpc_request(workload, number)
@@ -193,12 +199,12 @@ async def _through_cluster(
             _noting(note, "load", plan.extent.requests),
         )
         retries = client.retries - retries
-        status = await client.status()
+        closing, unanswered = await driver.closing_status(client)
         load = _Load(
             workload,
             records,
             before,
-            driver.pool_sums(status),
+            None if closing is None else driver.pool_sums(closing),
             retries,
             {
                 "served by": f"the cluster at {server.address}",
@@ -207,32 +213,11 @@ async def _through_cluster(
                 "device": first.device if first else None,
                 "dtype": first.dtype if first else None,
                 "rows of a group": "as the server is set",
-                "replicas": len(status.replicas),
+                "replicas": None if closing is None else len(closing.replicas),
             },
+            unanswered,
         )
         return load, config
-
-
-def _as_served(config: ClusterConfig, served: Any) -> ClusterConfig:
-    """The settings with the models of a replica (a `pb.ReplicaStatus`) where none were given."""
-    if served is None or not served.target:
-        return config
-    names = {"target": served.target, "draft": served.draft or None, "dtype": served.dtype}
-    given = config.replica.model_fields_set
-    missing = {name: value for name, value in names.items() if name not in given}
-    return config.model_copy(update={"replica": config.replica.model_copy(update=missing)})
-
-
-def _check_comparable(plan: Plan, config: ClusterConfig, served: Any) -> None:
-    """Before the load: a comparison that cannot run must not cost what the load has found."""
-    from replicas.pair import read_pair
-
-    files = read_pair(config.replica)
-    if plan.prompt_tokens is not None and served and files.vocab_size < served.vocab_size:
-        raise BenchError(
-            f"prompt_tokens: they are drawn from the server's {served.vocab_size} tokens, and"
-            f" {config.replica.target!r}, which is compared, has {files.vocab_size}"
-        )
 
 
 def _drafting(plan: Plan, config: ClusterConfig) -> ClusterConfig:
@@ -245,41 +230,43 @@ def _drafting(plan: Plan, config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={"scheduler": scheduler})
 
 
-def _transformers(plan: Plan, config: ClusterConfig) -> Any:
-    if not plan.compare:
-        return None
-    from cluster.bench.transformers_runs import Transformers
-
-    return Transformers.load(config.replica)
-
-
-def _comparison(
+def _reports(
     plan: Plan,
     config: ClusterConfig,
-    models: Any,
+    load: _Load,
+    models: Transformers | None,
     replica: Any,
-    workload: Workload,
     note: Note,
-) -> Any:
-    """None unless it was asked for; `replica` None loads one."""
-    if models is None:
-        return None
-    from cluster.bench.compare import compare
-    from replicas.replica import Replica
+) -> Iterator[Report]:
+    """The load's, then once more with the comparison, if one was asked for, or why there is none.
 
-    replica = replica or Replica.load(config.planned_replica)
-    text = TargetText.load(config.replica)
-    count = min(plan.compare_prompts, len(workload.prompts))
-    requests = [engine_request(workload, n, text.encode, ()) for n in range(count)]
-    return compare(
-        replica,
-        config.scheduler,
-        models,
-        requests,
-        plan.rounds,
-        plan.draft_len,
-        lambda phase, done: note(f"comparison: {phase}", done, None),
+    `models` and `replica` are loaded where they are None.
+    """
+    report = _report(plan, load)
+    if not plan.compare:
+        yield report
+        return
+    pair = config.replica
+    of = f"{pair.target}, draft {pair.draft}, {pair.dtype} on {pair.device}"
+    report = replace(
+        report, settings={**report.settings, "compared": of}, not_compared=NOT_FINISHED
     )
+    yield report
+    try:
+        comparison = compared.run(
+            config,
+            models or Transformers.load(config.replica),
+            replica,
+            load.workload,
+            plan.compare_prompts,
+            plan.rounds,
+            lambda phase, done: note(f"comparison: {phase}", done, None),
+        )
+    except Exception as error:
+        # Memory, a package, a defect: none of them may cost what the load has found.
+        yield replace(report, not_compared=f"{type(error).__name__}: {error}")
+        return
+    yield replace(report, comparison=comparison, not_compared="")
 
 
 def _salted(workload: Workload) -> Workload:
@@ -295,15 +282,20 @@ def _asked_for(draft_len: int | None) -> str:
     return "chosen" if draft_len is None else f"{draft_len} asked for"
 
 
-def _report(plan: Plan, load: _Load, comparison: Any, config: ClusterConfig) -> Report:
-    """`config` is that of the comparison, if there is one."""
+def _missing(load: _Load) -> tuple[str, ...]:
+    """What the figures are without, in a sentence."""
+    if load.after is None:
+        return (f"no spread, no padding: the server gave no status at the end ({load.unanswered})",)
+    if not load.before.goes_on_in(load.after):
+        return ("no spread, no padding: the pool was replaced or a replica left during the run",)
+    return ()
+
+
+def _report(plan: Plan, load: _Load) -> Report:
+    """Of the load alone."""
     import torch
 
     sampling = plan.sampling
-    compared = {}
-    if comparison is not None:
-        pair = config.replica
-        compared["compared"] = f"{pair.target}, draft {pair.draft}, {pair.dtype} on {pair.device}"
     return Report(
         created=datetime.now().astimezone().isoformat(timespec="seconds"),
         settings={
@@ -322,11 +314,10 @@ def _report(plan: Plan, load: _Load, comparison: Any, config: ClusterConfig) -> 
             # The server may draft fewer: what was drafted is among the figures.
             "draft tokens per step": _asked_for(plan.draft_len),
             **load.served_by,
-            **compared,
             "torch threads of this process": torch.get_num_threads(),
         },
         machine=machine(),
         summary=summarise(load.records, load.before, load.after, load.retries),
         records=tuple(load.records),
-        comparison=comparison,
+        notes=_missing(load),
     )

@@ -14,6 +14,11 @@ from scheduler.messages import Request, SamplingParams
 Prompt = str | tuple[int, ...]
 """Text, or token ids as they are."""
 
+
+class BenchError(ValueError):
+    """A benchmark that cannot be run as asked; the message names the option."""
+
+
 HELD_OUT_LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of the prompts that are cut from held-out text."""
 

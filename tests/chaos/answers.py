@@ -30,7 +30,8 @@ class Answer:
     reason: int
     """pb.FinishReason."""
     text_after: Callable[[int], str] = field(compare=False, repr=False)
-    """The text of an answer that ends for another reason after so many of the tokens."""
+    """The text of an answer that ends for another reason after so many of the tokens: without what
+    is held back of them, for whoever continues gets that."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +56,18 @@ def cut(
                 tokens, reason = tokens[: index + 1], pb.FINISH_REASON_STOP
                 break
 
-    def text_of(some: Sequence[int]) -> tuple[str, int, str | None]:
-        """(text, tokens up to the stop string, the stop string)."""
-        stream = TextStream(text.tokenizer, base.prompt, stops)
-        piece = stream.push(some)
-        if piece.stop is not None:
-            return piece.text, piece.tokens, piece.stop
+    stream = TextStream(text.tokenizer, base.prompt, stops)
+    piece = stream.push(tokens)
+    said, stop = piece.text, piece.stop
+    if stop is None:
         rest = stream.finish()
-        return piece.text + rest.text, piece.tokens, rest.stop
-
-    said, used, stop = text_of(tokens)
-    tokens = tokens[:used]
+        said, stop = said + rest.text, rest.stop
+    tokens = tokens[: piece.tokens]
     return Answer(
         tokens,
         said,
         reason if stop is None else pb.FINISH_REASON_STOP,
-        lambda count: text_of(tokens[:count])[0],
+        lambda count: TextStream(text.tokenizer, base.prompt, stops).push(tokens[:count]).text,
     )
 
 

@@ -22,9 +22,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 from cluster import app
 from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
 from cluster.config import ConfigError, from_args, from_file
-from cluster.protocol import PoolView
+from cluster.protocol import PoolView, merged_view
 from scheduler.autoscaling import AutoscalingConfig
-from scheduler.status import PoolStatus
+from scheduler.messages import ReplicaSpec, StepTimes
+from scheduler.status import PoolStatus, ReplicaStatus
 
 SETTINGS: dict[str, Any] = {
     "min_replicas": 0,
@@ -36,6 +37,7 @@ SETTINGS: dict[str, Any] = {
     "tokens_per_s": 100.0,
     "look_s": 0.5,
 }
+SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
 BOUND_S = 10.0
 
 
@@ -163,6 +165,28 @@ def test_replicas_are_added_for_what_can_be_seen() -> None:
     settle(policy, 1)
     clock.now_s = 2.0
     assert settle(policy, 1) == 3
+
+
+def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> None:
+    """Two rows at 70/s where nobody waits, and full groups at 500/s where somebody does."""
+    clock = Clock()
+    second = 0
+
+    def shard(name: str, waiting: int, rows: int, per_s: int) -> PoolView:
+        replica = ReplicaStatus(
+            name, SPEC, False, 0, 0, 0, 2000, second, float(second), second, second * rows, 0, 0,
+            second * per_s, 0.0, 0, 0, StepTimes(),
+        )  # fmt: skip
+        return PoolView(name, 1.0, 1, PoolStatus(waiting, waiting, (replica,), {}, 0))
+
+    def ask() -> PoolView:
+        return merged_view([shard("a", 5, 8, 500), shard("b", 0, 2, 70)])
+
+    policy = PoolPolicy(["a", "b"], "lockstep", SETTINGS, rows_max=8, ask=ask, clock=clock)
+    for second in range(0, 100, 2):
+        clock.now_s = float(second)
+        settle(policy, 2)
+    assert policy._meter.tokens_per_s == pytest.approx(500.0)
 
 
 class Actor:

@@ -95,6 +95,22 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert read_prompts(path, 2) == ["a", "b"]
 
 
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85"])
+def test_only_the_end_of_a_line_ends_a_prompt(tmp_path: Path, inside: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    texts = [f"a{inside}b", "c"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    assert read_prompts(path) == texts
+
+
+def test_a_file_that_is_not_utf_8_is_named_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(PromptsError, match=r"latin\.jsonl:2: not UTF-8"):
+        read_prompts(path)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -104,6 +120,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         ('{"prompt": ""}', ":1: expected a text"),
         ('{"turns": []}', ":1: expected a text"),
         ('{"turns": [3]}', ":1: expected a text"),
+        ('{"prompt": "a"}\n{"prompt": "b\\ud800"}', r":2: \\ud800 is half a character"),
     ],
 )
 def test_a_bad_prompt_file_names_the_line(tmp_path: Path, text: str, named: str) -> None:

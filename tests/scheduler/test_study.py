@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 from statistics import fmean
 
@@ -63,19 +64,67 @@ def test_refused_requests_end_too() -> None:
     figures = study(made, 100, 1000)
     assert figures.refused > 0
     assert figures.finished + figures.refused == 100
+    assert figures.refusal == "3 requests wait already"
 
 
-def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages() -> None:
+@pytest.mark.parametrize("at_s", [0.0, 1.7e9])
+def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages(at_s: float) -> None:
     """20 tokens at acceptance 1 and k = 4: four steps, the first of them in an order of its own."""
     config = SchedulerConfig(draft_len=4)
     made = setup(replicas=1, message_s=(0.001, 0.001), config=config)
-    figures = Study(made, [Ask(0.0, 10, 20, 1.0)], 1, Random(0)).run()
+    figures = Study(made, [Ask(at_s, 10, 20, 1.0)], 1, Random(0)).run()
     way_s, back_s = 0.001, 0.002
     orders_s = (0.002, 0.010, 0.030)
     expected_s = way_s + sum(order_s + back_s for order_s in orders_s)
-    assert figures.latency_s[0] == pytest.approx(expected_s)
-    assert figures.first_token_s[0] == pytest.approx(expected_s - 0.030 - back_s)
+    near = partial(pytest.approx, rel=1e-4)
+    assert figures.latency_s[0] == near(expected_s)
+    assert figures.first_token_s[0] == near(expected_s - 0.030 - back_s)
+    assert figures.per_token_s[0] == near((0.030 + back_s) / 15)
     assert figures.committed_per_step == 5.0
+    assert figures.began_s == at_s
+    assert figures.ended_s - at_s == near(expected_s)
+    assert figures.tokens_per_s() == near(20 / expected_s)
+
+
+def test_tokens_that_come_at_once_have_no_time_per_token() -> None:
+    """As in `cluster.bench.figures`."""
+    made = setup(replicas=1, config=SchedulerConfig(draft_len=4))
+    figures = Study(made, [Ask(0.0, 10, 5, 1.0)], 1, Random(0)).run()
+    assert (figures.tokens, len(figures.per_token_s)) == (5, 0)
+
+
+ONE_BY_ONE = SchedulerConfig(residents_max=1, rows_max=1, draft_len=0, steps_per_order_max=1)
+
+
+def crowd(made: Setup) -> Figures:
+    """40 requests of 12 ms each at one moment, and nobody for long before and after."""
+    ats_s = (0.0, *[50.0] * 40, 100.0)
+    asks = [Ask(at_s, 9, 1, 0.0) for at_s in ats_s]
+    return Study(replace(made, message_s=NO_WAY), asks, len(asks), Random(0)).run()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_most_that_wait_are_noted_though_no_sample_sees_them(shards: int) -> None:
+    figures = crowd(setup(replicas=shards, shards=shards, config=ONE_BY_ONE))
+    assert figures.waiting_most == 40 - shards
+    assert max(one.waiting for one in figures.samples) == 0
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_how_far_a_pool_is_behind_is_noted_though_no_sample_sees_it(shards: int) -> None:
+    pool = PoolTimes(order_s=0.0, other_s=0.010)
+    figures = crowd(setup(replicas=shards, shards=shards, config=ONE_BY_ONE, pool=pool))
+    assert figures.pool_behind_s_most == pytest.approx(0.010 * 40 / shards)
+    assert max(one.pool_behind_s for one in figures.samples) < 0.1
+
+
+def test_nothing_is_below_what_the_samples_saw() -> None:
+    made = setup(replicas=4, shards=2, in_flight=200, pool=PoolTimes(order_s=0.005, other_s=0.001))
+    figures = study(replace(made, config=SchedulerConfig(residents_max=8)), 500, 0)
+    assert figures.waiting_most >= max(one.waiting for one in figures.samples) > 0
+    assert figures.pool_behind_s_most >= max(one.pool_behind_s for one in figures.samples) > 0
+    assert figures.samples[0].at_s == figures.began_s
+    assert figures.samples[-1].at_s == figures.ended_s
 
 
 def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
@@ -106,7 +155,7 @@ def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
         if (replicas, shards) == (8, 1):
             assert figures.pool_utilisation(1) > 0.97
             assert figures.utilisation(8) < 0.35
-            assert max(one.pool_behind_s for one in figures.samples) > 0.03
+            assert figures.pool_behind_s_most > 0.03
     assert rates[8, 1] < 1.4 * rates[2, 1]
     assert rates[8, 4] > 3.8 * rates[8, 1]
 

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from cluster.bench.arrivals import Bursts, Closed, Extent, Poisson
-from cluster.bench.engine import drive
+from cluster.bench.engine import REFUSED_PAUSE_S, drive
 from cluster.bench.figures import latencies
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
@@ -130,3 +130,33 @@ def test_a_refused_request_is_an_error_by_its_name() -> None:
         sleep=clock.sleep,
     )
     assert [record.error for record in records] == ["InvalidRequest"] * 2
+
+
+def test_a_load_of_which_all_is_refused_ends_with_its_duration() -> None:
+    clock = Clock()
+    records = drive(
+        engine_of(clock, 1.0),
+        lambda number: Request(str(number), (), 8),
+        Closed(3),
+        Extent(duration_s=2.0),
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    assert clock.now_s >= 102.0
+    assert {record.error for record in records} == {"InvalidRequest"}
+    assert len(records) <= 3 * (2.0 / REFUSED_PAUSE_S + 1)
+
+
+def test_a_place_whose_request_is_refused_asks_again_after_the_next_order() -> None:
+    clock = Clock()
+
+    def make(number: int) -> Request:
+        return Request(str(number), () if number % 2 else PROMPT, 8)
+
+    records = drive(
+        engine_of(clock, 1.0, rows=2), make, Closed(2), Extent(requests=8), clock=clock,
+        sleep=clock.sleep,
+    )  # fmt: skip
+    assert [record.error for record in records] == ["", "InvalidRequest"] * 4
+    assert records[0].end_s == 8.0
+    assert records[2].sent_s < records[0].end_s

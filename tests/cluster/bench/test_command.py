@@ -1,17 +1,24 @@
-"""Proves: the command refuses what contradicts itself, and with --engine and --compare measures
-the demo pair from prompts to pages.
+"""Proves: the command refuses what contradicts itself, shows and writes what a load has found
+whatever comes after it, and with --engine and --compare measures the demo pair from prompts to
+pages.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from cluster.bench import session
+from cluster.bench.compare import Comparison, Contender
+from cluster.bench.report_json import Report
 from cluster.bench.workload import Lengths, synthetic_prompts
 from cluster.cli import main
+from tests.cluster.bench.test_report import report
 
 RUN = CliRunner()
 
@@ -28,6 +35,9 @@ RUN = CliRunner()
         ["--top-p", "1.5"],
         ["--min-p", "nan"],
         ["--requests", "0"],
+        ["--max-new-tokens", "10000000000"],
+        ["--top-k", "10000000000"],
+        ["--seed", str(2**63 - 1)],
         ["--dtype", "float12"],
     ],
 )
@@ -39,6 +49,104 @@ def test_no_server_is_an_error_with_a_sentence() -> None:
     result = RUN.invoke(main, ["bench", "--address", "localhost:1"])
     assert result.exit_code == 1
     assert "localhost:1" in result.output
+
+
+WRONG = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] [/root/x] :cat: no memory"
+"""Brackets, a slash in them and colons mean something to rich."""
+
+
+def found() -> Report:
+    """Of a load in which nothing failed."""
+    made = report(None)
+    return replace(made, summary=replace(made.summary, failed=0))
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, reports: Callable[[], Iterator[Report]]) -> None:
+    """The command gets these reports instead of a run."""
+    monkeypatch.setattr(session, "run_on_engine", lambda *_given: reports())
+
+
+def test_a_comparison_that_fails_leaves_figures_and_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reports() -> Iterator[Report]:
+        yield replace(found(), not_compared="not yet", notes=("no [spread]",))
+        assert json.loads(path.read_text())["not_compared"] == "not yet"
+        yield replace(found(), not_compared=WRONG, notes=("no [spread]",))
+
+    path = tmp_path / "a.json"
+    measuring(monkeypatch, reports)
+    result = RUN.invoke(main, ["bench", "--engine", "--json", str(path)])
+    assert result.exit_code == 1
+    assert f"Not compared: {WRONG}" in result.output
+    assert result.output.count("committed per row and step") == 1
+    assert "no [spread]" in result.output
+    data = json.loads(path.read_text())
+    assert (data["not_compared"], data["figures"]["new_tokens"]) == (WRONG, 12)
+
+
+def test_an_interrupted_comparison_leaves_them_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reports() -> Iterator[Report]:
+        yield replace(found(), not_compared="not yet")
+        raise KeyboardInterrupt
+
+    measuring(monkeypatch, reports)
+    result = RUN.invoke(main, ["bench", "--engine", "--html", str(tmp_path / "a.html")])
+    assert result.exit_code == 130
+    assert "committed per row and step" in result.output
+    assert "There is none: not yet" in (tmp_path / "a.html").read_text()
+
+
+def test_why_a_way_does_not_run_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "no [/root/x] [bold]"
+    comparison = Comparison(2, 4, 1, "", (Contender("a way", 2, (), 0, why),), (), "1 [left] out")
+    measuring(
+        monkeypatch,
+        lambda: iter([replace(found(), not_compared="x"), replace(found(), comparison=comparison)]),
+    )
+    result = RUN.invoke(main, ["bench", "--engine"])
+    assert result.exit_code == 0
+    assert why in result.output
+    assert "1 [left] out" in result.output
+
+
+def test_an_error_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reports() -> Iterator[Report]:
+        raise OSError(WRONG)
+        yield
+
+    measuring(monkeypatch, reports)
+    result = RUN.invoke(main, ["bench", "--engine"])
+    assert result.exit_code == 2
+    assert WRONG in result.output
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measuring(monkeypatch, lambda: pytest.fail("the load has begun"))
+    arguments = ["bench", "--engine", "--json", str(tmp_path), "--html", str(tmp_path / "a.html")]
+    result = RUN.invoke(main, arguments)
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.output
+
+
+def test_an_output_that_is_lost_meanwhile_costs_neither_figures_nor_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reports() -> Iterator[Report]:
+        (tmp_path / "a.html").mkdir()
+        yield found()
+
+    measuring(monkeypatch, reports)
+    arguments = ["--html", str(tmp_path / "a.html"), "--json", str(tmp_path / "a.json")]
+    result = RUN.invoke(main, ["bench", "--engine", *arguments])
+    assert result.exit_code == 1
+    assert "a.html was not written" in result.output
+    assert "committed per row and step" in result.output
+    assert json.loads((tmp_path / "a.json").read_text())["figures"]["new_tokens"] == 12
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,42 @@ def test_a_pool_that_was_replaced_or_stood_still_gives_none(after: PoolSums) -> 
     assert made.padding is None
 
 
+@pytest.mark.parametrize(
+    ("later", "known"),
+    [
+        (("x", {"a", "b"}), True),
+        (("x", {"a", "b", "new"}), True),
+        (("x", {"a", "new"}), False),
+        (("x", {"a"}), False),
+        (("y", {"a", "b"}), False),
+    ],
+)
+def test_sums_that_lack_a_replica_of_before_tell_nothing_of_the_run(
+    later: tuple[str, set[str]], known: bool
+) -> None:
+    """They have grown all the same: those who stayed did more than the one that left had."""
+    incarnation, replicas = later
+    before = PoolSums(10, 900, 1000, 2000, "x", frozenset({"a", "b"}))
+    after = PoolSums(14, 912, 1950, 3000, incarnation, frozenset(replicas))
+    made = summarise(served(), before, after)
+    assert (made.spread_mean is not None, made.padding is not None) == (known, known)
+
+
+def test_without_an_answer_at_the_end_there_is_neither_spread_nor_padding() -> None:
+    made = summarise(served(), NOTHING, None)
+    assert made.spread_mean is made.padding is None
+    assert made.new_tokens == 12
+
+
+def test_tokens_before_a_stream_was_continued_are_of_no_step_that_is_known() -> None:
+    continued = Record(0, 0.0, 0.0, 5, [(1.0, 100), (9.0, 28)], 9.0, "", 10, 40, 18, (10, 8))
+    made = summarise([continued], NOTHING, NOTHING)
+    assert made.committed_per_step == pytest.approx(2.8)
+    assert made.new_tokens == 128
+    whole = summarise([*served(), continued], NOTHING, NOTHING)
+    assert whole.committed_per_step == pytest.approx((12 + 28) / 16)
+
+
 def test_a_run_without_requests_has_no_figures() -> None:
     made = summarise([], NOTHING, NOTHING)
     assert (made.requests, made.tokens_per_s, made.requests_per_s) == (0, 0.0, 0.0)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import pytest
 from typer.testing import CliRunner
 
 from cluster.bench.arrivals import Bursts, Closed, Extent
-from cluster.bench.figures import summarise
-from cluster.bench.load import drive, grpc_request, pool_sums
-from cluster.bench.workload import Lengths, Workload, synthetic_prompts
+from cluster.bench.figures import Record, summarise
+from cluster.bench.load import _take, check_requests, drive, grpc_request, pool_sums
+from cluster.bench.workload import BenchError, Lengths, Workload, synthetic_prompts
 from cluster.cli import main
 from cluster.client import AsyncClient
+from cluster.client_retry import Continuation, StreamBroken
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from scheduler.messages import SamplingParams
@@ -99,6 +103,73 @@ def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
     greedy = grpc_request(workload(), 0)
     assert not greedy.HasField("seed")
     assert tuple(greedy.prompt_token_ids.ids) == workload().prompts[0]
+
+
+def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
+    stream = Continuation(grpc_request(workload(), 0))
+    record = Record(0, 0.0, 0.0)
+    end = pb.End(
+        finish_reason=pb.FINISH_REASON_LENGTH,
+        usage=pb.Usage(prompt_tokens=5, completion_tokens=128),
+        speculation=pb.Speculation(steps=10, draft_tokens=40, accepted_tokens=18),
+    )
+    for before, chunk in (
+        (0.0, pb.GenerateChunk(token_ids=range(100))),
+        (1.0, pb.GenerateChunk(token_ids=range(28), end=end)),
+    ):
+        stream.request(before)
+        seen = stream.take(chunk)
+        assert seen is not None
+        _take(record, seen, before)
+    assert (record.new_tokens, record.recovered, record.step_tokens) == (128, 1, 28)
+
+
+def test_what_cannot_be_put_on_the_wire_is_refused_before_the_load() -> None:
+    check_requests(workload())
+    with pytest.raises(BenchError, match="request 0"):
+        check_requests(replace(workload(), max_new_tokens=10**10))
+    with pytest.raises(BenchError, match="request 1"):
+        check_requests(replace(workload(), prompts=("a", "\ud800")))
+
+
+def test_sums_name_the_pool_and_the_replicas_that_they_are_of() -> None:
+    replicas = [pb.ReplicaStatus(id="r0.1"), pb.ReplicaStatus(id="r1.1")]
+    sums = pool_sums(pb.StatusResponse(pool_incarnation="a+b", replicas=replicas, groups=3))
+    assert (sums.incarnation, sums.replicas) == ("a+b", {"r0.1", "r1.1"})
+
+
+def test_a_server_that_is_silent_at_the_end_costs_spread_and_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cluster.bench.session  # noqa: F401
+
+    answers = 0
+    status = AsyncClient.status
+
+    async def silent_at_the_end(client: AsyncClient) -> pb.StatusResponse:
+        nonlocal answers
+        answers += 1
+        if answers > 2:
+            raise StreamBroken
+        return await status(client)
+
+    monkeypatch.setattr(AsyncClient, "status", silent_at_the_end)
+
+    async def test() -> None:
+        async with served() as address:
+            arguments = [
+                *("bench", "--address", address, "--prompt-tokens", "4..8", "--requests", "3"),
+                *("--warm-up", "1", "--max-new-tokens", "6", "--json", str(tmp_path / "a.json")),
+            ]
+            result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+            assert result.exit_code == 0, result.output
+            assert "no status at the end (UNAVAILABLE: the stream ended" in result.output
+
+    asyncio.run(test())
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert answers == 3
+    assert (data["figures"]["new_tokens"], data["figures"]["padding"]) == (18, None)
+    assert data["notes"][0].startswith("no spread, no padding")
 
 
 def test_the_command_measures_a_cluster(tmp_path: Path) -> None:

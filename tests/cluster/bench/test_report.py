@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -102,6 +103,17 @@ def test_a_run_in_which_all_failed_still_has_a_page() -> None:
     assert page.open == []
     assert "1 (UNAVAILABLE 1)" in page.texts
     assert not re.search("nan|inf[^o]", "".join(page.texts))
+
+
+def test_what_is_missing_is_said_in_both() -> None:
+    made = replace(report(None), notes=("no <spread>",), not_compared="RuntimeError: [no] memory")
+    texts = Page(to_html(made)).texts
+    assert {"no <spread>", "There is none: RuntimeError: [no] memory"} <= set(texts)
+    data = json.loads(to_json(made))
+    assert (data["notes"], data["not_compared"]) == (["no <spread>"], "RuntimeError: [no] memory")
+    left_out = replace(COMPARISON, left_out="1 of 5 prompts are not compared: too long")
+    assert "1 of 5 prompts" in "".join(Page(to_html(report(left_out))).texts)
+    assert json.loads(to_json(report(left_out)))["comparison"]["left_out"] == left_out.left_out
 
 
 def test_the_json_holds_the_same_with_its_schema() -> None:
