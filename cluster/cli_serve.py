@@ -64,8 +64,11 @@ def serve_until_signal(config: ClusterConfig) -> int:
         cluster.stop(at_once=True)
         return 1 if told.is_set() else 0
     except serve_app.StartFailed as error:
-        cluster.stop(at_once=True)  # nothing runs that could finish
-        console.print(f"Lockstep did not start: {error}", markup=False, soft_wrap=True)
+        what = "The update failed, and what there is stays"
+        if not cluster.updates:
+            what = "Lockstep did not start"
+            cluster.stop(at_once=True)  # nothing runs that could finish
+        console.print(f"{what}: {error}", markup=False, soft_wrap=True)
         return 1
     except BaseException:
         cluster.stop()

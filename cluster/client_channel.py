@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from cluster.client_retry import Attempts, OutOfTime, RetryPolicy, broke
+from cluster.client_retry import Attempts, OutOfTime, RetryPolicy, broke, retry_after_s
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 
@@ -28,6 +28,13 @@ OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+_OWN_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+)
+"""What a client's own gRPC says without any server; all others tell of one."""
 C = TypeVar("C")
 
 
@@ -112,8 +119,7 @@ class Lanes(Generic[C]):
         """Before the next attempt, which goes to the next address. Raises the error if none is
         to be made, or OutOfTime where only the call's own time forbids it."""
         now_s = time.monotonic()
-        # Any other code than UNAVAILABLE is said by a server, or of a connection to one.
-        said = error.code() is not grpc.StatusCode.UNAVAILABLE
+        said = error.code() not in _OWN_CODES or retry_after_s(error) is not None
         self.reached = self.reached or said or attempts.served(now_s)
         pause_s = attempts.pause_s(error, now_s, streaming=streaming, reached=self.reached)
         if pause_s is None:

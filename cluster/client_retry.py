@@ -67,8 +67,8 @@ class RetryPolicy:
 
 
 NO_RETRY = RetryPolicy(attempts_max=1)
-_CONNECTING_S = 2.0
-"""An attempt that lasts longer has reached a server: connecting is given up after half of it."""
+_CONNECTING_S = 10.0
+"""An attempt that lasts longer has reached a server: connecting to one address takes a second."""
 
 
 class StreamBroken(grpc.RpcError):  # type: ignore[misc]
@@ -176,8 +176,8 @@ class Attempts:
         policy = self._policy
         self._first = False
         self._failures += 1
-        # Being served is no failing, however long a unary answer takes.
-        if self._failing_since_s is None or self.served(now_s):
+        # Being served is no failing, and no attempt that only fails lasts as long as patience does.
+        if self._failing_since_s is None or now_s - self._attempt_s > policy.give_up_s:
             self._failing_since_s = now_s
         pause_s = min(policy.backoff_s * 2.0 ** (self._failures - 1), policy.backoff_s_max)
         pause_s *= 1.0 - 0.5 * self._draw()

@@ -87,9 +87,9 @@ class ReplicaRunner:
         self._drain_s = config.actors.drain_s
         self._order_s_max = config.actors.order_s_max
         self._order_began_s: float | None = None
-        self._order_of = ""
-        """The membership whose order runs, or ran last."""
         """When the order that runs now began; the thread writes it."""
+        self._order_of = ""
+        """The membership whose order that is, or was the last one; likewise."""
         self._load = load
         self._pools = pools
         self._shard = shard
@@ -102,7 +102,7 @@ class ReplicaRunner:
         self._interrupted = 0
         """Orders up to this id end after the step in hand; the thread reads it."""
         self._order_lost = False
-        """The replica broke in the middle of an order; the thread writes it."""
+        """The replica broke in the middle of an order of this membership; the thread writes it."""
         self._failures = dict.fromkeys(OrderKind, 0)
         """Orders of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
@@ -368,7 +368,7 @@ class ReplicaRunner:
         except Exception as error:
             log.exception("order %d failed", order.id)
             if replica.broken is not None:
-                self._order_lost = True
+                self._order_lost = order.replica_id == self.replica_id
                 return None
             return StepFailed(order.replica_id, order.id, f"{type(error).__name__}: {error}")
         finally:

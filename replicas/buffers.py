@@ -20,8 +20,6 @@ from replicas.tiles import Tiles
 
 _FLOAT32 = 4
 _INT64 = 8
-_POOL_GROWTH = 3.5
-"""1 + 3/4 + 1/2 + 3/8 + 1/4 + ..., the buckets of a size; see `graphs.bucket`."""
 _HEAP_MOST = 32 << 20
 """glibc's greatest threshold: larger allocations are mappings of their own."""
 
@@ -142,6 +140,13 @@ class Buffers:
     def counting(self) -> str:
         """The phase that counts: they follow one another, so the largest does."""
         return max((*_STEPS, *_OTHERS), key=lambda name: int(getattr(self, name)))
+
+    @property
+    def pool(self) -> int:
+        """What the largest recorded step takes, what it gathers included. The pool is set up with
+        that in one piece: it gives nothing back, and of kinds that come by rising size each would
+        bring its own."""
+        return self.gathered + max(int(getattr(self, name)) for name in _STEPS)
 
     @property
     def total(self) -> int:
@@ -384,20 +389,13 @@ def tiled_logits_bytes(shape: ModelShape, tokens: int, item: int, tiles: Tiles) 
 
 
 def recorded_bytes(counted: Buffers, work: Workload) -> int:
-    """What recorded steps hold: the pool that they share, gathered KV included, and each one its
-    inputs and verdict [4 + k, rows] and [2 + 2 * k, rows] and its block table [rows, blocks].
-
-    The pool gives nothing back, and what a smaller kind of step has left holds no larger tensor.
-    At the worst kinds come by rising size, and each brings its own: buckets are at least a third
-    apart, so all together are `_POOL_GROWTH` times the largest at most. Before it is recorded each
-    is run outside of the pool, so a step's memory counts among the phases as well.
-    """
+    """What recorded steps hold: the pool that they share, and each one its inputs and verdict
+    [4 + k, rows] and [2 + 2 * k, rows] and its block table [rows, blocks]. Before it is recorded
+    each is run outside of the pool, so a step's memory counts among the phases as well."""
     if not work.recordings:
         return 0
-    largest = counted.gathered + max(int(getattr(counted, name)) for name in _STEPS)
     lines = 6 + 3 * work.draft_len + -(-work.length // work.block_size)
-    tables = work.recordings * work.rows * lines * _INT64
-    return tables + round(min(_POOL_GROWTH, work.recordings) * largest)
+    return counted.pool + work.recordings * work.rows * lines * _INT64
 
 
 def fusing_bytes(shape: ModelShape, item: int) -> int:

@@ -24,7 +24,7 @@ import torch
 from replicas.eqspec import Group, Inputs, Outcome, Proposal, check, propose, read_back, state_of
 from replicas.model import PagedModel
 from replicas.parts import positions_in_place
-from replicas.recording import record, warm_up
+from replicas.recording import record, reserve, warm_up
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from replicas.upload import on_host
@@ -94,14 +94,18 @@ class StepRunner:
         shape: CacheShape,
         limits: Limits,
         most: int,
+        pool_bytes: int = 1,
     ) -> None:
+        """`pool_bytes`: what the largest step takes, set aside on a GPU; see `Buffers.pool`."""
         self._target = target
         self._draft = draft
         self._shape = shape
         self._limits = limits
         self._most = most
         self._kept: OrderedDict[StepKind, FixedStep] = OrderedDict()
+        self._pool_bytes = pool_bytes
         self._pool: Any = None
+        self._reserve: torch.cuda.CUDAGraph | None = None
 
     @property
     def kinds(self) -> tuple[StepKind, ...]:
@@ -121,13 +125,24 @@ class StepRunner:
             if len(self._kept) >= self._most:
                 self._kept.popitem(last=False)
             device = group.table.device
-            # With no recording left in it a pool is closed for good.
-            if device.type == "cuda" and not any(one.recorded for one in self._kept.values()):
-                self._pool = torch.cuda.graph_pool_handle()
+            if device.type == "cuda":
+                self._open_pool(device)
             fixed = FixedStep(self._target, self._draft, self._shape, kind, device, self._pool)
         self._kept[kind] = fixed
         # One transfer, the step's only synchronisation.
         return read_back(group, fixed.run(group, watch))
+
+    def _open_pool(self, device: torch.device) -> None:
+        """Where there is none, or none that is open: with no recording left in it a pool is closed
+        for good."""
+        if self._reserve is not None or any(one.recorded for one in self._kept.values()):
+            return
+        self._pool = torch.cuda.graph_pool_handle()
+        try:
+            self._reserve = reserve(self._pool_bytes, device, self._pool)
+        except RuntimeError as error:
+            warnings.warn(f"nothing is set aside for recorded steps: {error}", stacklevel=3)
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _kind(self, group: Group) -> StepKind:
         limits = self._limits

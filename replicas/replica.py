@@ -103,6 +103,7 @@ class Replica:
                 self._shape,
                 limits,
                 plan.work.recordings or config.graphs_max,
+                plan.buffers.pool,
             )
         in_place = self.attention["target"] != GATHER
         # FlexAttention reads whole blocks, varlen attention as many positions as it is told.

@@ -130,9 +130,9 @@ class Scheduler:
             self._reject(request, RejectCode.DUPLICATE, "id", "a request with this id is live")
             return
         try:
-            # One that was accepted waits for a replica like the one that it was accepted for: which
-            # ones come back first after a restart is chance.
-            if event.accepted_before:
+            # One that has run waits for a replica like the one that it ran on: which ones come back
+            # first after a restart is chance. Without tokens it may never have been accepted.
+            if event.accepted_before and request.committed:
                 check_request(request, self.config)
             else:
                 self._check(request)

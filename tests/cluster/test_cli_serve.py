@@ -112,7 +112,6 @@ def test_it_serves_with_the_first_replica_and_says_how_many_there_are(
         # Serve believes in a replica that the pool does not have.
         ({}, {"ready": False, "all_up": True}),
         (ZERO, {"ready": False}),
-        ({}, {"updates": True, "ready": False}),
     ],
 )
 def test_what_does_not_start_is_one_line_and_an_exit_status(
@@ -125,6 +124,16 @@ def test_what_does_not_start_is_one_line_and_an_exit_status(
     line = "not up within 3 s (actors.start_s); replica: 0 up (No GPU.)"
     assert capsys.readouterr().out == f"Lockstep did not start: {line}\n"
     assert (status, cluster.stopped) == (1, [True])
+
+
+def test_an_update_that_fails_deletes_nothing(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nothing is ready at this moment: requests may wait for the first replica."""
+    status, cluster = serve({}, updates=True, ready=False)
+    said = capsys.readouterr().out
+    assert said.startswith("The update failed, and what there is stays: not up within 3 s")
+    assert (status, cluster.stopped) == (1, [])
 
 
 def test_an_update_that_does_not_come_to_its_end_leaves_in_place_what_serves(

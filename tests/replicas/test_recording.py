@@ -155,6 +155,22 @@ def test_who_runs_after_a_warm_up_that_failed_waits_for_what_it_launched(
     assert recorder.waited[-1] == (before, recording._stream(GPU))
 
 
+def test_a_pool_is_set_up_with_room_for_the_largest_step(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[int, torch.dtype, object]] = []
+    empty = torch.empty
+
+    def on_the_gpu(size: int, dtype: torch.dtype, device: object) -> torch.Tensor:
+        taken.append((size, dtype, recorder.pool))
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", on_the_gpu)
+    recording.reserve(1000, GPU, "steps")
+    assert taken == [(1000, torch.uint8, "steps")]
+    assert recorder.pools == ["steps"]
+
+
 def refuse() -> None:
     raise ValueError("no kernel for this shape")
 
