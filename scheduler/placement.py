@@ -137,32 +137,21 @@ def next_rows(
     replicas: Mapping[str, Replica],
     config: SchedulerConfig,
     room: Room,
+    again: bool = True,
 ) -> Choice:
     """What this replica takes from the front of the queue for one prefill order.
 
     `waiting` is the queue by id, front first; waiting_scan_max sequences at most are looked at, not
     counting SKIPS_FACTOR times as many that an empty replica of this spec could not hold. `room` is
     what the order has for them: a row that is begun with what is left ends the order, and so does
-    one for which nothing is left.
+    one for which nothing is left. `again`: also suspects that failed on this replica, if no other
+    could hold them.
     """
-    if OrderKind.PREFILL in replica.fails:
-        choice = _next_rows(replica, waiting, open_replicas, replicas, config, room, again=False)
+    if again and OrderKind.PREFILL in replica.fails:
+        others = next_rows(replica, waiting, open_replicas, replicas, config, room, again=False)
         # A row that was begun shows it as well.
-        if choice.rows or choice.claim is not None or replica.partial:
-            return choice
-    return _next_rows(replica, waiting, open_replicas, replicas, config, room, again=True)
-
-
-def _next_rows(
-    replica: Replica,
-    waiting: Mapping[str, Sequence],
-    open_replicas: Iterable[tuple[int, str]],
-    replicas: Mapping[str, Replica],
-    config: SchedulerConfig,
-    room: Room,
-    again: bool,
-) -> Choice:
-    """`again`: also suspects that failed on this replica, if no other could hold them."""
+        if others.rows or others.claim is not None or replica.partial:
+            return others
     choice = Choice()
     rows_most = min(room.rows, config.residents_max - replica.load)
     if replica.draining or rows_most <= 0:

@@ -51,7 +51,7 @@ def test_no_server_is_an_error_with_a_sentence() -> None:
     assert "localhost:1" in result.output
 
 
-WRONG = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] [/root/x] :cat: no memory"
+WRONG = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] [/models/x] :cat: no memory"
 """Brackets, a slash in them and colons mean something to rich."""
 
 
@@ -100,7 +100,7 @@ def test_an_interrupted_comparison_leaves_them_too(
 
 
 def test_why_a_way_does_not_run_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = "no [/root/x] [bold]"
+    why = "no [/models/x] [bold]"
     comparison = Comparison(2, 4, 1, "", (Contender("a way", 2, (), 0, why),), (), "1 [left] out")
     measuring(
         monkeypatch,
