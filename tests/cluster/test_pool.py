@@ -899,13 +899,18 @@ class Hanging(FakeReplica):
         return super().step(order, *rest)
 
 
+async def add_hanging(w: World) -> tuple[Hanging, ReplicaRunner]:
+    fake = Hanging()
+    runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "hanging")
+    await runner.start()
+    w.runners.append(runner)
+    return fake, runner
+
+
 def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
     async def test() -> None:
         async with world() as w:
-            fake = Hanging()
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "hanging")
-            await runner.start()
-            w.runners.append(runner)
+            fake, runner = await add_hanging(w)
             live = w.submit([7, 8], 10)
             await w.until(lambda: runner._order_began_s is not None)
             runner.check()
@@ -932,10 +937,7 @@ def test_an_order_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the
 ):
     async def test() -> None:
         async with world() as w:
-            fake = Hanging()
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "hanging")
-            await runner.start()
-            w.runners.append(runner)
+            fake, runner = await add_hanging(w)
             w.submit([7, 8], 10)
             await w.until(lambda: runner._order_began_s is not None)
             # Its client has left when the pool begins anew.
