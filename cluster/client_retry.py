@@ -69,6 +69,8 @@ class RetryPolicy:
 NO_RETRY = RetryPolicy(attempts_max=1)
 _CONNECTING_S = 10.0
 """An attempt that lasts longer has reached a server: connecting to one address takes a second."""
+_LAST_S = 0.01
+"""With less of its own time left a call is not asked again."""
 
 
 class StreamBroken(grpc.RpcError):  # type: ignore[misc]
@@ -162,8 +164,8 @@ class Attempts:
         return 0.0 if self._first else now_s - self._begun_s
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the call's own time has passed."""
-        return self._deadline_s is not None and now_s >= self._deadline_s
+        """Whether the call's own time has passed, but for what is too little to ask again in."""
+        return self._deadline_s is not None and now_s > self._deadline_s - _LAST_S
 
     def progress(self) -> None:
         """Something came: failures are counted anew."""
@@ -181,6 +183,9 @@ class Attempts:
             self._failing_since_s = now_s
         pause_s = min(policy.backoff_s * 2.0 ** (self._failures - 1), policy.backoff_s_max)
         pause_s *= 1.0 - 0.5 * self._draw()
+        if self._deadline_s is not None:
+            # What is left of the call's own time is used to its end, not slept away.
+            pause_s = min(pause_s, 0.5 * max(self._deadline_s - now_s, 0.0))
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and policy.overloaded:
             pause_s += retry_after_s(error) or 0.0
         elif not broke(error, streaming):
@@ -190,7 +195,10 @@ class Attempts:
             return None
         if now_s + pause_s > self._failing_since_s + patience_s:
             return None
+        if self.is_over(now_s):
+            return None
         if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
+            # The server's `retry-after`.
             return None
         self._attempt_s = now_s + pause_s
         return pause_s

@@ -197,10 +197,11 @@ def test_a_terminator_that_refuses_the_call_is_not_asked_again(code: StatusCode)
     [
         (-61.0, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
         (-61.0, LOST, StatusCode.DEADLINE_EXCEEDED),
+        # Some time is left, but not enough.
+        (-59.995, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
+        (-59.995, LOST, StatusCode.DEADLINE_EXCEEDED),
         # What the server says of the request itself stays as it is.
         (-61.0, error_of(StatusCode.INVALID_ARGUMENT), StatusCode.INVALID_ARGUMENT),
-        # Time is left, but not for a pause: who is not reachable is not called late.
-        (-30.0, LOST, StatusCode.UNAVAILABLE),
     ],
 )
 def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
@@ -212,3 +213,30 @@ def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
     with pytest.raises(grpc.RpcError) as raised:
         lanes.pause_s(lanes.current, attempts, error, streaming=False)
     assert raised.value.code() is says
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.999])
+def test_a_call_uses_its_own_time_to_its_end(draw: float) -> None:
+    """A break shortly before the deadline is a deadline that passed, not a failed call."""
+    policy = RetryPolicy(backoff_s=2.0)
+    for broken_s in (0.0, 3.1, 4.9, 4.98):
+        attempts = Attempts(policy, 0.0, (5.0,), lambda: draw)
+        now_s = broken_s
+        for _ in range(policy.attempts_max - 1):
+            pause_s = attempts.pause_s(LOST, now_s, streaming=True, reached=True)
+            if pause_s is None:
+                break
+            now_s += pause_s
+        assert attempts.is_over(now_s)
+        assert 4.99 <= now_s < 5.0
+
+
+def test_a_servers_own_pause_is_not_cut_short() -> None:
+    full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
+    patient = RetryPolicy(overloaded=True, backoff_s=1.0)
+    in_time = Attempts(patient, 0.0, (5.0,)).pause_s(full, 0.0, streaming=True, reached=True)
+    assert in_time is not None
+    assert 3.5 < in_time < 5.0
+    late = Attempts(patient, 0.0, (5.0,))
+    assert late.pause_s(full, 1.6, streaming=True, reached=True) is None
+    assert not late.is_over(1.6)

@@ -7,6 +7,7 @@ joins; signals as an operator or a container runtime sends them.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -346,6 +347,8 @@ def test_what_finds_no_place_in_time_says_so_in_a_line(
     with lockstep_serve(pair, tmp_path, GRACE_S, somebodys_ray, **wanted) as served:
         assert served.process.wait(STOP_S) == 1
         said = served.log.read_text(errors="replace")
-        assert "Lockstep did not start: not up within 3 s (actors.start_s); " in said
-        assert "Traceback" not in said
+        # Ray's own processes may print what they like; it stands behind their names.
+        ours = [line for line in said.splitlines() if not re.match(r"(\x1b\S*?m)?\(", line)]
+        assert "Lockstep did not start: not up within 3 s (actors.start_s); " in "\n".join(ours)
+        assert not any("Traceback" in line for line in ours), said
     assert left_on(somebodys_ray) == ["[]", "1.0"]
