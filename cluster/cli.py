@@ -13,6 +13,7 @@ from cluster.cli_keys import keys
 from cluster.cli_options import (
     Address,
     BatchSize,
+    CacheSalt,
     ConfigFile,
     Deterministic,
     Device,
@@ -22,6 +23,7 @@ from cluster.cli_options import (
     KeyFile,
     Memory,
     PrefillMax,
+    Priority,
     ReplicaCount,
     RowsMax,
     SpreadMax,
@@ -125,6 +127,8 @@ def generate(
     steps_max: StepsMax = None,
     prefill_max: PrefillMax = None,
     trim_drafts: TrimDrafts = True,
+    priority: Priority = None,
+    cache_salt: CacheSalt = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of each request.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
     address: Address = None,
@@ -146,6 +150,8 @@ def generate(
         stop=stop,
         stop_token_ids=stop_token_id,
         draft_len=draft_len,
+        priority=None if priority is None else f"PRIORITY_{priority.name}",
+        cache_salt=cache_salt,
         timeout_s=timeout_s,
     )
     pins = given_options(

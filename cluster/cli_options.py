@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+
+class PriorityName(StrEnum):
+    """`protos`' classes, by name."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
 
 Address = Annotated[
     str | None,
@@ -67,6 +77,13 @@ PrefillMax = Annotated[
     typer.Option("--prefill-tokens-max", min=1, help="Tokens of its prompt computed at once."),
 ]
 TrimDrafts = Annotated[bool, typer.Option(help="Off: all drafted tokens are checked.")]
+Priority = Annotated[
+    PriorityName | None, typer.Option(help="Class in the queue; waiting ages, so none starves.")
+]
+CacheSalt = Annotated[
+    str | None,
+    typer.Option(help="Share KV blocks of equal prefixes only with requests of the same salt."),
+]
 
 
 def given_options(**options: Any) -> dict[str, Any]:

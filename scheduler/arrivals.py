@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+_NUMBER_MOST = 1e15
+"""Of any number in a trace; a float holds all whole ones up to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -176,6 +179,9 @@ def _number(
     data: dict[str, object], field: str, line: int, least: float, most: float = math.inf
 ) -> float:
     value = data.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise TraceError(f"line {line}: {field} must be a number of at least {least:g}")
-    return float(value)
+    # JSON's readers take Infinity and NaN as well, and whole numbers of any length.
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if least <= number <= min(most, _NUMBER_MOST):
+        return float(number)
+    most_too = "" if math.isinf(most) else f" and at most {most:g}"
+    raise TraceError(f"line {line}: {field} must be a number of at least {least:g}{most_too}")

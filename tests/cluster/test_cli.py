@@ -67,9 +67,25 @@ def test_generate_sends_what_is_pinned_and_nothing_else(monkeypatch: pytest.Monk
         trim_drafts=False,
     )
     assert sent[2].pins == pb.Pins(rows_max=3)
-    refused = RUN.invoke(main, ["generate", "x", "--rows-max", "0"])
-    assert refused.exit_code == 2
-    assert "--rows-max" in refused.output
+    for option, wrong in (("--rows-max", "0"), ("--priority", "urgent")):
+        refused = RUN.invoke(main, ["generate", "x", option, wrong])
+        assert refused.exit_code == 2
+        assert option in refused.output
+
+
+@pytest.mark.parametrize("priority", ["high", "normal", "low"])
+def test_generate_sends_class_and_salt(priority: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[pb.GenerateRequest] = []
+
+    def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
+        sent.append(pb.GenerateRequest(prompt=prompt, **options))
+        return 0
+
+    monkeypatch.setattr(cli_generate, "one", one)
+    args = ["generate", "x", "--priority", priority, "--cache-salt", "mine"]
+    assert RUN.invoke(main, args).exit_code == 0
+    assert pb.Priority.Name(sent[0].priority) == f"PRIORITY_{priority.upper()}"
+    assert sent[0].cache_salt == "mine"
 
 
 def test_serve_names_a_wrong_setting(tmp_path: Path) -> None:

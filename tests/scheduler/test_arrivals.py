@@ -112,6 +112,10 @@ def test_a_trace_is_read_by_time() -> None:
         ('{"at_s": 1, "prompt_tokens": 0, "new_tokens": 6}', "line 2: prompt_tokens"),
         ('{"at_s": 1, "prompt_tokens": 5, "new_tokens": "6"}', "line 2: new_tokens"),
         ('{"at_s": 1, "prompt_tokens": 5, "new_tokens": 6, "acceptance": 2}', "line 2: acceptance"),
+        ('{"at_s": 1, "prompt_tokens": Infinity, "new_tokens": 6}', "line 2: prompt_tokens"),
+        ('{"at_s": 1, "prompt_tokens": NaN, "new_tokens": 6}', "line 2: prompt_tokens"),
+        ('{"at_s": 1, "prompt_tokens": 5, "new_tokens": 1' + "0" * 400 + "}", "line 2: new_tokens"),
+        ('{"at_s": Infinity, "prompt_tokens": 5, "new_tokens": 6}', "line 2: at_s"),
         ('{"at_s": true, "prompt_tokens": 5, "new_tokens": 6}', "line 2: at_s"),
     ],
 )
