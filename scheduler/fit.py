@@ -23,6 +23,10 @@ RECENT = 0.15
 _COUNT_RECENT = math.ceil(1.0 / RECENT)
 _FEW = 8
 """Observations of which each one counts."""
+COMMON = 0.8
+"""Of a change in what known work takes, the part that is put down to the machine and so holds for
+all work: its speed changes with what else it does, or with its heat. Work that is seen all the time
+would follow such a change alone, and look the dearer beside all that is seen seldom."""
 OUTLIER = 3.0
 """A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
 
@@ -35,7 +39,7 @@ def _tokens_key(tokens: int) -> int:
 
 _CELL = Struct("dddqq")
 """Means of the tokens, KV positions and seconds of nearly the same work, how many observations they
-are, as far as that matters, and which of the fit's was the last."""
+are, as far as that matters, and which of the fit's was the last. Seconds are those at pace 1."""
 _KV_KEYS = 256
 """More than there are kinds of KV positions."""
 
@@ -50,7 +54,7 @@ class Fit:
     are plain numbers side by side.
     """
 
-    __slots__ = ("_begins", "_cells", "_cost", "_kinds", "_seen", "_solved_at")
+    __slots__ = ("_begins", "_cells", "_cost", "_kinds", "_pace", "_seen", "_solved_at")
 
     def __init__(self) -> None:
         self._cells = bytearray()
@@ -62,6 +66,8 @@ class Fit:
         self._cost = LinearCost()
         self._kinds: int | None = 0
         """None: to be counted anew."""
+        self._pace = 1.0
+        """What work takes now, over what its cell says."""
 
     def observe(self, tokens: int, kv: float, seconds: float) -> None:
         """One piece of work that took `seconds`; what is not positive tells nothing."""
@@ -74,17 +80,27 @@ class Fit:
         begin = self._begins.get(key)
         if begin is None:
             begin = self._begins[key] = self._place()
-            _CELL.pack_into(self._cells, begin, tokens, kv, seconds, 1, self._seen)
+            _CELL.pack_into(self._cells, begin, tokens, kv, seconds / self._pace, 1, self._seen)
             return
         mean_tokens, mean_kv, mean_s, count, _ = _CELL.unpack_from(self._cells, begin)
-        if count >= 4 and seconds > OUTLIER * mean_s:
-            seconds = OUTLIER * mean_s
+        pace, line = self._pace, self._cost
+        expected_s = mean_s * pace
+        usual_s = line(mean_tokens, mean_kv)
+        if usual_s > 0.0:
+            expected_s *= line(tokens, kv) / usual_s
+        if count >= 4 and seconds > OUTLIER * expected_s:
+            seconds = OUTLIER * expected_s
         if count < _COUNT_RECENT:
             count += 1
-        rate = RECENT if count == _COUNT_RECENT else 1.0 / count
+            rate = 1.0 / count
+        else:
+            rate = RECENT
+            common_s = COMMON * (seconds - expected_s)
+            seconds -= common_s
+            self._pace *= 1.0 + rate * common_s / expected_s
         mean_tokens += rate * (tokens - mean_tokens)
         mean_kv += rate * (kv - mean_kv)
-        mean_s += rate * (seconds - mean_s)
+        mean_s += rate * (seconds / pace - mean_s)
         _CELL.pack_into(self._cells, begin, mean_tokens, mean_kv, mean_s, count, self._seen)
 
     def _place(self) -> int:
@@ -165,7 +181,7 @@ class Fit:
             del kept[worst]
         parts = [0.0] * 3
         for i, value in zip(kept, found, strict=True):
-            parts[i] = max(value, 0.0) / scale[i]
+            parts[i] = self._pace * max(value, 0.0) / scale[i]
         return LinearCost(*parts)
 
 

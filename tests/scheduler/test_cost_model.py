@@ -72,6 +72,42 @@ def test_a_cost_that_changes_is_followed() -> None:
     assert fit.cost()(40, 1600) == pytest.approx(27e-3, rel=0.1)
 
 
+@pytest.mark.parametrize("slower", [0.6, 1.6])
+def test_a_machine_whose_speed_changes_makes_no_kind_of_work_dearer_than_others(
+    slower: float,
+) -> None:
+    """Only some work goes on being seen; what the other takes is known from it."""
+    truth, rng, fit = LinearCost(0.003, 8e-5, 4e-7), Random(5), Fit()
+
+    def see(tokens: int, kv: int, times: float) -> None:
+        fit.observe(tokens, kv, times * rng.uniform(0.95, 1.05) * truth(tokens, kv))
+        fit.cost()
+
+    for _ in range(20):
+        for tokens in (8, 16, 24, 32, 48):
+            see(tokens, rng.choice((500, 1000, 2000)), 1.0)
+    for _ in range(100):
+        see(rng.choice((24, 32)), rng.choice((500, 1000, 2000)), slower)
+    cost = fit.cost()
+    for tokens in (8, 24, 32, 48):
+        for kv in (500, 2000):
+            assert cost(tokens, kv) == pytest.approx(slower * truth(tokens, kv), rel=0.1)
+    step = cost(48, 1000) / cost(24, 1000)
+    assert step == pytest.approx(truth(48, 1000) / truth(24, 1000), rel=0.07)
+
+
+def test_work_that_alone_takes_longer_does_not_stay_everybodys() -> None:
+    """What was put down to the machine is taken back by the other work that is seen."""
+    truth, fit = LinearCost(0.003, 8e-5, 0.0), Fit()
+    for round_no in range(120):
+        for tokens in (8, 32):
+            times = 2.0 if tokens == 32 and round_no >= 20 else 1.0
+            fit.observe(tokens, 0.0, times * truth(tokens, 0))
+    cost = fit.cost()
+    assert cost(8, 0) == pytest.approx(truth(8, 0), rel=0.02)
+    assert cost(32, 0) == pytest.approx(2 * truth(32, 0), rel=0.02)
+
+
 def test_what_is_not_seen_any_more_is_still_known() -> None:
     """A thousand steps without drafting do not make it forget what drafting costs."""
     fit = Fit()
