@@ -85,9 +85,9 @@ class Fit:
         mean_tokens, mean_kv, mean_s, count, _ = _CELL.unpack_from(self._cells, begin)
         pace, line = self._pace, self._cost
         expected_s = mean_s * pace
-        usual_s = line(mean_tokens, mean_kv)
-        if usual_s > 0.0:
-            expected_s *= line(tokens, kv) / usual_s
+        usual_s, this_s = line(mean_tokens, mean_kv), line(tokens, kv)
+        if usual_s > 0.0 and this_s > 0.0:
+            expected_s *= this_s / usual_s
         if count >= 4 and seconds > OUTLIER * expected_s:
             seconds = OUTLIER * expected_s
         if count < _COUNT_RECENT:

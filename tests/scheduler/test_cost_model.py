@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -134,6 +135,27 @@ def test_no_part_is_ever_negative() -> None:
     cost = fit.cost()
     assert min(cost.fixed_s, cost.token_s, cost.kv_s) >= 0.0
     assert cost(8, 80) > 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 40),
+            st.one_of(st.just(0.0), st.floats(0.0, 1e5)),
+            st.floats(1e-9, 1e3),
+        ),
+        min_size=1,
+        max_size=80,
+    )
+)
+def test_whatever_is_seen_a_cost_stays_a_finite_number(
+    seen: list[tuple[int, float, float]],
+) -> None:
+    fit = Fit()
+    for tokens, kv, seconds in seen * 3:
+        fit.observe(tokens, kv, seconds)
+        cost = fit.cost()
+        assert 0.0 <= cost(tokens, kv) < math.inf
 
 
 def test_memory_is_bounded_and_what_took_no_time_is_ignored() -> None:
