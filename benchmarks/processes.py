@@ -26,13 +26,14 @@ class Process:
 
 
 def cluster_processes(app_name: str = "lockstep") -> list[Process]:
-    """The living processes of KINDS, by kind and name."""
+    """The living processes of KINDS on this machine, by kind and name."""
     from ray._private.state import actors
 
     found = []
     for actor in actors(actor_state_name="ALIVE").values():
         kind = _kind(actor, app_name)
-        if kind is not None and actor["Pid"]:
+        # Where a process that Ray kills is gone before it has answered, Ray keeps it as alive.
+        if kind is not None and actor["Pid"] and Path(f"/proc/{actor['Pid']}").exists():
             node_id = actor["Address"]["NodeID"]
             found.append(Process(kind, actor["Name"] or "", actor["Pid"], node_id))
     return sorted(found, key=lambda process: (process.kind, process.name))
