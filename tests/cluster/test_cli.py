@@ -44,14 +44,20 @@ def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
     assert RUN.invoke(main, args).exit_code == 2
 
 
-def test_generate_sends_what_is_pinned_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[pb.GenerateRequest] = []
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
+    """What `lockstep generate` would have sent, in order."""
+    requests: list[pb.GenerateRequest] = []
 
     def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
-        sent.append(pb.GenerateRequest(prompt=prompt, **options))
+        requests.append(pb.GenerateRequest(prompt=prompt, **options))
         return 0
 
     monkeypatch.setattr(cli_generate, "one", one)
+    return requests
+
+
+def test_generate_sends_what_is_pinned_and_nothing_else(sent: list[pb.GenerateRequest]) -> None:
     all_of_them = [
         *("--rows-max", "1", "--spread-max", "0", "--steps-per-order-max", "2"),
         *("--prefill-tokens-max", "40", "--no-trim-drafts"),
@@ -74,14 +80,7 @@ def test_generate_sends_what_is_pinned_and_nothing_else(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("priority", ["high", "normal", "low"])
-def test_generate_sends_class_and_salt(priority: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[pb.GenerateRequest] = []
-
-    def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
-        sent.append(pb.GenerateRequest(prompt=prompt, **options))
-        return 0
-
-    monkeypatch.setattr(cli_generate, "one", one)
+def test_generate_sends_class_and_salt(priority: str, sent: list[pb.GenerateRequest]) -> None:
     args = ["generate", "x", "--priority", priority, "--cache-salt", "mine"]
     assert RUN.invoke(main, args).exit_code == 0
     assert pb.Priority.Name(sent[0].priority) == f"PRIORITY_{priority.upper()}"
