@@ -5,9 +5,10 @@
 The real scheduler over one replica whose steps take given times (those of the demo pair on two
 cores, rounded) and whose draft is right with a given probability per request. For every mix of
 requests: tokens/s of fixed draft lengths and of the chosen one, with the replica's trial steps and
-without, and by order of arrival instead of by length and kind. Then, where short contexts meet long
-ones on a replica that reads all rows of a group as far as the longest: what cutting groups is
-worth. Needs neither Ray nor torch.
+without, and by order of arrival instead of by length and kind. Then the same where a verification
+takes whole tiles of tokens, so that its time rises in steps and not in a straight line. At last,
+where short contexts meet long ones on a replica that reads all rows of a group as far as the
+longest: what cutting groups is worth. Needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ LONG = ((1_000, 2_000), (8_000, 12_000), (25_000, 30_000))
 FAR_TOKENS = 1_500
 """New tokens of each of them: so many that most steps are of both kinds."""
 FAR_ACCEPTANCE = 0.7
+TILES = (16, 32, 64)
+"""Tokens of a tile, where hardware computes whole tiles."""
+TILED_VERIFY = LinearCost(11e-3, 1e-3, 2e-7)
+"""Bound by operations, or tiles would hardly matter."""
+TILED_ACCEPTANCES = (0.6, 0.75, 0.87)
 NEVER = 1 << 60
 """More KV positions than any group reads."""
 
@@ -88,19 +94,23 @@ class Mixed:
 class VirtualReplica:
     """Implements `Runner` of the local engine; time passes only while it runs an order."""
 
-    def __init__(self, acceptance: Sequence[float], timed: bool) -> None:
+    def __init__(self, acceptance: Sequence[float], timed: bool, tile: int = 1) -> None:
+        """`tile`: tokens that a verification takes together; 1: as many as there are."""
         self.now_s = 0.0
+        self._tile = tile
         self.spec = ReplicaSpec(
             kv_blocks=100_000,
             block_size=16,
             context_len=1 << 16,
             vocab_size=2,
-            timings=tuple(_trial(rows, k) for rows in (1, 8) for k in (0, 4)) if timed else (),
+            timings=tuple(_trial(rows, k, tile) for rows in (1, 8) for k in (0, 4))
+            if timed
+            else (),
         )
         self._replica = TimedReplica(
             REPLICA_ID,
             self.spec,
-            _times,
+            self._times,
             lambda request_id: acceptance[int(request_id) % len(acceptance)],
             Random(0),
         )
@@ -114,29 +124,32 @@ class VirtualReplica:
         while run.advance():
             pass
         self._replica.end(order)
-        result = run.result(_times(order).total_s)
+        result = run.result(self._times(order).total_s)
         self.now_s += result.times.total_s
         return result
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         self._replica.release(Release(REPLICA_ID, tuple(sequence_ids)))
 
-
-def _times(order: Order) -> StepTimes:
-    if order.kind is OrderKind.PREFILL:
-        spent_s = PREFILL(prefill_tokens(order), 0)
-        return StepTimes(prefill_s=spent_s, total_s=spent_s)
-    rows, k = len(order.rows), order.draft_len
-    positions = rows * (order.rows[-1].length + k)
-    draft_s = k * DRAFT(rows, positions)
-    verify_s = VERIFY(rows * (k + 1), positions)
-    return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + REST_S)
+    def _times(self, order: Order) -> StepTimes:
+        if order.kind is OrderKind.PREFILL:
+            spent_s = PREFILL(prefill_tokens(order), 0)
+            return StepTimes(prefill_s=spent_s, total_s=spent_s)
+        rows, longest = len(order.rows), order.rows[-1].length
+        draft_s, verify_s = _parts(rows, order.draft_len, longest, self._tile)
+        return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + REST_S)
 
 
-def _trial(rows: int, k: int) -> StepTiming:
-    positions = rows * (64 + k)
-    verify_s = VERIFY(rows * (k + 1), positions)
-    return StepTiming(rows, k, positions, k * DRAFT(rows, positions), verify_s, REST_S)
+def _parts(rows: int, k: int, longest: int, tile: int) -> tuple[float, float]:
+    """Seconds of all draft passes and of the verification of a step."""
+    positions, tokens = rows * (longest + k), rows * (k + 1)
+    verify = VERIFY if tile == 1 else TILED_VERIFY
+    return k * DRAFT(rows, positions), verify(tile * -(-tokens // tile), positions)
+
+
+def _trial(rows: int, k: int, tile: int) -> StepTiming:
+    draft_s, verify_s = _parts(rows, k, 64, tile)
+    return StepTiming(rows, k, rows * (64 + k), draft_s, verify_s, REST_S)
 
 
 @dataclass(frozen=True)
@@ -146,8 +159,14 @@ class _Run:
     longest_wait_orders: int
 
 
-def _run(mix: Sequence[float], config: SchedulerConfig, count: int, timed: bool = True) -> _Run:
-    replica = VirtualReplica(mix, timed)
+def _run(
+    mix: Sequence[float],
+    config: SchedulerConfig,
+    count: int,
+    timed: bool = True,
+    tile: int = 1,
+) -> _Run:
+    replica = VirtualReplica(mix, timed, tile)
     engine = LocalEngine(replica, config, clock=replica.clock)
     draw = Random(1)
     outputs = engine.generate(
@@ -189,6 +208,31 @@ def measure(mix: str, rows: int) -> Mixed:
         padding=chosen.padding,
         longest_wait_orders=chosen.longest_wait_orders,
     )
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Speeds in tokens/s of virtual time where a verification takes whole tiles."""
+
+    tile: int
+    acceptance: float
+    rows: int
+    fixed: dict[int, float]
+    chosen: float
+
+    @property
+    def best_fixed(self) -> int:
+        return max(self.fixed, key=self.fixed.__getitem__)
+
+
+def measure_tiled(tile: int, acceptance: float, rows: int) -> Tiled:
+    """All draft lengths up to 8, for the best one depends on where a tile ends."""
+
+    def speed(draft_len: int | None) -> float:
+        config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
+        return _run((acceptance,), config, 64, tile=tile).speed
+
+    return Tiled(tile, acceptance, rows, {k: speed(k) for k in range(9)}, speed(None))
 
 
 @dataclass(frozen=True)
@@ -250,6 +294,26 @@ def main() -> None:
             ],
         )
     )
+    tiled = [
+        measure_tiled(tile, acceptance, rows)
+        for tile in TILES
+        for acceptance in TILED_ACCEPTANCES
+        for rows in args.rows
+        if rows > 1
+    ]
+    print(
+        table(
+            ("tile", "acceptance", "batch", "best fixed k", "tokens/s", "chosen k", "over it"),
+            [
+                (
+                    *(one.tile, one.acceptance, one.rows, one.best_fixed),
+                    *(one.fixed[one.best_fixed], one.chosen),
+                    one.chosen / one.fixed[one.best_fixed],
+                )
+                for one in tiled
+            ],
+        )
+    )
     far = [measure_far_apart(rows, long) for rows in args.rows if rows > 1 for long in LONG]
     print(
         table(
@@ -264,7 +328,11 @@ def main() -> None:
             ],
         )
     )
-    figures = {"mixes": [asdict(one) for one in found], "far_apart": [asdict(one) for one in far]}
+    figures = {
+        "mixes": [asdict(one) for one in found],
+        "tiled": [asdict(one) for one in tiled],
+        "far_apart": [asdict(one) for one in far],
+    }
     write_json(args.json, figures)
 
 

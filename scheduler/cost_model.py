@@ -3,8 +3,9 @@
 A step of n rows with k draft tokens takes k draft passes, one verification of n * (k + 1) tokens
 and some time for the rest. Each part is fitted by a straight line in what it does: a fixed cost, a
 cost per token, a cost per KV position read: the online regression behind a choice by goodput (as in
-arXiv 2406.14066). So is a prefill, where each token reads all positions that were filled before.
-Times are in seconds.
+arXiv 2406.14066). Where a verification of so many tokens was seen to take more than the line says,
+or less, it is priced so: its time rises in steps. A prefill is fitted by a line as well; each of
+its tokens reads all positions that were filled before. Times are in seconds.
 
 Knows orders and results, nothing of sequences or of what the times are used for.
 """
@@ -15,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from scheduler.beliefs import LinearCost
-from scheduler.fit import Fit
+from scheduler.fit import Fit, tokens_key
 from scheduler.messages import Order, OrderKind, PrefillTiming, StepResult, StepTiming
 from scheduler.records import record
 
@@ -36,6 +37,9 @@ class StepPrices:
     packed: LinearCost
     rest: LinearCost
     packed_rest: LinearCost
+    ratios: dict[int, float]
+    hopes: dict[int, float]
+    """`Fit.ratios` and `Fit.hopes` of verifications."""
 
     def __call__(self, draft_len: int, verify_tokens: int | None = None) -> float:
         """Seconds; `verify_tokens` of the draft tokens are checked, None: all."""
@@ -50,7 +54,22 @@ class StepPrices:
         target_s = target.fixed_s + target.token_s * checked + target.kv_s * kv
         draft = self.draft
         each_s = draft.fixed_s + draft.token_s * rows + draft.kv_s * kv
-        return rest_s + target_s + draft_len * each_s
+        line_s = rest_s + target_s + draft_len * each_s
+        return line_s if verify_tokens is not None else line_s + self.beyond_s(draft_len)
+
+    def beyond_s(self, draft_len: int) -> float:
+        """Seconds that a step takes beyond what the lines say, negative where it takes less; all of
+        its drafted tokens are verified."""
+        ratio = self.ratios.get(tokens_key(self.rows * (draft_len + 1)), 1.0)
+        verify_s, slope_s = self.verification()
+        return (ratio - 1.0) * (verify_s + draft_len * slope_s)
+
+    def verification(self) -> tuple[float, float]:
+        """(a, b) such that by its line a + b * k are the seconds of a verification of all of k
+        draft tokens."""
+        rows, verify = self.rows, self.verify
+        once_s = verify.fixed_s + rows * (verify.token_s + self.longest * verify.kv_s)
+        return once_s, rows * (verify.token_s + verify.kv_s)
 
     def positions_of_a_step(self, draft_len: int, trip_s: float) -> float:
         """KV positions whose reading takes as long as one more step and its order's round trip;
@@ -63,8 +82,8 @@ class StepPrices:
         return (fixed_s + trip_s) / position_s
 
     def parabola(self) -> tuple[float, float, float]:
-        """(a, b, c) such that a + b * k + c * k**2 are the seconds with k draft tokens, of which
-        all are verified."""
+        """(a, b, c) such that a + b * k + c * k**2 and `beyond_s` are the seconds with k draft
+        tokens, of which all are verified."""
         rows, draft, verify = self.rows, self.draft, self.verify
         kv, token_s = rows * self.longest, rows * (self.rest.token_s + verify.token_s)
         verify_kv_s, draft_kv_s = rows * verify.kv_s, rows * draft.kv_s
@@ -89,8 +108,9 @@ _Step = tuple[int, int, float, float, float, float, int | None]
 class CostModel:
     """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use.
 
-    Its fits learn from some orders at once: of the many that a pool has, each would have to be
-    fetched into the caches for every order, and few orders change what is chosen.
+    Its fits learn from some orders at once, but for the first of so many tokens: of the many that a
+    pool has, each would have to be fetched into the caches for every order, and few orders change
+    what is chosen.
     """
 
     __slots__ = (
@@ -195,12 +215,13 @@ class CostModel:
             )
         )
         waiting = len(unlearned)
-        if waiting >= AT_ONCE or waiting * AT_ONCE > self._learned:
+        new = checked is None and self._verify.is_new(len(order.rows) * (round(drafted) + 1))
+        if waiting >= AT_ONCE or waiting * AT_ONCE > self._learned or new:
             self._learn()
 
     def prices(self, rows: int, longest: int) -> StepPrices:
         """Of a step of `rows` rows that read as far as one of `longest` tokens of content does."""
-        return StepPrices(rows, longest, *self._costs)
+        return StepPrices(rows, longest, *self._costs, self._verify.ratios, self._verify.hopes)
 
     def step_s(
         self, rows: int, draft_len: int, longest: int, verify_tokens: int | None = None

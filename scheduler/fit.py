@@ -27,12 +27,18 @@ COMMON = 0.8
 """Of a change in what known work takes, the part that is put down to the machine and so holds for
 all work: its speed changes with what else it does, or with its heat. Work that is seen all the time
 would follow such a change alone, and look the dearer beside all that is seen seldom."""
+DOUBT = 1.0
+"""As many observations as the line counts where a number of tokens is priced by what it took."""
+BEYOND = 4
+"""Cells beyond the most tokens seen for which there is hope: an octave."""
+RATIO_MOST = 8.0
+"""The greatest of `Fit.ratios`: no tile is that wasteful."""
 OUTLIER = 3.0
 """A time so many times the mean of its cell counts as that much only: the machine hiccupped."""
 
 
 @lru_cache(4096)
-def _tokens_key(tokens: int) -> int:
+def tokens_key(tokens: int) -> int:
     """Cells are a quarter of an octave of tokens wide."""
     return round(4 * log2(tokens + 1))
 
@@ -54,7 +60,18 @@ class Fit:
     are plain numbers side by side.
     """
 
-    __slots__ = ("_begins", "_cells", "_cost", "_kinds", "_pace", "_seen", "_solved_at")
+    __slots__ = (
+        "_begins",
+        "_cells",
+        "_cost",
+        "_kinds",
+        "_new",
+        "_pace",
+        "_seen",
+        "_solved_at",
+        "hopes",
+        "ratios",
+    )
 
     def __init__(self) -> None:
         self._cells = bytearray()
@@ -64,22 +81,32 @@ class Fit:
         self._solved_at = 0
         """Observations that `_cost` knows."""
         self._cost = LinearCost()
+        self._new = False
+        """Whether a number of tokens was seen that `ratios` does not have yet."""
         self._kinds: int | None = 0
         """None: to be counted anew."""
         self._pace = 1.0
         """What work takes now, over what its cell says."""
+        self.ratios: dict[int, float] = {}
+        """By `tokens_key`: what so many tokens take over what `cost` says. Hardware computes tokens
+        in whole tiles, so a time rises in steps, and a line misses it where it matters: between one
+        draft length and the next. Replaced, never changed, as is `hopes`."""
+        self.hopes: dict[int, float] = {}
+        """The same, and the least ones of numbers between and beyond those that were seen: more
+        tokens take at least as long, and within a tile no longer."""
 
     def observe(self, tokens: int, kv: float, seconds: float) -> None:
         """One piece of work that took `seconds`; what is not positive tells nothing."""
         if seconds <= 0.0:
             return
         self._seen += 1
-        key = _tokens_key(tokens) * _KV_KEYS
+        key = tokens_key(tokens) * _KV_KEYS
         if kv:
             key += round(2 * log2(kv + 1))
         begin = self._begins.get(key)
         if begin is None:
             begin = self._begins[key] = self._place()
+            self._new = self._new or self.is_new(tokens)
             _CELL.pack_into(self._cells, begin, tokens, kv, seconds / self._pace, 1, self._seen)
             return
         mean_tokens, mean_kv, mean_s, count, _ = _CELL.unpack_from(self._cells, begin)
@@ -127,9 +154,12 @@ class Fit:
             stale > self._seen // 3
             or (stale and self._seen <= _FEW)
             or stale > 4 * len(self._begins)
+            or self._new
         ):
-            self._solved_at = self._seen
+            self._solved_at, self._new = self._seen, False
             self._cost = self._solve()
+            self.ratios = self._ratios(self._cost)
+            self.hopes = self._hopes(self._cost)
         return self._cost
 
     def _solve(self) -> LinearCost:
@@ -183,6 +213,40 @@ class Fit:
         for i, value in zip(kept, found, strict=True):
             parts[i] = self._pace * max(value, 0.0) / scale[i]
         return LinearCost(*parts)
+
+    def is_new(self, tokens: int) -> bool:
+        """Whether so many tokens were not seen yet, or not learned."""
+        return tokens_key(tokens) not in self.ratios
+
+    def _ratios(self, line: LinearCost) -> dict[int, float]:
+        """`ratios` to this line; that of what was seen seldom is near 1, and that of what no cell
+        remembers as it was."""
+        weights: dict[int, float] = {}
+        ratios: dict[int, float] = {}
+        for key, begin in self._begins.items():
+            tokens, kv, seconds, count, _ = _CELL.unpack_from(self._cells, begin)
+            said_s = line(tokens, kv)
+            if said_s > 0.0:
+                at = key // _KV_KEYS
+                ratio = min(self._pace * seconds / said_s, RATIO_MOST)
+                weights[at] = weights.get(at, DOUBT) + count
+                ratios[at] = ratios.get(at, DOUBT) + count * ratio
+        return self.ratios | {at: ratio / weights[at] for at, ratio in ratios.items()}
+
+    def _hopes(self, line: LinearCost) -> dict[int, float]:
+        """`hopes` by `ratios` to this line."""
+        hopes = dict(self.ratios)
+        if not hopes:
+            return hopes
+        usual_kv = sum([cell[1] for cell in _CELL.iter_unpack(self._cells)]) / len(self._begins)
+        below_s = 0.0
+        for at in range(min(hopes), max(hopes) + BEYOND + 1):
+            said_s = line(2.0 ** (at / 4) - 1.0, usual_kv)  # in the middle of the cell
+            if at in hopes:
+                below_s = hopes[at] * said_s
+            elif said_s > 0.0:
+                hopes[at] = min(below_s / said_s, RATIO_MOST)
+        return hopes
 
 
 def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:

@@ -1,8 +1,8 @@
 """The draft length, and the share of the drafted tokens to verify, of the greatest goodput.
 
 Goodput is expected tokens over expected time. With acceptance a of a row, k draft tokens commit
-1 + a + ... + a^k tokens of it. Time is linear in k (see `cost_model`) and that sum concave, so
-goodput rises to its best k and then falls; 0 is among the choices.
+1 + a + ... + a^k tokens of it. Time is nearly linear in k (see `cost_model`) and that sum
+concave, so goodput rises to its best k and then falls, but for small steps; 0 is among the choices.
 
 Verifying only the tokens that the draft believes in most (TETRIS, arXiv 2502.15197) saves a part of
 the verification and loses a few of the tokens. How few, no row's acceptance tells: a share that is
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from operator import mul
 
 from scheduler.cost_model import StepPrices
+from scheduler.fit import tokens_key
 from scheduler.records import record
 
 SHARES = (0.75, 0.5)
@@ -29,6 +30,11 @@ TRIM_WORTH = 0.97
 """What a share counts for against all: what it keeps is known less well, and while it is verified
 so are the acceptances, of which only the likelier tokens then tell. A tie is better left alone; on
 recorded text that is worth 1 % of the speed."""
+FALLS = 3
+"""So many draft lengths that are no better than the best one end the search."""
+HOPE_WORTH = 0.95
+"""What a draft length counts for that is tried in the hope that it fills a tile: less is not worth
+the orders that it takes to know."""
 _BELIEF_FIRST = 1.0
 """How much better than evenly a share by belief is taken to do before it was tried."""
 _BELIEF_RATE = 0.1
@@ -112,26 +118,35 @@ def best_choice(
     """The choice of the greatest goodput for a group with these prices.
 
     `expected` is what `expected_accepted` says, and asked no further than needed; `per_step_s` what
-    a step costs beside its run; without `belief` all drafted tokens are verified.
+    a step costs beside its run; without `belief` all drafted tokens are verified. A number of
+    tokens whose verification was not seen yet is hoped to take as little as it can, so it is tried
+    where it may pay, once, and known from then on.
     """
     rows, last_len = prices.rows, last.draft_len
     last_full = last_len if last.share == 1.0 else None
     # Asked for every draft length in turn, so what does not change with it is worked out before.
     none_s, slope_s, bend_s = prices.parabola()
     none_s += per_step_s
+    ratios, hopes = prices.ratios, prices.hopes
+    verify_s, verify_slope_s = prices.verification()
     trimmed_s = trimmed_slope_s = token_s = 0.0
     if belief is not None:
         trimmed_s, trimmed_slope_s, token_s = prices.trimmed()
         trimmed_s += per_step_s
-    # Shares are learned, so with them the curve need not be smooth.
-    falls = 1 if belief is None else 2
     best_len, best_share, best_goodput, stay_goodput = 0, 1.0, 0.0, 0.0
     falling = 0
     so_far: list[float] = []
     for draft_len, accepted in enumerate(expected):
         falling += 1
         bent_s = draft_len * draft_len * bend_s
-        goodput = (rows + accepted) / (none_s + draft_len * slope_s + bent_s)
+        full_s = none_s + draft_len * slope_s + bent_s
+        tokens = tokens_key(rows * (draft_len + 1))
+        worth, ratio = 1.0, ratios.get(tokens)
+        if ratio is None and tokens in hopes:
+            worth, ratio = HOPE_WORTH, hopes[tokens]
+        if ratio is not None:
+            full_s += (ratio - 1.0) * (verify_s + draft_len * verify_slope_s)
+        goodput = worth * (rows + accepted) / full_s
         if draft_len == last_full:
             stay_goodput = goodput
         if goodput > best_goodput:
@@ -141,8 +156,8 @@ def best_choice(
             if draft_len > 1:
                 seconds = trimmed_s + draft_len * trimmed_slope_s + bent_s
                 # No share keeps more than everything or verifies less than the least one.
-                least_s = seconds + token_s * (SHARES[-1] * rows * draft_len - 0.5)
-                most = TRIM_WORTH * (rows + accepted) / least_s
+                fewest_s = seconds + token_s * (SHARES[-1] * rows * draft_len - 0.5)
+                most = TRIM_WORTH * (rows + accepted) / fewest_s
                 if most > best_goodput or (draft_len == last_len and last_full is None):
                     for share, goodput in _trimmed(rows, so_far, belief, seconds, token_s):
                         if share == last.share and draft_len == last_len:
@@ -150,8 +165,8 @@ def best_choice(
                         if goodput > best_goodput:
                             best_len, best_share, best_goodput = draft_len, share, goodput
                             falling = 0
-        # Past the top of a curve that rises and then falls.
-        if falling >= falls and draft_len >= last_len:
+        # Past the top of a curve that rises and then falls, but is not smooth.
+        if falling >= FALLS and draft_len >= last_len:
             break
     return last if stay_goodput >= STAY * best_goodput else Choice(best_len, best_share)
 

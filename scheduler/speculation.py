@@ -37,7 +37,9 @@ FALLBACK = 4
 TRIALS = (FALLBACK, 0, 2)
 """Draft lengths of the first orders on a replica that measured nothing before it joined."""
 TRY_TRIMMED = 64
-"""Every so manieth order that could be trimmed is, to see what that costs and keeps."""
+"""Orders that could be trimmed and are not, until one is, to see what that costs and keeps."""
+TRY_TRIMMED_MOST = 1024
+"""The same at most: they double with each that has not led to more."""
 PROBE_SHARE = 0.01
 """Share of the time without drafting that may go into finding out whether it would pay again."""
 TRIP_SHARE = 0.02
@@ -108,8 +110,11 @@ class _Known:
     reads_apart: bool
     choice: Choice
     belief: DraftBelief = field(default_factory=DraftBelief)
-    orders: int = 0
-    """Orders that could have been trimmed."""
+    untrimmed: int = 0
+    """Orders that could have been trimmed, since one was."""
+    try_trimmed: int = TRY_TRIMMED
+    """Of them, those until the next one is."""
+    shares_tried: int = 0
     reach: int = 0
     """How far a row of the last order read."""
     apart: float = math.inf
@@ -337,10 +342,16 @@ class GoodputPolicy:
     def _maybe_trimmed(self, known: _Known, most: int) -> Choice:
         """The choice; or now and then as many verified tokens out of more drafted ones, lest what
         the draft's belief is worth stays unknown."""
-        known.orders += 1
-        if known.choice.share < 1.0 or known.orders % TRY_TRIMMED:
+        if known.choice.share < 1.0:
+            known.untrimmed, known.try_trimmed = 0, TRY_TRIMMED
             return known.choice
-        share = SHARES[known.orders // TRY_TRIMMED % len(SHARES)]
+        known.untrimmed += 1
+        if known.untrimmed < known.try_trimmed:
+            return known.choice
+        known.untrimmed = 0
+        known.try_trimmed = min(2 * known.try_trimmed, TRY_TRIMMED_MOST)
+        share = SHARES[known.shares_tried % len(SHARES)]
+        known.shares_tried += 1
         return Choice(min(round(known.choice.draft_len / share), most), share)
 
     def _learn_belief(

@@ -1,6 +1,7 @@
 """Proves: with a draft that is never right the whole scheduler costs less than 3 % against one that
 never drafts: short and long requests, one row and full groups, all at once and Poisson. And cutting
-groups by cost gains where lengths are far apart, and changes nothing where they are near.
+groups by cost gains where lengths are far apart, and changes nothing where they are near. And where
+a verification takes whole tiles of tokens, the draft length comes to fill one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.adaptive import LONG, PROMPT, VirtualReplica, measure_far_apart
+from benchmarks.adaptive import (
+    LONG,
+    PROMPT,
+    VirtualReplica,
+    measure_far_apart,
+    measure_tiled,
+)
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -72,3 +79,14 @@ def test_groups_are_cut_where_that_is_faster_and_nowhere_else() -> None:
     assert near.cut == near.whole
     assert far.cut > 1.05 * far.whole
     assert far.padding_cut < 0.1 < far.padding_whole
+
+
+@pytest.mark.parametrize(("tile", "acceptance", "rows"), [(32, 0.87, 16), (64, 0.75, 8)])
+def test_whole_tiles_are_filled_though_few_draft_lengths_were_tried_at_load(
+    tile: int, acceptance: float, rows: int
+) -> None:
+    """By a straight line through the times all draft tokens cost alike."""
+    measured = measure_tiled(tile, acceptance, rows)
+    best = measured.best_fixed
+    assert measured.fixed[best + 1] < 0.85 * measured.fixed[best], "no tile ends there"
+    assert measured.chosen > 0.95 * measured.fixed[best]

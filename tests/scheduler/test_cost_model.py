@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.beliefs import LinearCost
 from scheduler.cost_model import AT_ONCE, CostModel, filled_tokens, prefilled_in
-from scheduler.fit import CELLS_MAX, Fit
+from scheduler.fit import CELLS_MAX, RATIO_MOST, Fit, tokens_key
 from scheduler.messages import (
     Order,
     OrderKind,
@@ -109,6 +109,55 @@ def test_work_that_alone_takes_longer_does_not_stay_everybodys() -> None:
     assert cost(32, 0) == pytest.approx(2 * truth(32, 0), rel=0.02)
 
 
+def test_a_time_that_rises_in_steps_is_known_where_it_was_seen() -> None:
+    """Whole tiles of 32 tokens: a line through them is a fifth off, on either side of a step."""
+
+    def seconds(tokens: int) -> float:
+        return 4e-3 + 4e-3 * math.ceil(tokens / 32)
+
+    rng = Random(3)
+    fit = Fit()
+    seen = (8, 16, 24, 32, 40, 48, 64, 72)
+    for _ in range(400):
+        tokens = rng.choice(seen)
+        fit.observe(tokens, 1000, seconds(tokens) * rng.uniform(0.95, 1.05))
+    line = fit.cost()
+    off = [line(tokens, 1000) / seconds(tokens) for tokens in seen]
+    assert max(off) > 1.15 or min(off) < 0.85, "the example has no steps"
+    for tokens in seen:
+        found = fit.ratios[tokens_key(tokens)] * line(tokens, 1000)
+        assert found == pytest.approx(seconds(tokens), rel=0.05)
+    assert tokens_key(1000) not in fit.ratios
+
+
+def test_what_was_seen_seldom_is_priced_near_the_line() -> None:
+    fit = Fit()
+    for _ in range(100):
+        for tokens in (8, 16, 32, 64):
+            fit.observe(tokens, 0, 1e-3 * tokens)
+    fit.observe(45, 0, 2.0 * 45e-3)
+    for _ in range(400):  # learned by now
+        fit.observe(16, 0, 16e-3)
+    line = fit.cost()
+    assert 1.1 < fit.ratios[tokens_key(45)] < 1.5
+    assert line(45, 0) == pytest.approx(45e-3, rel=0.1)
+
+
+def test_what_was_not_seen_is_hoped_to_take_as_little_as_it_can() -> None:
+    """As long as what was seen of fewer tokens, up to an octave beyond the most."""
+    fit = Fit()
+    for _ in range(20):
+        for tokens in (8, 40):
+            fit.observe(tokens, 0, 1e-3 * tokens)
+    line = fit.cost()
+    seen, between, beyond = (tokens_key(tokens) for tokens in (8, 24, 60))
+    assert fit.hopes[seen] == fit.ratios[seen]
+    assert fit.hopes[between] * line(24, 0) == pytest.approx(8e-3, rel=0.15)
+    assert fit.hopes[beyond] * line(60, 0) == pytest.approx(40e-3, rel=0.15)
+    assert not {between, beyond, tokens_key(200)} & fit.ratios.keys()
+    assert tokens_key(200) not in fit.hopes
+
+
 def test_what_is_not_seen_any_more_is_still_known() -> None:
     """A thousand steps without drafting do not make it forget what drafting costs."""
     fit = Fit()
@@ -156,6 +205,8 @@ def test_whatever_is_seen_a_cost_stays_a_finite_number(
         fit.observe(tokens, kv, seconds)
         cost = fit.cost()
         assert 0.0 <= cost(tokens, kv) < math.inf
+        assert all(0.0 <= ratio <= RATIO_MOST for ratio in fit.ratios.values())
+        assert all(0.0 <= ratio <= RATIO_MOST for ratio in fit.hopes.values())
 
 
 def test_memory_is_bounded_and_what_took_no_time_is_ignored() -> None:
@@ -230,6 +281,18 @@ def test_steps_are_learned_some_at_once_and_none_too_late() -> None:
     assert not any(behind[:AT_ONCE])
     assert max(behind) == AT_ONCE - 1
     assert behind.count(0) > 40
+
+
+def test_the_first_step_of_so_many_tokens_is_learned_at_once() -> None:
+    """It was hoped to take less, and would be tried again and again."""
+    model = CostModel()
+    for _ in range(40 * AT_ONCE):
+        for draft_len in (2, 4):
+            model.observe(*answered(8, draft_len))
+    before = model.prices(8, 100).hopes[tokens_key(8 * 8)]
+    model.observe(*answered(8, 7))
+    assert tokens_key(8 * 8) in model.prices(8, 100).ratios
+    assert model.prices(8, 100).hopes[tokens_key(8 * 8)] > before
 
 
 def test_what_trimming_takes_beside_the_passes_counts_for_trimmed_steps_alone() -> None:

@@ -50,18 +50,23 @@ def test_where_reading_takes_no_time_nothing_is_cut(lengths: list[int]) -> None:
     assert parts(lengths, math.inf) == [(0, len(lengths))]
 
 
+def prices_of(
+    rows: int, longest: int, draft: LinearCost, verify: LinearCost, rest: LinearCost
+) -> StepPrices:
+    return StepPrices(rows, longest, draft, verify, verify, rest, rest, {}, {})
+
+
 @given(st.integers(0, 8), st.floats(0.0, 1e-2))
 def test_a_step_is_worth_what_it_takes_whatever_it_does(draft_len: int, trip_s: float) -> None:
-    draft, verify = LinearCost(1e-3, 1e-5, 1e-8), LinearCost(1e-2, 3e-4, 1e-7)
-    rest = LinearCost(1e-4, 1e-6)
-    prices = StepPrices(8, 500, draft, verify, verify, rest, rest)
+    costs = LinearCost(1e-3, 1e-5, 1e-8), LinearCost(1e-2, 3e-4, 1e-7), LinearCost(1e-4, 1e-6)
+    prices = prices_of(8, 500, *costs)
     positions = prices.positions_of_a_step(draft_len, trip_s)
-    one = StepPrices(8, 500 + round(positions / 8), draft, verify, verify, rest, rest)
-    empty = StepPrices(0, 0, draft, verify, verify, rest, rest)
+    one = prices_of(8, 500 + round(positions / 8), *costs)
+    empty = prices_of(0, 0, *costs)
     more_s = prices(draft_len) + empty(draft_len) + trip_s
     assert one(draft_len) == pytest.approx(more_s, rel=1e-3)
     free = LinearCost(1e-2)
-    assert StepPrices(8, 9, free, free, free, free, free).positions_of_a_step(4, 0.0) == math.inf
+    assert prices_of(8, 9, free, free, free).positions_of_a_step(4, 0.0) == math.inf
 
 
 def far_apart(apart: int | None, rows_max: int = 8, **settings: object) -> Hand:

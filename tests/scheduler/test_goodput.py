@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.beliefs import LinearCost
 from scheduler.cost_model import StepPrices
+from scheduler.fit import tokens_key
 from scheduler.goodput import (
     SHARES,
     STAY,
+    TRIM_WORTH,
     Choice,
     DraftBelief,
     best_choice,
@@ -26,11 +31,15 @@ acceptances = st.lists(
 )
 
 
-def prices_of(rows: int, draft_s: float, token_s: float) -> StepPrices:
+def prices_of(rows: int, draft_s: float, token_s: float, ratios: Rows[float] = ()) -> StepPrices:
+    """`ratios`: what a verification takes over its line, by draft length."""
+    by_key = {tokens_key(rows * (k + 1)): ratio for k, ratio in enumerate(ratios)}
     verify = LinearCost(10e-3, token_s, 1e-7)
     packed = LinearCost(11e-3, token_s, 1e-7)
     rest, packed_rest = LinearCost(1e-4), LinearCost(3e-4)
-    return StepPrices(rows, 100, LinearCost(draft_s), verify, packed, rest, packed_rest)
+    return StepPrices(
+        rows, 100, LinearCost(draft_s), verify, packed, rest, packed_rest, by_key, by_key
+    )
 
 
 def expected_of(rows: list[tuple[float, int]], most: int) -> list[float]:
@@ -39,17 +48,29 @@ def expected_of(rows: list[tuple[float, int]], most: int) -> list[float]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(acceptances, st.floats(1e-4, 1e-2), st.floats(1e-5, 2e-3), st.booleans())
+@given(
+    acceptances,
+    st.floats(1e-4, 1e-2),
+    st.floats(1e-5, 2e-3),
+    st.booleans(),
+    st.lists(st.floats(0.5, 2.0), max_size=9),
+)
 def test_no_other_choice_has_a_greater_goodput(
-    rows: list[tuple[float, int]], draft_s: float, token_s: float, trims: bool
+    rows: list[tuple[float, int]],
+    draft_s: float,
+    token_s: float,
+    trims: bool,
+    ratios: list[float],
 ) -> None:
-    prices = prices_of(len(rows), draft_s, token_s)
+    prices = prices_of(len(rows), draft_s, token_s, ratios)
     expected = expected_of(rows, 8)
     belief = DraftBelief()
 
     def goodput(choice: Choice) -> float:
+        worth = TRIM_WORTH if choice.share < 1.0 else 1.0
         kept = belief.kept(expected, choice)
-        return (len(rows) + kept) / prices(choice.draft_len, verify_tokens(len(rows), choice))
+        seconds = prices(choice.draft_len, verify_tokens(len(rows), choice))
+        return worth * (len(rows) + kept) / seconds
 
     found = best_choice(expected, prices, 0.0, belief if trims else None, Choice(8))
     choices = [Choice(draft_len) for draft_len in range(9)]
@@ -62,6 +83,17 @@ def test_no_other_choice_has_a_greater_goodput(
 def test_expected_tokens_are_the_sum_over_rows_up_to_their_limits() -> None:
     expected = expected_of([(0.5, 3), (1.0, 1), (0.9, 0)], 4)
     assert expected == pytest.approx([0.0, 1.5, 1.75, 1.875, 1.875])
+
+
+@pytest.mark.parametrize(("ratio", "tried"), [(0.5, True), (0.97, False)])
+def test_what_was_not_seen_is_tried_where_it_may_gain_much(ratio: float, tried: bool) -> None:
+    """3 was seen and is the best by all that is known; of 4 it is hoped that it takes no longer."""
+    rows = [(0.8, 8)] * 8
+    known = prices_of(8, 1e-3, 3e-4, [1.0] * 4)
+    hoping = replace(known, hopes=known.ratios | {tokens_key(8 * 5): ratio})
+    expected = expected_of(rows, 8)
+    assert best_choice(expected, known, 0.0, None, Choice(0)).draft_len == 3
+    assert (best_choice(expected, hoping, 0.0, None, Choice(0)).draft_len == 4) == tried
 
 
 def test_the_last_choice_stays_while_it_is_nearly_the_best() -> None:

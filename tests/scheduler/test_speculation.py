@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -32,7 +34,13 @@ from scheduler.messages import (
 )
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Answer, Sequence
-from scheduler.speculation import GoodputPolicy, StepPlan, row_draft_len
+from scheduler.speculation import (
+    TRY_TRIMMED,
+    TRY_TRIMMED_MOST,
+    GoodputPolicy,
+    StepPlan,
+    row_draft_len,
+)
 
 LENGTH = 100
 
@@ -41,7 +49,8 @@ class Pair:
     """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
 
     def __init__(self, draft: LinearCost, verify: LinearCost, acceptance: float) -> None:
-        self.draft, self.verify, self.acceptance = draft, verify, acceptance
+        self.draft, self.acceptance = draft, acceptance
+        self.verify: Callable[[int, int], float] = verify
         self.rng = Random(0)
 
     def step_s(self, rows: int, draft_len: int) -> float:
@@ -162,6 +171,25 @@ def test_the_draft_length_comes_to_the_greatest_goodput(
     assert sum(chosen) / len(chosen) >= (0.92 if count > 1 else 0.88) * best
 
 
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("acceptance", [0.75, 0.85])
+def test_a_verification_that_takes_whole_tiles_is_filled_up(tile: int, acceptance: float) -> None:
+    """Of 8 rows k = 1, 3 and 7 end at a tile: more tokens than with the draft length before them,
+    in the same time. A straight line through the times has it that all tokens cost alike."""
+    bound = LinearCost(10e-3, 1e-3, 1e-7)
+    pair = Pair(CHEAP, bound, acceptance)
+    pair.verify = lambda tokens, kv: bound(tile * -(-tokens // tile), kv)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 200)
+    reached = []
+    for _ in range(200):
+        pair.turn(policy, rows, 1)
+        reached.append(pair.goodput(8, policy.beliefs("r").draft_len))
+    best = max(pair.goodput(8, draft_len) for draft_len in range(9))
+    assert sum(reached) / len(reached) >= 0.95 * best
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
     """Of one row it would keep the first tokens, which a shorter draft length has for less."""
@@ -175,6 +203,23 @@ def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
         order, result = pair.answer(rows, plan)
         policy.observe(order, result, answers(rows, result), None)
     assert (trimmed > 0) == (count > 1)
+
+
+def test_a_share_that_never_pays_is_tried_ever_more_seldom() -> None:
+    pair = Pair(CHEAP, TARGET, 0.8)
+    policy = policy_for(pair, trims=True)
+    rows = rows_of(8)
+    tried = []
+    for number in range(4 * TRY_TRIMMED_MOST):
+        plan = policy.plan("r", rows, 1)
+        if plan.verify_tokens is not None:
+            tried.append(number)
+        order, result = pair.answer(rows, plan)
+        policy.observe(order, result, answers(rows, result), None)
+    between = [later - earlier for earlier, later in pairwise([-1, *tried])]
+    assert between[0] == TRY_TRIMMED
+    assert between == sorted(between), "oftener again, though nothing was gained"
+    assert between[-1] == TRY_TRIMMED_MOST, "and never given up"
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
