@@ -68,19 +68,12 @@ NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """Speeds in tokens/s of virtual time."""
+class Compared:
+    """Speeds in tokens/s of virtual time, of fixed draft lengths and of the chosen one."""
 
-    mix: str
     rows: int
     fixed: dict[int, float]
     chosen: float
-    chosen_without_trials: float
-    chosen_by_arrival: float
-    padding: float
-    """Share of the KV positions read beyond a row's own, with the chosen draft length."""
-    longest_wait_orders: int
-    """Orders between two steps of one sequence, at most; 8 orders or less are a round."""
 
     @property
     def best_fixed(self) -> int:
@@ -89,6 +82,19 @@ class Mixed:
     @property
     def over_best_fixed(self) -> float:
         return self.chosen / self.fixed[self.best_fixed]
+
+
+@dataclass(frozen=True)
+class Mixed(Compared):
+    """Where requests of some acceptances are mixed."""
+
+    mix: str
+    chosen_without_trials: float
+    chosen_by_arrival: float
+    padding: float
+    """Share of the KV positions read beyond a row's own, with the chosen draft length."""
+    longest_wait_orders: int
+    """Orders between two steps of one sequence, at most; 8 orders or less are a round."""
 
 
 class VirtualReplica:
@@ -211,18 +217,11 @@ def measure(mix: str, rows: int) -> Mixed:
 
 
 @dataclass(frozen=True)
-class Tiled:
-    """Speeds in tokens/s of virtual time where a verification takes whole tiles."""
+class Tiled(Compared):
+    """Where a verification takes whole tiles."""
 
     tile: int
     acceptance: float
-    rows: int
-    fixed: dict[int, float]
-    chosen: float
-
-    @property
-    def best_fixed(self) -> int:
-        return max(self.fixed, key=self.fixed.__getitem__)
 
 
 def measure_tiled(tile: int, acceptance: float, rows: int) -> Tiled:
@@ -232,7 +231,7 @@ def measure_tiled(tile: int, acceptance: float, rows: int) -> Tiled:
         config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
         return _run((acceptance,), config, 64, tile=tile).speed
 
-    return Tiled(tile, acceptance, rows, {k: speed(k) for k in range(9)}, speed(None))
+    return Tiled(rows, {k: speed(k) for k in range(9)}, speed(None), tile, acceptance)
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,7 @@ def main() -> None:
                 (
                     *(one.tile, one.acceptance, one.rows, one.best_fixed),
                     *(one.fixed[one.best_fixed], one.chosen),
-                    one.chosen / one.fixed[one.best_fixed],
+                    one.over_best_fixed,
                 )
                 for one in tiled
             ],

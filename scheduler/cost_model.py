@@ -116,6 +116,7 @@ class CostModel:
     __slots__ = (
         "_costs",
         "_draft",
+        "_hopes",
         "_learned",
         "_packed",
         "_packed_rest",
@@ -143,7 +144,9 @@ class CostModel:
         """Rating what was drafted and choosing among it takes longer than checking all of it."""
         self._prefill = Fit()
         self._costs = (LinearCost(),) * 5
-        """The last five of `StepPrices`."""
+        """The five of `StepPrices`."""
+        self._hopes: dict[int, float] = {}
+        """The last of `StepPrices`."""
         self._unlearned: list[_Step] = []
         """Steps that the fits do not know yet."""
         self._learned = 0
@@ -221,7 +224,7 @@ class CostModel:
 
     def prices(self, rows: int, longest: int) -> StepPrices:
         """Of a step of `rows` rows that read as far as one of `longest` tokens of content does."""
-        return StepPrices(rows, longest, *self._costs, self._verify.ratios, self._verify.hopes)
+        return StepPrices(rows, longest, *self._costs, self._verify.ratios, self._hopes)
 
     def step_s(
         self, rows: int, draft_len: int, longest: int, verify_tokens: int | None = None
@@ -240,7 +243,10 @@ class CostModel:
             self._note(*step)
         self._learned += len(self._unlearned)
         self._unlearned.clear()
+        ratios = self._verify.ratios
         verify, rest = self._verify.cost(), self._rest.cost()
+        if self._verify.ratios is not ratios:
+            self._hopes = self._verify.hopes()
         if self._packed.kinds:
             packed = self._packed.cost()
         else:

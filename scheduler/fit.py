@@ -69,7 +69,6 @@ class Fit:
         "_pace",
         "_seen",
         "_solved_at",
-        "hopes",
         "ratios",
     )
 
@@ -90,10 +89,7 @@ class Fit:
         self.ratios: dict[int, float] = {}
         """By `tokens_key`: what so many tokens take over what `cost` says. Hardware computes tokens
         in whole tiles, so a time rises in steps, and a line misses it where it matters: between one
-        draft length and the next. Replaced, never changed, as is `hopes`."""
-        self.hopes: dict[int, float] = {}
-        """The same, and the least ones of numbers between and beyond those that were seen: more
-        tokens take at least as long, and within a tile no longer."""
+        draft length and the next. Replaced whenever the line is fitted anew, never changed."""
 
     def observe(self, tokens: int, kv: float, seconds: float) -> None:
         """One piece of work that took `seconds`; what is not positive tells nothing."""
@@ -159,7 +155,6 @@ class Fit:
             self._solved_at, self._new = self._seen, False
             self._cost = self._solve()
             self.ratios = self._ratios(self._cost)
-            self.hopes = self._hopes(self._cost)
         return self._cost
 
     def _solve(self) -> LinearCost:
@@ -233,9 +228,10 @@ class Fit:
                 ratios[at] = ratios.get(at, DOUBT) + count * ratio
         return self.ratios | {at: ratio / weights[at] for at, ratio in ratios.items()}
 
-    def _hopes(self, line: LinearCost) -> dict[int, float]:
-        """`hopes` by `ratios` to this line."""
-        hopes = dict(self.ratios)
+    def hopes(self) -> dict[int, float]:
+        """`ratios`, and the least ones of numbers between and beyond those that were seen: more
+        tokens take at least as long, and within a tile no longer."""
+        line, hopes = self._cost, dict(self.ratios)
         if not hopes:
             return hopes
         usual_kv = sum([cell[1] for cell in _CELL.iter_unpack(self._cells)]) / len(self._begins)

@@ -145,6 +145,7 @@ def best_choice(
         if ratio is None and tokens in hopes:
             worth, ratio = HOPE_WORTH, hopes[tokens]
         if ratio is not None:
+            # `prices.beyond_s`: a call for every draft length would take longer than that.
             full_s += (ratio - 1.0) * (verify_s + draft_len * verify_slope_s)
         goodput = worth * (rows + accepted) / full_s
         if draft_len == last_full:

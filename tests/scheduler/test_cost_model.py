@@ -151,11 +151,11 @@ def test_what_was_not_seen_is_hoped_to_take_as_little_as_it_can() -> None:
             fit.observe(tokens, 0, 1e-3 * tokens)
     line = fit.cost()
     seen, between, beyond = (tokens_key(tokens) for tokens in (8, 24, 60))
-    assert fit.hopes[seen] == fit.ratios[seen]
-    assert fit.hopes[between] * line(24, 0) == pytest.approx(8e-3, rel=0.15)
-    assert fit.hopes[beyond] * line(60, 0) == pytest.approx(40e-3, rel=0.15)
+    assert fit.hopes()[seen] == fit.ratios[seen]
+    assert fit.hopes()[between] * line(24, 0) == pytest.approx(8e-3, rel=0.15)
+    assert fit.hopes()[beyond] * line(60, 0) == pytest.approx(40e-3, rel=0.15)
     assert not {between, beyond, tokens_key(200)} & fit.ratios.keys()
-    assert tokens_key(200) not in fit.hopes
+    assert tokens_key(200) not in fit.hopes()
 
 
 def test_what_is_not_seen_any_more_is_still_known() -> None:
@@ -206,7 +206,7 @@ def test_whatever_is_seen_a_cost_stays_a_finite_number(
         cost = fit.cost()
         assert 0.0 <= cost(tokens, kv) < math.inf
         assert all(0.0 <= ratio <= RATIO_MOST for ratio in fit.ratios.values())
-        assert all(0.0 <= ratio <= RATIO_MOST for ratio in fit.hopes.values())
+        assert all(0.0 <= ratio <= RATIO_MOST for ratio in fit.hopes().values())
 
 
 def test_memory_is_bounded_and_what_took_no_time_is_ignored() -> None:
