@@ -26,6 +26,8 @@ class LiveRequest:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     sent: bool = False
     """Whether the current session's pool may know it."""
+    checked: bool = False
+    """Whether a pool that knew replicas has accepted it."""
     cancelled: bool = False
     blame: Blame = field(default_factory=Blame)
     """What pools have found out about it; the next one is told."""

@@ -229,10 +229,16 @@ class PoolLink:
             self._registered = True
             self._unanswered = max(self._unanswered - tokens, 0)
             self._note(reply.load, reply.stopping)
+            if reply.load.serving:
+                refused = {reject.request_id for reject in reply.rejects}
+                for live in queue:
+                    # Others have moved to another shard meanwhile.
+                    if self._live.get(live.pool_id) is live:
+                        live.checked |= live.pool_id not in refused
             for reject in reply.rejects:
                 self._left.pop(reject.request_id, None)
-                if (live := self._live.pop(reject.request_id, None)) is not None:
-                    self._refused(live, reject)
+                if (mine := self._live.pop(reject.request_id, None)) is not None:
+                    self._refused(mine, reject)
 
     def _refused(self, live: LiveRequest, reject: Reject) -> None:
         last: Reject | None = reject
@@ -266,7 +272,12 @@ class PoolLink:
             committed=tuple(live.tokens),
             timeout_s=max(live.deadline_s - self._clock(), 0.001),
         )
-        return Submit(request, accepted_before=live.recovered > 0, blame=live.blame)
+        return Submit(
+            request,
+            accepted_before=live.recovered > 0,
+            checked=live.checked,
+            blame=live.blame,
+        )
 
     # ------------------------------------------------------------------ from the pool
 
@@ -328,6 +339,7 @@ class PoolLink:
             return
         seen = len(live.tokens) - start
         assert seen >= 0, "news never skip a token"
+        live.checked = True
         if seen < len(tokens):
             live.first_s = live.first_s or self._clock()
             live.tokens.extend(tokens[seen:])

@@ -295,8 +295,11 @@ class Blame:
 class Submit:
     request: Request
     accepted_before: bool = False
-    """An earlier incarnation of the pool, or another pool, accepted it, so it is not refused for
+    """An earlier incarnation of the pool, or another pool, was sent it, so it is not refused for
     load."""
+    checked: bool = False
+    """Such a pool accepted it and knew replicas, so one can serve it. Which ones come back first
+    after a restart is chance: it waits for one like those. Never a client's to say."""
     blame: Blame = Blame()
     """What that pool has found out about it. Never a client's to say."""
 

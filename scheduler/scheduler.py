@@ -130,9 +130,7 @@ class Scheduler:
             self._reject(request, RejectCode.DUPLICATE, "id", "a request with this id is live")
             return
         try:
-            # One that has run waits for a replica like the one that it ran on: which ones come back
-            # first after a restart is chance. Without tokens it may never have been accepted.
-            if event.accepted_before and request.committed:
+            if event.checked:
                 check_request(request, self.config)
             else:
                 self._check(request)

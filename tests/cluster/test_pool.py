@@ -308,6 +308,27 @@ def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
     asyncio.run(test())
 
 
+def test_what_was_accepted_waits_for_a_replica_that_holds_it_even_before_its_first_token() -> None:
+    async def test() -> None:
+        async with world() as w:
+            large = await w.add_replica(prefill_s=2.0)
+            live = w.submit([5, 6], 300)
+            await w.until(lambda: live.checked)
+            large._puller.cancel()
+            w.wire.restart()
+            # By this one alone it would be refused.
+            await w.add_replica(kv_blocks=4)
+            pool = w.wire.actor._scheduler
+            await w.until(lambda: bool(pool.snapshot().waiting) or live.ended.is_set())
+            assert live.reject is None
+            assert (live.recovered, live.tokens) == (1, [])
+            await w.add_replica()
+            await finish([live])
+            assert_perfect([live])
+
+    asyncio.run(test())
+
+
 def test_polls_that_overtake_submits_start_nothing_over() -> None:
     async def test() -> None:
         async with world() as w:

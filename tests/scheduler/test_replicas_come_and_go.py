@@ -61,21 +61,30 @@ def test_with_a_replica_known_the_same_is_refused_at_the_door() -> None:
     assert only(hand.submit("b", 400, 400), Dispatch).order.replica_id == "large"
 
 
+@pytest.mark.parametrize("committed", [(), (1, 1)])
 @pytest.mark.parametrize("back", list(permutations(["small", "large", "submit"])))
 def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
-    back: tuple[str, ...],
+    back: tuple[str, ...], committed: tuple[int, ...]
 ) -> None:
     """As after a restart of the pool. By the smaller one it would be refused."""
     hand = Hand()
     for who in back:
         if who == "submit":
-            request = Request("a", (1,) * 40, 40, committed=(1, 1))
-            actions = hand.tell(Submit(request, accepted_before=True))
+            request = Request("a", (1,) * 40, 40, committed=committed)
+            actions = hand.tell(Submit(request, accepted_before=True, checked=True))
             assert not of_kind(actions, Reject)
         else:
             hand.join(who, kv_blocks=10 if who == "small" else 100)
     assert not hand.finishes
     assert [rows_of(order) for order in hand.in_flight("large")] == [["a"]]
+
+
+def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are() -> None:
+    """It was sent to a pool that went before it said whether one can serve it."""
+    hand = Hand()
+    hand.join("small", kv_blocks=10)
+    request = Request("a", (1,) * 40, 40, committed=(1, 1))
+    assert only(hand.tell(Submit(request, accepted_before=True)), Reject).field == "max_new_tokens"
 
 
 def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:
