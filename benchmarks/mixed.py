@@ -3,9 +3,9 @@
 Easy: held-out text, greedily. Hard: random tokens of the same lengths, sampled at temperature 4
 from the 20 likeliest tokens. Draft and target share their noise, so temperature alone does not part
 them: flat distributions agree. Among few tokens that are all as likely they agree only as far as
-they mean the same ones. The acceptance of each half is measured and reported beside the speeds: where
-both are far above a draft's cost the same fixed draft length may be the best for both, and then the
-ratio says what choosing costs rather than what it gains.
+they mean the same ones. The acceptance of each half is measured and reported beside the speeds. As
+long as the same fixed draft length is the best one for both, the ratio says what choosing costs,
+not what it gains.
 """
 
 from __future__ import annotations
