@@ -22,6 +22,8 @@ from scheduler.records import record
 
 PACKING = 1.05
 """What a verification of some of the draft tokens is taken to cost more, before it was seen."""
+CALIBRATED = 4
+"""Steps that each time of a replica's calibration stands for: it is a median."""
 AT_ONCE = 16
 """Steps that are learned at once at most; of fewer than sixteen times as many, one by one."""
 
@@ -167,6 +169,7 @@ class CostModel:
                 timing.draft_s,
                 timing.verify_s,
                 timing.rest_s,
+                times=CALIBRATED,
             )
         self._learn()
 
@@ -267,18 +270,19 @@ class CostModel:
         verify_s: float,
         rest_s: float,
         packed: int | None = None,
+        times: int = 1,
     ) -> None:
         """A `StepTiming`. `packed`: tokens of a verification that checked some of the draft tokens
-        only."""
+        only; `times` is that of `Fit.observe`."""
         tokens = rows * (draft_len + 1)
         if packed is None:
-            self._verify.observe(tokens, kv_read, verify_s)
-            self._rest.observe(tokens, 0.0, rest_s)
+            self._verify.observe(tokens, kv_read, verify_s, times)
+            self._rest.observe(tokens, 0.0, rest_s, times)
         else:
             self._packed.observe(packed, kv_read, verify_s)
             self._packed_rest.observe(tokens, 0.0, rest_s)
         if draft_len:
-            self._draft.observe(rows, kv_read, draft_s / draft_len)
+            self._draft.observe(rows, kv_read, draft_s / draft_len, times)
 
 
 def filled_spans(order: Order, result: StepResult) -> list[tuple[int, int]]:

@@ -27,6 +27,11 @@ COMMON = 0.8
 """Of a change in what known work takes, the part that is put down to the machine and so holds for
 all work: its speed changes with what else it does, or with its heat. Work that is seen all the time
 would follow such a change alone, and look the dearer beside all that is seen seldom."""
+SURE = 2
+"""Observations of which the least counts. The first of a kind is often slow, for code is made for
+it or memory is fetched; and what looks dear is not chosen, so nothing would ever put it right."""
+LATER = 256
+"""Observations after which what was seen once is hoped to have been slow by chance."""
 DOUBT = 1.0
 """As many observations as the line counts where a number of tokens is priced by what it took."""
 BEYOND = 4
@@ -69,6 +74,7 @@ class Fit:
         "_pace",
         "_seen",
         "_solved_at",
+        "_unsure",
         "ratios",
     )
 
@@ -81,7 +87,9 @@ class Fit:
         """Observations that `_cost` knows."""
         self._cost = LinearCost()
         self._new = False
-        """Whether a number of tokens was seen that `ratios` does not have yet."""
+        """Whether a number of tokens was seen that `is_new`."""
+        self._unsure: dict[int, int] = {}
+        """Keys of `ratios` that stand for fewer than SURE observations, and which was the last."""
         self._kinds: int | None = 0
         """None: to be counted anew."""
         self._pace = 1.0
@@ -91,19 +99,20 @@ class Fit:
         in whole tiles, so a time rises in steps, and a line misses it where it matters: between one
         draft length and the next. Replaced whenever the line is fitted anew, never changed."""
 
-    def observe(self, tokens: int, kv: float, seconds: float) -> None:
-        """One piece of work that took `seconds`; what is not positive tells nothing."""
+    def observe(self, tokens: int, kv: float, seconds: float, times: int = 1) -> None:
+        """One piece of work that took `seconds`; what is not positive tells nothing. `times`: the
+        first of its kind was seen so often, and this is the median."""
         if seconds <= 0.0:
             return
         self._seen += 1
+        self._new = self._new or self.is_new(tokens)
         key = tokens_key(tokens) * _KV_KEYS
         if kv:
             key += round(2 * log2(kv + 1))
         begin = self._begins.get(key)
         if begin is None:
             begin = self._begins[key] = self._place()
-            self._new = self._new or self.is_new(tokens)
-            _CELL.pack_into(self._cells, begin, tokens, kv, seconds / self._pace, 1, self._seen)
+            _CELL.pack_into(self._cells, begin, tokens, kv, seconds / self._pace, times, self._seen)
             return
         mean_tokens, mean_kv, mean_s, count, _ = _CELL.unpack_from(self._cells, begin)
         pace, line = self._pace, self._cost
@@ -111,9 +120,12 @@ class Fit:
         usual_s, this_s = line(mean_tokens, mean_kv), line(tokens, kv)
         if usual_s > 0.0 and this_s > 0.0:
             expected_s *= this_s / usual_s
-        if count >= 4 and seconds > OUTLIER * expected_s:
+        if count >= SURE and seconds > OUTLIER * expected_s:
             seconds = OUTLIER * expected_s
-        if count < _COUNT_RECENT:
+        if count < SURE:
+            count += 1
+            rate = 1.0 if seconds < expected_s else 0.0
+        elif count < _COUNT_RECENT:
             count += 1
             rate = 1.0 / count
         else:
@@ -210,27 +222,43 @@ class Fit:
         return LinearCost(*parts)
 
     def is_new(self, tokens: int) -> bool:
-        """Whether so many tokens were not seen yet, or not learned."""
-        return tokens_key(tokens) not in self.ratios
+        """Whether so many tokens were not seen often enough to be sure, or that is not learned."""
+        at = tokens_key(tokens)
+        return at not in self.ratios or at in self._unsure
 
     def _ratios(self, line: LinearCost) -> dict[int, float]:
         """`ratios` to this line; that of what was seen seldom is near 1, and that of what no cell
         remembers as it was."""
         weights: dict[int, float] = {}
         ratios: dict[int, float] = {}
+        few: dict[int, tuple[int, float, int]] = {}
+        """Of cells of fewer than SURE observations: how many, the least ratio, the last of them."""
         for key, begin in self._begins.items():
-            tokens, kv, seconds, count, _ = _CELL.unpack_from(self._cells, begin)
+            tokens, kv, seconds, count, last = _CELL.unpack_from(self._cells, begin)
             said_s = line(tokens, kv)
-            if said_s > 0.0:
-                at = key // _KV_KEYS
-                ratio = min(self._pace * seconds / said_s, RATIO_MOST)
+            if said_s <= 0.0:
+                continue
+            at = key // _KV_KEYS
+            ratio = min(self._pace * seconds / said_s, RATIO_MOST)
+            if count >= SURE:
                 weights[at] = weights.get(at, DOUBT) + count
                 ratios[at] = ratios.get(at, DOUBT) + count * ratio
+            else:
+                before, least, latest = few.get(at, (0, RATIO_MOST, 0))
+                few[at] = (before + count, min(least, ratio), max(latest, last))
+        for at in weights:
+            self._unsure.pop(at, None)
+        for at, (count, ratio, last) in few.items():
+            if at not in weights:
+                weights[at], ratios[at] = DOUBT + count, DOUBT + count * ratio
+                self._unsure.pop(at, None)
+                if count < SURE:
+                    self._unsure[at] = last
         return self.ratios | {at: ratio / weights[at] for at, ratio in ratios.items()}
 
     def hopes(self) -> dict[int, float]:
-        """`ratios`, and the least ones of numbers between and beyond those that were seen: more
-        tokens take at least as long, and within a tile no longer."""
+        """`ratios`, and the least ones of numbers that were not seen, or once and long ago: more
+        tokens take at least as long as fewer, and within a tile no longer."""
         line, hopes = self._cost, dict(self.ratios)
         if not hopes:
             return hopes
@@ -238,7 +266,8 @@ class Fit:
         below_s = 0.0
         for at in range(min(hopes), max(hopes) + BEYOND + 1):
             said_s = line(2.0 ** (at / 4) - 1.0, usual_kv)  # in the middle of the cell
-            if at in hopes:
+            again = at in self._unsure and self._seen - self._unsure[at] >= LATER
+            if at in hopes and not (again and 0.0 < below_s < hopes[at] * said_s):
                 below_s = hopes[at] * said_s
             elif said_s > 0.0:
                 hopes[at] = min(below_s / said_s, RATIO_MOST)

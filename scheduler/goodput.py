@@ -119,8 +119,8 @@ def best_choice(
 
     `expected` is what `expected_accepted` says, and asked no further than needed; `per_step_s` what
     a step costs beside its run; without `belief` all drafted tokens are verified. A number of
-    tokens whose verification was not seen yet is hoped to take as little as it can, so it is tried
-    where it may pay, once, and known from then on.
+    tokens whose verification was not seen twice is hoped to take as little as it can, so it is
+    tried where it may pay, twice, and known from then on.
     """
     rows, last_len = prices.rows, last.draft_len
     last_full = last_len if last.share == 1.0 else None
@@ -142,8 +142,9 @@ def best_choice(
         full_s = none_s + draft_len * slope_s + bent_s
         tokens = tokens_key(rows * (draft_len + 1))
         worth, ratio = 1.0, ratios.get(tokens)
-        if ratio is None and tokens in hopes:
-            worth, ratio = HOPE_WORTH, hopes[tokens]
+        hope = hopes.get(tokens)
+        if hope is not None and (ratio is None or hope < HOPE_WORTH * ratio):
+            worth, ratio = HOPE_WORTH, hope
         if ratio is not None:
             # `prices.beyond_s`: a call for every draft length would take longer than that.
             full_s += (ratio - 1.0) * (verify_s + draft_len * verify_slope_s)

@@ -142,7 +142,7 @@ class Scheduler:
             return
         sequence = pool.accept(request, now_s)
         blame.resume(sequence, event.blame)
-        sequence.checked = bool(self._specs) or event.accepted_before
+        sequence.checked = bool(self._specs) or event.checked
         # A client may be reading the stream of one that carries tokens.
         pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
         reason = finished_before_start(request)

@@ -20,6 +20,7 @@ from scheduler.cost_model import (
     StepPrices,
     prefilled_in,
 )
+from scheduler.fit import OUTLIER
 from scheduler.goodput import (
     SHARES,
     Choice,
@@ -274,8 +275,10 @@ class GoodputPolicy:
             known.credit_s += PROBE_SHARE * result.times.total_s
         if known.probes and order.draft_len == 1 and result.steps:
             known.probes -= 1
-            plain_s = known.model.step_s(len(order.rows), 0, known.reach_of(order.rows))
-            known.probe_s = max(result.times.total_s - result.steps * plain_s, 0.0)
+            step_s = known.model.step_s(len(order.rows), 0, known.reach_of(order.rows))
+            filled_s, plain_s = result.times.prefill_s, result.steps * step_s
+            run_s = min(result.times.total_s - filled_s, OUTLIER * plain_s)
+            known.probe_s = max(filled_s + run_s - plain_s, 0.0)
             known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
         self._acceptance.observe(answers)
         if self._config.draft_len is not None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.beliefs import LinearCost
 from scheduler.cost_model import AT_ONCE, CostModel, filled_tokens, prefilled_in
-from scheduler.fit import CELLS_MAX, RATIO_MOST, Fit, tokens_key
+from scheduler.fit import CELLS_MAX, LATER, RATIO_MOST, Fit, tokens_key
 from scheduler.messages import (
     Order,
     OrderKind,
@@ -141,6 +141,56 @@ def test_what_was_seen_seldom_is_priced_near_the_line() -> None:
     line = fit.cost()
     assert 1.1 < fit.ratios[tokens_key(45)] < 1.5
     assert line(45, 0) == pytest.approx(45e-3, rel=0.1)
+
+
+def test_of_the_first_two_times_the_lesser_counts() -> None:
+    for first, second in ((9.0, 1.0), (1.0, 9.0)):
+        fit = Fit()
+        for _ in range(20):
+            for tokens in (8, 16, 64):
+                fit.observe(tokens, 0, 1e-3 * tokens)
+        for times in (first, second):
+            fit.observe(32, 0, times * 32e-3)
+        line = fit.cost()
+        assert fit.ratios[tokens_key(32)] * line(32, 0) == pytest.approx(32e-3, rel=0.05)
+
+
+def test_a_time_seen_once_is_doubted_after_a_while_and_hoped_to_be_less() -> None:
+    fit = Fit()
+    at = tokens_key(45)
+
+    def see(times: int) -> None:
+        for _ in range(times):
+            for tokens in (8, 32, 64):
+                fit.observe(tokens, 0, 1e-3 * tokens)
+        fit.cost()
+
+    see(20)
+    fit.observe(45, 0, 2.0 * 45e-3)
+    see(5)
+    assert fit.hopes()[at] == fit.ratios[at] > 1.2
+    see(LATER)
+    assert fit.is_new(45)
+    assert fit.hopes()[at] < 1.0 < fit.ratios[at]
+    fit.observe(45, 0, 2.0 * 45e-3)
+    see(LATER)
+    assert not fit.is_new(45), "it was no chance"
+    assert fit.hopes()[at] == fit.ratios[at] > 1.4
+
+
+def test_what_there_is_no_room_for_is_priced_by_what_it_took_once() -> None:
+    fit = Fit()
+    for _ in range(5):
+        for tokens in (8, 16, 64):
+            fit.observe(tokens, 100, 1e-3 * tokens)
+        fit.observe(32, 100, 2.0 * 32e-3)
+    fit.cost()
+    ratio = fit.ratios[tokens_key(32)]
+    for doubling in range(2 * CELLS_MAX):  # of KV positions: a cell each, or two to one
+        for tokens in (8, 16, 64):
+            fit.observe(tokens, 2.0 ** (doubling / 2), 1e-3 * tokens)
+    fit.cost()
+    assert fit.ratios[tokens_key(32)] == ratio > 1.3
 
 
 def test_what_was_not_seen_is_hoped_to_take_as_little_as_it_can() -> None:

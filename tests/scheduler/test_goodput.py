@@ -96,6 +96,15 @@ def test_what_was_not_seen_is_tried_where_it_may_gain_much(ratio: float, tried: 
     assert (best_choice(expected, hoping, 0.0, None, Choice(0)).draft_len == 4) == tried
 
 
+def test_the_best_is_found_behind_lengths_that_are_worse() -> None:
+    """By tiles: 1 and 2 begin one that 3 fills."""
+    rows, ratios = [(0.95, 8)] * 8, [1.0, 2.2, 2.0, 1.2, 4.0, 4.0, 4.0, 4.0, 4.0]
+    prices, expected = prices_of(8, 1e-4, 1e-3, ratios), expected_of(rows, 8)
+    goodputs = [(8 + accepted) / prices(k) for k, accepted in enumerate(expected)]
+    assert max(goodputs[1:3]) < goodputs[0] < goodputs[3], "the example has no dip"
+    assert best_choice(expected, prices, 0.0, None, Choice(0)).draft_len == 3
+
+
 def test_the_last_choice_stays_while_it_is_nearly_the_best() -> None:
     rows = [(0.8, 8)] * 8
     prices, expected = prices_of(8, 1e-3, 3e-4), expected_of(rows, 8)

@@ -81,10 +81,14 @@ def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
 
 def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are() -> None:
     """It was sent to a pool that went before it said whether one can serve it."""
+    submit = Submit(Request("a", (1,) * 40, 40, committed=(1, 1)), accepted_before=True)
     hand = Hand()
     hand.join("small", kv_blocks=10)
-    request = Request("a", (1,) * 40, 40, committed=(1, 1))
-    assert only(hand.tell(Submit(request, accepted_before=True)), Reject).field == "max_new_tokens"
+    assert only(hand.tell(submit), Reject).field == "max_new_tokens"
+    hand = Hand()
+    hand.tell(submit)
+    hand.join("small", kv_blocks=10)
+    assert hand.finishes["a"].reason is FinishReason.FAILED
 
 
 def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -190,6 +191,36 @@ def test_a_verification_that_takes_whole_tiles_is_filled_up(tile: int, acceptanc
     assert sum(reached) / len(reached) >= 0.95 * best
 
 
+@pytest.mark.parametrize("times", [1.5, 3.0, 10.0])
+@pytest.mark.parametrize("acceptance", [0.6, 0.85])
+def test_a_slow_first_run_bans_no_draft_length(times: float, acceptance: float) -> None:
+    """The first of so many tokens takes longer: code is made for it. By that time alone the length
+    that fills a tile would look bad, not be chosen, and never be timed again."""
+    bound = LinearCost(10e-3, 1e-3, 1e-7)
+    pair = Pair(CHEAP, bound, acceptance)
+    seen: set[int] = set()
+
+    def seconds(tokens: int, kv: float) -> float:
+        return bound(32 * -(-tokens // 32), kv)
+
+    def first_slow(tokens: int, kv: float) -> float:
+        slow = times if tokens not in seen else 1.0
+        seen.add(tokens)
+        return slow * seconds(tokens, kv)
+
+    pair.verify = seconds
+    policy = policy_for(pair)
+    goodputs = [pair.goodput(8, draft_len) for draft_len in range(9)]
+    pair.verify = first_slow
+    rows = rows_of(8)
+    pair.turn(policy, rows, 1000)
+    reached = []
+    for _ in range(200):
+        pair.turn(policy, rows, 1)
+        reached.append(goodputs[policy.beliefs("r").draft_len])
+    assert sum(reached) / len(reached) >= 0.95 * max(goodputs)
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
     """Of one row it would keep the first tokens, which a shorter draft length has for less."""
@@ -261,6 +292,24 @@ def test_a_draft_that_becomes_right_is_used_again() -> None:
     assert policy.beliefs("r").draft_len == 0
     pair.acceptance = 0.9
     pair.turn(policy, rows, 600)
+    assert policy.beliefs("r").draft_len >= 4
+
+
+def test_a_probe_that_hiccupped_is_not_the_last_for_long() -> None:
+    """Probes may cost a share of the time, so by a probe of ten seconds the next were far away."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 300)
+    probed = False
+    while not probed:
+        order, result = pair.answer(rows, policy.plan("r", rows, 1))
+        if probed := order.draft_len > 0:
+            times = replace(result.times, total_s=result.times.total_s + 10.0)
+            result = replace(result, times=times)
+        policy.observe(order, result, answers(rows, result), None)
+    pair.acceptance = 0.9
+    pair.turn(policy, rows, 1000)
     assert policy.beliefs("r").draft_len >= 4
 
 
