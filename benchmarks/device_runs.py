@@ -104,7 +104,7 @@ class Sample:
 
 
 class Bench:
-    """The replicas of all modes and what they have computed."""
+    """What the replicas of modes have computed, and how fast; holds none of them."""
 
     def __init__(self, pair: Pair, rates: Rates, requests: list[Request]) -> None:
         self._target = ModelWork.of(pair.target)
@@ -304,4 +304,5 @@ def generate_work(target: ModelWork, prompts: Sequence[int], new_tokens: int) ->
     the last: that over the prompts yields the first tokens. Padding is left out."""
     passes = new_tokens - 1
     positions = sum(length + n for length in prompts for n in range(1, new_tokens))
-    return target.prefill(list(prompts)) + target.decode(passes, passes * len(prompts), positions)
+    first = target.prefill(prompts, outputs=True)
+    return first + target.decode(passes, passes * len(prompts), positions)

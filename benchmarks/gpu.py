@@ -4,11 +4,21 @@
     python -m benchmarks.gpu --shape tiny                       anywhere, within a minute
 
 A planted pair (random weights in real shapes, see `replicas.planted`) is decoded without and with
-speculation at several batch sizes, by transformers' `generate`, prefilled, and decoded again in the
-deterministic mode and, on a GPU, without CUDA graphs and with each kind of attention that can be
-had there, with the middle one of the draft lengths. Two ceilings stand beside each figure: the
-bytes that it had to read over the measured copy bandwidth, and its operations over the measured
+speculation at several batch sizes, by transformers' `generate`, prefilled, and decoded again, on a
+GPU, without CUDA graphs and with each kind of attention that can be had there, and in the
+deterministic mode, with the middle one of the draft lengths. Two ceilings stand beside each figure:
+the bytes that it had to read over the measured copy bandwidth, and its operations over the measured
 matrix rate.
+
+One mode follows the other. Live together are the pair, one replica of it (KV cache, recordings) and
+in the first mode what `generate` takes, which runs in each of that replica's rounds. The replica is
+freed before the next is made, and the pair before the deterministic mode loads its own. Draft
+lengths of one mode alternate on one replica; ratios between modes are of one process, not of one
+moment.
+
+A mode that fails is reported, and the others run; the exit status is 1 then, but for kinds of
+attention that nobody has named. The JSON file is written anew after every mode, and after every
+round of the first; `complete` in it says whether all have had their turn.
 
 Outputs of a mode are compared with its own without speculation: those of requests that ran alone,
 one after the other, in the modes of ALONE, else those at the smallest batch. How many of them were
@@ -20,32 +30,35 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.ceilings import measure_rates
-from benchmarks.device_runs import GENERATE_BATCH, TRANSFORMERS, Bench, Run
-from benchmarks.report import machine, table, write_json
+from benchmarks.ceilings import Rates, measure_rates
+from benchmarks.device_modes import (
+    ATTENTIONS,
+    BLOCK_SIZE,
+    DETERMINISTIC,
+    EAGER,
+    FAILED,
+    USUAL,
+    WAITING,
+    Outcome,
+    Plan,
+    attempt,
+    free,
+    made,
+)
+from benchmarks.device_report import Report
+from benchmarks.device_runs import GENERATE_BATCH, TRANSFORMERS, Bench
+from benchmarks.report import machine
 from replicas.config import ReplicaConfig
-from replicas.pair import Pair, PairRefused, load_pair, resolve_device
+from replicas.pair import load_pair, resolve_device
 from replicas.replica import Replica
 from replicas.shapes import DRAFTS
 from scheduler.messages import Request
-
-_BLOCK_SIZE = 16
-ATTENTIONS = {
-    "gather": ("gather", _BLOCK_SIZE),
-    "flex": ("flex", _BLOCK_SIZE),
-    "flex-128": ("flex", 128),
-    "varlen-256": ("varlen", 256),
-}
-"""Modes that differ in the attention alone: its kind and KV positions per block."""
-USUAL, DETERMINISTIC = "plain", "deterministic"
-ALONE = (USUAL, DETERMINISTIC)
-"""Modes whose requests run alone as well: the one that promises equality, and the same without."""
 
 
 def random_requests(n: int, vocab: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
@@ -58,73 +71,68 @@ def random_requests(n: int, vocab: int, prompt_tokens: int, new_tokens: int) -> 
     ]
 
 
-def figures(runs: Sequence[Run], usual: str) -> dict[str, float]:
-    """What a reader asks first; shares are of the lower ceiling."""
-    by_key = {(run.mode, run.batch, run.draft_len): run for run in runs}
-    out: dict[str, float] = {}
-    for batch in sorted({run.batch for run in runs}):
-        plain = by_key.get((usual, batch, 0))
-        if plain and plain.bandwidth_ceiling and plain.matrix_ceiling:
-            lower = min(plain.bandwidth_ceiling, plain.matrix_ceiling)
-            out[f"k = 0 at batch {batch}, share of the ceiling"] = plain.tokens_per_s / lower
-        spec = [r for r in runs if r.mode == usual and r.batch == batch and r.draft_len > 0]
-        if spec and plain:
-            best = max(spec, key=lambda run: run.over_plain or 0.0)
-            out[f"speculation (k = {best.draft_len}) over k = 0, batch {batch}"] = (
-                best.over_plain or 0.0
-            )
-        for mode in ATTENTIONS:
-            for run in (r for r in runs if r.mode == mode and r.batch == batch):
-                same = by_key.get((usual, batch, run.draft_len))
-                if same:
-                    out[f"{mode} over {usual}, batch {batch}, k = {run.draft_len}"] = (
-                        run.tokens_per_s / same.tokens_per_s
-                    )
-        slow = by_key.get((DETERMINISTIC, batch, 0))
-        if slow and plain:
-            out[f"deterministic over {usual}, batch {batch}, k = 0"] = (
-                slow.tokens_per_s / plain.tokens_per_s
-            )
-    for mode in ALONE:
-        own = [run.outputs for run in runs if run.mode == mode]
-        across = sum(outputs.compared_across for outputs in own)
-        if across:
-            out[f"{mode}: outputs compared with another batch size"] = float(across)
-            out[f"{mode}: share of them identical"] = (
-                sum(outputs.identical_across for outputs in own) / across
-            )
-    theirs = by_key.get((TRANSFORMERS, GENERATE_BATCH, 0))
-    ours = [r.all_tokens_per_s for r in runs if r.mode == usual and r.batch == GENERATE_BATCH]
-    if theirs and ours:
-        out[f"over transformers' generate, batch {GENERATE_BATCH}"] = (
-            max(ours) / theirs.all_tokens_per_s
-        )
-    return out
-
-
 def kv_blocks(rows: int, context_len: int, block_size: int) -> int:
     """Blocks that so many rows need, with one each to spare."""
     return rows * (-(-context_len // block_size) + 1)
 
 
-def attention_modes(
-    pair: Pair, config: ReplicaConfig, names: Sequence[str], rows: int
-) -> dict[str, Replica]:
-    """A replica per mode of ATTENTIONS; those that cannot be had here are named and left out."""
-    modes = {}
-    for name in names:
-        kind, block_size = ATTENTIONS[name]
-        blocks = kv_blocks(rows, pair.context_len, block_size)
-        own = {"attention": kind, "block_size": block_size, "kv_blocks": blocks}
+def of_one_pair(
+    configs: dict[str, ReplicaConfig],
+    report: Report,
+    plan: Plan,
+    rates: Rates,
+    tokens: tuple[int, int],
+) -> float:
+    """Run the modes of `configs`, which share a pair; it is dropped with this call. `tokens` are
+    those of the longest prompt and of an output. Returns the scale of the pair's noise."""
+    config = configs[USUAL]
+    pair = load_pair(config)
+    planted = pair.target.config
+    print(f"{config.target}: follows the map at {planted.planted_follows:.3f}", flush=True)
+    report.about |= {"follows": planted.planted_follows, "scale": planted.planted_scale}
+    requests = random_requests(max(*plan.batches, GENERATE_BATCH), pair.vocab_size, *tokens)
+    for mode in report.modes:
+        if mode != TRANSFORMERS:
+            # Of the deterministic mode as well, whose own pair has the same sizes.
+            report.benches[mode] = Bench(pair, rates, requests)
+    report.write()
+    theirs = report.modes[TRANSFORMERS]
+
+    def generate() -> None:
+        if theirs.state == FAILED:
+            return
         try:
-            modes[name] = Replica(pair, config.model_copy(update=own))
-        except PairRefused as refused:
-            print(f"{name}: {refused}", flush=True)
-    return modes
+            report.benches[USUAL].generate(pair)
+            theirs.end()
+        except Exception as error:
+            theirs.end(error)
+            print(f"{TRANSFORMERS}: failed: {theirs.message}", flush=True)
+
+    for mode, own in configs.items():
+
+        def make(own: ReplicaConfig = own) -> Replica:
+            return made(pair, own)
+
+        outcome, bench = report.modes[mode], report.benches[mode]
+        if mode == USUAL:
+            # It takes longest: what is cut off within it keeps the rounds that it had.
+            attempt(mode, outcome, pair.device, make, bench, plan, [generate], report.write)
+        else:
+            attempt(mode, outcome, pair.device, make, bench, plan)
+        if theirs.state == WAITING:
+            theirs.end(RuntimeError(f"{USUAL}, beside which it runs, failed before"))
+        report.write()
+    return float(planted.planted_scale)
 
 
-def main() -> None:
-    """Parse the command line, run everything, print the tables."""
+def exit_status(modes: Mapping[str, Outcome], tried: Collection[str]) -> int:
+    """1 if a mode failed, but for those that were only tried."""
+    failed = {mode for mode, outcome in modes.items() if outcome.state == FAILED}
+    return 1 if failed.difference(tried) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run everything, print the tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-8b", choices=sorted(DRAFTS))
     parser.add_argument("--acceptance", type=float, default=0.7)
@@ -147,7 +155,7 @@ def main() -> None:
         help="kinds to run beside the one that is chosen; default: all on a GPU, none on a CPU",
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     tiny = args.shape == "tiny"
     prompt_tokens = args.prompt_tokens or (24 if tiny else 256)
@@ -158,6 +166,7 @@ def main() -> None:
     device = resolve_device(args.device)
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     rates = measure_rates(device, getattr(torch, dtype))
+    free(device)
     rows = max(*batches, GENERATE_BATCH)
     context_len = prompt_tokens + new_tokens
     config = ReplicaConfig(
@@ -165,17 +174,15 @@ def main() -> None:
         draft=f"planted:{DRAFTS[args.shape]}",
         device=str(device),
         dtype=dtype,
-        block_size=_BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
         context_len=context_len,
         # Or prompts would be filled in the first round only.
         prefix_sharing=False,
         calibrate=False,
-        kv_blocks=kv_blocks(rows, context_len, _BLOCK_SIZE),
+        kv_blocks=kv_blocks(rows, context_len, BLOCK_SIZE),
         plan_rows=rows,
         plan_draft_len=max(draft_lens),
     )
-    pair = load_pair(config)
-    planted = pair.target.config
     described = {
         **machine(),
         "threads": torch.get_num_threads(),
@@ -183,106 +190,45 @@ def main() -> None:
         "copy_gb_per_s": rates.bytes_per_s / 1e9,
         "matrix_tflop_per_s": rates.operations_per_s / 1e12,
     }
-    print(described)
-    print(f"{config.target}: follows the map at {planted.planted_follows:.3f}", flush=True)
-    modes = {USUAL: Replica(pair, config)}
+    print(described, flush=True)
+    kinds = args.attention
+    if kinds is None:
+        kinds = list(ATTENTIONS) if device.type == "cuda" else []
+    configs = {USUAL: config}
     if device.type == "cuda":
-        modes["eager"] = Replica(pair, config.model_copy(update={"graphs": "off"}))
-    beside = args.attention
-    if beside is None:
-        beside = list(ATTENTIONS) if device.type == "cuda" else []
-    modes |= attention_modes(pair, config, beside, rows)
+        configs[EAGER] = config.model_copy(update={"graphs": "off"})
+    for name in kinds:
+        kind, block_size = ATTENTIONS[name]
+        blocks = kv_blocks(rows, context_len, block_size)
+        own = {"attention": kind, "block_size": block_size, "kv_blocks": blocks}
+        configs[name] = config.model_copy(update=own)
+    modes = [USUAL, TRANSFORMERS, *list(configs)[1:]]
     if not args.no_deterministic:
-        # The same weights, without calibrating again.
-        name = f"planted:{args.shape}?scale={planted.planted_scale!r}"
-        fixed = config.model_copy(update={"target": name, "deterministic": True})
-        modes[DETERMINISTIC] = Replica.load(fixed)
-    attention = {mode: replica.attention for mode, replica in modes.items()}
-    bench = Bench(pair, rates, random_requests(rows, pair.vocab_size, prompt_tokens, new_tokens))
-    for round_ in range(rounds + 1):
-        for batch in batches:
-            for mode, replica in modes.items():
-                if mode == "eager" and round_ == 0:
-                    continue  # it records nothing, so it needs no round to warm up
-                lens = draft_lens if mode == USUAL else draft_lens[len(draft_lens) // 2 :][:1]
-                for draft_len in (0, *(lens if batch <= args.draft_batch_max else ())):
-                    bench.lockstep(mode, replica, batch, draft_len)
-        bench.generate(pair)
-        if round_ == 0:
-            bench.forget()
-    for mode in ALONE:
-        if mode in modes:
-            bench.alone(mode, modes[mode], args.alone)
-    runs, prefills = bench.runs(), bench.prefills()
-    summary = figures(runs, USUAL)
-    print(run_table(runs))
-    print(
-        table(
-            ("mode", "target's attention", "draft's"),
-            [(mode, kinds["target"], kinds["draft"]) for mode, kinds in attention.items()],
-        )
-    )
-    print(table(list(asdict(prefills[0])), [list(asdict(p).values()) for p in prefills]))
-    print(table(("figure", "value"), list(summary.items())))
-    write_json(
+        modes.append(DETERMINISTIC)
+    report = Report(
         args.json,
         {
             "device": described,
             "pair": {"target": config.target, "draft": config.draft},
-            "follows": planted.planted_follows,
-            "scale": planted.planted_scale,
             "prompt_tokens": prompt_tokens,
             "new_tokens": new_tokens,
             "rounds": rounds,
-            "attention": attention,
-            "figures": summary,
-            "prefill": [asdict(prefill) for prefill in prefills],
-            "runs": [asdict(run) for run in runs],
         },
+        {mode: Outcome() for mode in modes},
     )
-
-
-def run_table(runs: Sequence[Run]) -> str:
-    """One line per run; the shares of the two ceilings stand in brackets. The last column counts
-    only outputs compared with those of groups of another size."""
-
-    def beside(ceiling: float | None, rate: float) -> str:
-        return "" if ceiling is None else f"{ceiling:.0f} ({rate / ceiling:.0%})"
-
-    return table(
-        (
-            "mode",
-            "batch",
-            "k",
-            "tokens/s",
-            "ms/step",
-            "tokens/row/step",
-            "bandwidth ceiling",
-            "matrix ceiling",
-            "over k = 0",
-            "with prefill",
-            "identical",
-            "of another batch size",
-        ),
-        [
-            (
-                run.mode,
-                run.batch,
-                run.draft_len,
-                run.tokens_per_s,
-                "" if run.step_ms is None else run.step_ms,
-                "" if run.committed is None else run.committed,
-                beside(run.bandwidth_ceiling, run.tokens_per_s),
-                beside(run.matrix_ceiling, run.tokens_per_s),
-                "" if run.over_plain is None else run.over_plain,
-                run.all_tokens_per_s,
-                f"{run.outputs.identical}/{run.outputs.compared}",
-                f"{run.outputs.identical_across}/{run.outputs.compared_across}",
-            )
-            for run in runs
-        ],
-    )
+    plan = Plan(batches, draft_lens, args.draft_batch_max, rounds, args.alone)
+    scale = of_one_pair(configs, report, plan, rates, (prompt_tokens, new_tokens))
+    free(device)  # of the pair, before another is loaded
+    if DETERMINISTIC in report.modes:
+        # The same weights, without calibrating again.
+        name = f"planted:{args.shape}?scale={scale!r}"
+        fixed = config.model_copy(update={"target": name, "deterministic": True})
+        outcome, bench = report.modes[DETERMINISTIC], report.benches[DETERMINISTIC]
+        attempt(DETERMINISTIC, outcome, device, lambda: Replica.load(fixed), bench, plan)
+        report.write()
+    report.show()
+    return exit_status(report.modes, ATTENTIONS if args.attention is None else ())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import json
 import subprocess
 import sys
+import warnings
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import replicas.replica as replica_module
+from benchmarks import gpu
 from benchmarks.ceilings import ModelWork, Rates, Work, measure_rates
-from benchmarks.device_runs import Agreement, Made, agreement, generate_work, outputs_made
+from benchmarks.device_modes import ATTENTIONS, UNRECORDED, Outcome, one_line, unrecorded_steps
+from benchmarks.device_report import Report
+from benchmarks.device_runs import Agreement, Bench, Made, agreement, generate_work, outputs_made
 from cluster.local_engine import LocalEngine
+from replicas import graphs
+from replicas.pair import Pair, PairRefused
 from replicas.planted import planted_config
+from replicas.replica import Replica
 from replicas.shapes import parse_planted
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -52,8 +65,13 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "| deterministic | 3 | 3 |" in done.stdout
-    assert "varlen-256: target: attention 'varlen' is not to be had" in done.stdout
+    assert "varlen-256: left out: NotInPlace: varlen attention needs a GPU" in done.stdout
     written = json.loads(figures_file.read_text())
+    assert written["complete"]
+    states = {mode: outcome["state"] for mode, outcome in written["modes"].items()}
+    assert states.pop("varlen-256") == "left out"
+    assert list(states) == ["plain", "transformers", "gather", "deterministic"]
+    assert set(states.values()) == {"measured"}
     assert written["attention"]["gather"] == {"target": "gather", "draft": "gather"}
     assert written["figures"]["gather over plain, batch 3, k = 3"] > 0
     assert written["follows"] == pytest.approx(0.7, abs=0.05)
@@ -98,6 +116,163 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
     }
 
 
+SMALL = ["--shape", "tiny", "--device", "cpu", "--batches", "1", "--new-tokens", "4"]
+SMALL += ["--alone", "2", "--attention", "gather"]
+
+
+@pytest.fixture
+def lives(monkeypatch: pytest.MonkeyPatch) -> Lives:
+    """Watches pairs and replicas while they are made."""
+    found = Lives()
+    for module in (gpu, replica_module):
+        monkeypatch.setattr(module, "load_pair", found.loading(module.load_pair))
+    monkeypatch.setattr(Replica, "__init__", found.making(Replica.__init__))
+    return found
+
+
+class Lives:
+    """Which models and replicas were made; none may be while one before it is alive."""
+
+    def __init__(self) -> None:
+        self.targets: list[weakref.ref[Any]] = []
+        self.replicas: list[weakref.ref[Any]] = []
+
+    def loading(self, load: Callable[..., Pair]) -> Callable[..., Pair]:
+        def loaded(*args: Any) -> Pair:
+            assert not any(one() for one in (*self.targets, *self.replicas))
+            pair = load(*args)
+            self.targets.append(weakref.ref(pair.target))
+            return pair
+
+        return loaded
+
+    def making(self, make: Callable[..., None]) -> Callable[..., None]:
+        def made(replica: Replica, *args: Any) -> None:
+            assert not any(one() for one in self.replicas)
+            self.replicas.append(weakref.ref(replica))
+            make(replica, *args)
+
+        return made
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException, round_: int = 1
+) -> None:
+    """In this round, the first being 0, after the runs without drafting. The error is raised anew,
+    because the one that is given outlives the mode, and its traceback what it has seen."""
+    lockstep, seen = Bench.lockstep, []
+
+    def run(bench: Bench, name: str, replica: Replica, batch: int, draft_len: int) -> None:
+        if name == mode and draft_len > 0:
+            seen.append(batch)
+            if len(seen) == round_ + 1:
+                raise type(error)(*error.args)
+        lockstep(bench, name, replica, batch, draft_len)
+
+    monkeypatch.setattr(Bench, "lockstep", run)
+
+
+def test_a_mode_that_fails_is_told_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: Lives, capsys: pytest.CaptureFixture
+) -> None:
+    figures_file = tmp_path / "new" / "figures.json"
+    failing(monkeypatch, "gather", torch.OutOfMemoryError("out of memory:\n  a | b"))
+    states = []
+    write = Report.write
+
+    def noted(report: Report) -> None:
+        write(report)
+        written = json.loads(figures_file.read_text())
+        modes = "".join(outcome["state"][0] for outcome in written["modes"].values())
+        states.append((modes, written["complete"], {run["mode"] for run in written["runs"]}))
+
+    monkeypatch.setattr(Report, "write", noted)
+    assert gpu.main([*SMALL, "--json", str(figures_file)]) == 1
+    usual = {"plain", "transformers"}
+    assert states == [  # waiting, measured, failed: plain, transformers, gather, deterministic
+        ("wwww", False, set()),
+        ("wmww", False, set()),  # after the round that warms up
+        ("wmww", False, usual),
+        ("mmww", False, usual),
+        ("mmfw", False, {*usual, "gather"}),
+        ("mmfm", True, {*usual, "gather", "deterministic"}),
+    ]
+    assert list(figures_file.parent.iterdir()) == [figures_file]
+    written = json.loads(figures_file.read_text())
+    assert written["modes"]["gather"]["message"] == "OutOfMemoryError: out of memory: a | b"
+    assert written["figures"]["deterministic over plain, batch 1, k = 0"] > 0
+    # What was measured before it failed is kept.
+    runs = {(run["mode"], run["draft_len"]) for run in written["runs"]}
+    assert {(mode, k) for mode in ("plain", "deterministic") for k in (0, 3)} <= runs
+    assert ("gather", 0) in runs
+    assert ("gather", 3) not in runs
+    assert (
+        "| gather | failed | gather | gather | 0 |  | OutOfMemoryError" in capsys.readouterr().out
+    )
+    assert (len(lives.targets), len(lives.replicas)) == (2, 3)
+    gc.collect()
+    assert not any(one() for one in (*lives.targets, *lives.replicas))
+
+
+def test_what_runs_beside_the_usual_mode_fails_by_itself_and_a_warm_up_is_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: Lives
+) -> None:
+    figures_file = tmp_path / "figures.json"
+    failing(monkeypatch, "gather", PairRefused("no"), round_=0)
+
+    def generate(bench: Bench, pair: Pair) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(Bench, "generate", generate)
+    assert gpu.main([*SMALL, "--no-deterministic", "--json", str(figures_file)]) == 1
+    written = json.loads(figures_file.read_text())
+    messages = {mode: outcome["message"] for mode, outcome in written["modes"].items()}
+    assert messages == {
+        "plain": "",
+        "transformers": "RuntimeError: no kernel",
+        "gather": "PairRefused: no",
+    }
+    assert {run["mode"] for run in written["runs"]} == {"plain"}
+    assert len(lives.targets) == 1
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures_file = tmp_path / "figures.json"
+    failing(monkeypatch, "gather", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main([*SMALL, "--json", str(figures_file)])
+    written = json.loads(figures_file.read_text())
+    assert not written["complete"]
+    states = {mode: outcome["state"] for mode, outcome in written["modes"].items()}
+    assert (states["plain"], states["gather"], states["deterministic"]) == (
+        "measured",
+        "waiting",
+        "waiting",
+    )
+    assert written["figures"]["speculation (k = 3) over k = 0, batch 1"] > 0
+
+
+def test_what_nobody_named_may_fail() -> None:
+    modes = {"plain": Outcome("measured"), "flex": Outcome("failed"), "gather": Outcome("left out")}
+    assert gpu.exit_status(modes, ATTENTIONS) == 0
+    assert gpu.exit_status(modes, ()) == 1
+    assert gpu.exit_status({**modes, "plain": Outcome("failed")}, ATTENTIONS) == 1
+
+
+def test_steps_that_run_unrecorded_are_told_by_the_warning_that_replicas_give() -> None:
+    assert f'"{UNRECORDED}: ' in inspect.getsource(graphs)
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as shown, unrecorded_steps(found):
+        for kind in (1, 2, 2):
+            warnings.warn(f"{UNRECORDED}: {kind}:\n no memory", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert found == [f"{UNRECORDED}: 1: no memory", f"{UNRECORDED}: 2: no memory"]
+    assert "something else" in {str(each.message) for each in shown}
+    assert len(one_line(ValueError("x" * 5000))) == 300
+
+
 def made(rows: int, *outputs: int) -> list[Made]:
     return [Made([output], rows) for output in outputs]
 
@@ -138,12 +313,42 @@ def test_generate_reads_its_weights_once_per_new_token() -> None:
     work = work_of("qwen3-0.6b")
     prompts, new = [10, 30], 4
     done = generate_work(work, prompts, new)
-    fill, cached = work.prefill(prompts), (11 + 12 + 13) + (31 + 32 + 33)
-    assert done.bytes == fill.bytes + 3 * work.weight_bytes + cached * work.kv_bytes
+    cached = (11 + 12 + 13) + (31 + 32 + 33)
+    assert done.bytes == 4 * work.weight_bytes + (cached + 40) * work.kv_bytes
+    first = generate_work(work, prompts, 1)
     assert done.operations == pytest.approx(
-        fill.operations + 6 * 2 * work.weights + cached * work.attention_operations
+        first.operations + 6 * 2 * work.weights + cached * work.attention_operations
     )
-    assert generate_work(work, prompts, 1) == fill
+    assert first.bytes == work.weight_bytes + 40 * work.kv_bytes
+    fill, further = work.prefill(prompts), work.weights - work.prefill_weights
+    assert first.bytes - fill.bytes == 2 * further
+    # Only the last token of each prompt goes through what its keys and values do not take.
+    assert first.operations == pytest.approx(
+        fill.operations + 2 * 2 * further + 40 * work.attention_operations / 28
+    )
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-0.6b", "glm4-9b", "vicuna-68m"])
+def test_filling_in_a_prompt_takes_what_its_keys_and_values_depend_on(shape: str) -> None:
+    with torch.device("meta"):
+        config = planted_config(parse_planted(f"planted:{shape}"))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    last = f"layers.{config.num_hidden_layers - 1}."
+    needed = sum(
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1
+        and not name.startswith("lm_head")
+        and "embed_tokens" not in name
+        and (last not in name or "k_proj" in name or "v_proj" in name)
+    )
+    work = ModelWork.of(model)
+    assert work.prefill_weights == pytest.approx(needed, rel=1e-3)
+    fill = work.prefill([100, 40])
+    assert fill.bytes == 2 * work.prefill_weights + 140 * work.kv_bytes
+    layers = config.num_hidden_layers
+    attention = (100**2 + 40**2) / 2 * work.attention_operations * (layers - 1) / layers
+    assert fill.operations == pytest.approx(2 * 140 * work.prefill_weights + attention)
 
 
 def work_of(shape: str) -> ModelWork:
