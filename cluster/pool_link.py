@@ -229,16 +229,14 @@ class PoolLink:
             self._registered = True
             self._unanswered = max(self._unanswered - tokens, 0)
             self._note(reply.load, reply.stopping)
-            if reply.load.serving:
-                refused = {reject.request_id for reject in reply.rejects}
-                for live in queue:
-                    # Others have moved to another shard meanwhile.
-                    if self._live.get(live.pool_id) is live:
-                        live.checked |= live.pool_id not in refused
             for reject in reply.rejects:
                 self._left.pop(reject.request_id, None)
-                if (mine := self._live.pop(reject.request_id, None)) is not None:
-                    self._refused(mine, reject)
+                if (live := self._live.pop(reject.request_id, None)) is not None:
+                    self._refused(live, reject)
+            for told in queue if reply.load.serving else ():
+                # Others were refused, or have moved to another shard meanwhile.
+                if self._live.get(told.pool_id) is told:
+                    told.checked = True
 
     def _refused(self, live: LiveRequest, reject: Reject) -> None:
         last: Reject | None = reject
