@@ -9,7 +9,7 @@ import time
 import grpc
 import pytest
 from grpc import StatusCode
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.client import RetryPolicy
@@ -107,13 +107,20 @@ def test_time_in_which_a_call_is_served_is_no_time_of_failing() -> None:
         assert attempts.pause_s(LOST, now_s, streaming=False, reached=True) is not None
 
 
-@pytest.mark.parametrize("lasted_s", [0.0, 1.0, 5.0, 30.0, 60.0])
-def test_attempts_in_a_row_that_fail_slowly_use_up_its_patience(lasted_s: float) -> None:
-    attempts = Attempts(RetryPolicy(give_up_s=60), 0.0)
+@given(lasted_s=st.floats(0, 59.9), draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1))
+@example(lasted_s=59.9, draws=[0.0])
+def test_attempts_in_a_row_that_fail_slowly_use_up_its_patience(
+    lasted_s: float, draws: list[float]
+) -> None:
+    """All of them shorter than it: a longer one was served, which is no failing."""
+    policy = RetryPolicy(give_up_s=60)
+    luck = itertools.cycle(draws)
+    attempts = Attempts(policy, 0.0, (), lambda: next(luck))
     now_s = lasted_s
     while (pause_s := attempts.pause_s(LOST, now_s, streaming=False, reached=True)) is not None:
         now_s += pause_s + lasted_s
-    assert now_s <= 2 * lasted_s + 60.0 + 2.0
+    # It fails first after one attempt, and the last attempt begins within patience.
+    assert now_s <= 2 * lasted_s + policy.give_up_s
 
 
 @pytest.mark.parametrize(
