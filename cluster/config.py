@@ -47,8 +47,8 @@ class PoolConfig(_Settings):
     move_s: float = Field(
         1.0,
         ge=0.05,
-        description="How long requests wait in a shard without a replica, or in one that does not "
-        "answer, before they go to one that serves.",
+        description="How long requests wait in a shard without a replica that can hold them, or in "
+        "one that does not answer, before they go to one that serves.",
     )
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     line: bool = Field(

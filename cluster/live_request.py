@@ -40,8 +40,13 @@ class LiveRequest:
     unreachable: bool = False
     shard: int = 0
     """The shard that it was handed to."""
-    full: dict[int, Reject] = field(default_factory=dict)
-    """What shards have said whose queue had no room for it."""
+    refused: dict[int, Reject] = field(default_factory=dict)
+    """What shards have said whose queue had no room for it, or whose replicas are too small."""
+
+    @property
+    def length_max(self) -> int:
+        """Its content (prompt + new tokens) at the longest."""
+        return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def tokens_left(self) -> int:

@@ -316,8 +316,9 @@ class PoolActor:
         self._touched.add(mailbox)
 
     def _load(self) -> PoolLoad:
-        serving = sum(not replica.draining for replica in self._replicas.values())
-        return PoolLoad(serving, self._scheduler.outstanding_tokens)
+        serving = [peer.spec for peer in self._replicas.values() if not peer.draining]
+        length_max = max((spec.length_max for spec in serving), default=0)
+        return PoolLoad(len(serving), self._scheduler.outstanding_tokens, length_max)
 
     def _wake_ingresses(self) -> None:
         """Their polls return at once: all of them should know what the replies say of the pool."""

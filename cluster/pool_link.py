@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.live_request import LiveRequest
@@ -41,6 +41,9 @@ answers each of them in time; else they would begin again for ever."""
 _PART_S = 0.5
 """How long a new session waits for what the pool has to say of the one before, and a link that is
 closed for its loops to end."""
+_ELSEWHERE = (RejectCode.OVERLOADED, RejectCode.INVALID)
+"""What one pool refuses so, another one may accept. What none accepts an ingress sends to none, so
+INVALID tells of this pool's replicas."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 
@@ -57,14 +60,14 @@ class PoolLink:
         clock: Callable[[], float] = time.monotonic,
         heard: Callable[[], None] = lambda: None,
         unfinished: Callable[[], int] | None = None,
-        overloaded: Callable[[LiveRequest, Reject], Reject | None] = lambda _live, reject: reject,
+        refused: Callable[[LiveRequest, Reject], Reject | None] = lambda _live, reject: reject,
     ) -> None:
         """Requests end as unreachable when the pool does not answer for `unreachable_s`.
 
         `heard` is called when the pool has said something new of itself; `unfinished` counts all
-        requests of this process, where there are more than those of this link. `overloaded` is told
-        of a request that the pool's queue has no room for, which this link has forgotten; it says
-        with what the request ends, or None where it goes on elsewhere.
+        requests of this process, where there are more than those of this link. `refused` is told
+        of a request that the pool has no room for, or no replica that can hold it, and which this
+        link has forgotten; it says with what the request ends, or None where it goes on elsewhere.
         """
         self._pool = pool
         self._name = name
@@ -73,7 +76,7 @@ class PoolLink:
         self._clock = clock
         self._heard = heard
         self._unfinished = unfinished or (lambda: len(self._live))
-        self._overloaded = overloaded
+        self._elsewhere = refused
         self._live: dict[str, LiveRequest] = {}
         self._left: dict[str, LiveRequest] = {}
         """Requests that went on elsewhere and of which the pool has not said what they used."""
@@ -113,9 +116,8 @@ class PoolLink:
         live.recovered += live.sent
         self._enqueue(live)
 
-    def let_go(self) -> list[LiveRequest]:
-        """Forget all requests that go on elsewhere, and have the pool forget them, too."""
-        gone = [live for live in self._live.values() if not live.cancelled]
+    def let_go(self, gone: Sequence[LiveRequest]) -> None:
+        """Forget requests that go on elsewhere, and have the pool forget them, too."""
         ids = {live.pool_id for live in gone}
         for live in gone:
             del self._live[live.pool_id]
@@ -126,7 +128,6 @@ class PoolLink:
         self._unanswered -= sum(live.tokens_left for live in self._queue if live.pool_id in ids)
         self._queue = [live for live in self._queue if live.pool_id not in ids]
         self._work.set()
-        return gone
 
     def cancel(self, live: LiveRequest) -> None:
         """The client is gone, or has all that it wants. Its Finish still comes."""
@@ -159,12 +160,16 @@ class PoolLink:
         """What the pool has said of itself last, at most a poll ago, and what it does not know."""
         outstanding = self._load.outstanding_tokens + self._unanswered
         answers = self.answered and self._steady.is_set()
-        return ShardLoad(self._load.serving, outstanding, answers)
+        return ShardLoad(self._load.serving, outstanding, answers, self._load.length_max)
 
-    @property
-    def stranded(self) -> bool:
-        """Whether what it has here waits for a replica or for the pool itself."""
-        return bool(self._live) and not (self.answered and self._load.serving)
+    def stranded(self) -> list[LiveRequest]:
+        """What it has here that waits for the pool itself, or for a replica that can hold it."""
+        load, answered = self.load, self.answered
+        return [
+            live
+            for live in self._live.values()
+            if not live.cancelled and not (answered and load.holds(live.length_max))
+        ]
 
     # ------------------------------------------------------------------ life
 
@@ -240,8 +245,8 @@ class PoolLink:
 
     def _refused(self, live: LiveRequest, reject: Reject) -> None:
         last: Reject | None = reject
-        if reject.code is RejectCode.OVERLOADED and not live.cancelled:
-            last = self._overloaded(live, reject)
+        if reject.code in _ELSEWHERE and not live.cancelled:
+            last = self._elsewhere(live, reject)
         if last is not None:
             live.reject = last
             live.end()

@@ -84,6 +84,8 @@ class PoolLoad:
     """Replicas that take sequences."""
     outstanding_tokens: int = 0
     """Tokens that accepted requests may still commit."""
+    length_max: int = 0
+    """Longest content (prompt + new tokens) that one of these replicas can hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """An ingress's side of all shards: chooses one for each request, and looks at them as one pool.
 
 Each shard has a `PoolLink` of its own, which knows nothing of the others. What is handed to a shard
-stays there, unless it has no replica, or does not answer, while another one serves.
+stays there, unless it does not answer, or has no replica that can hold it, while another one has.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import replace
 from cluster.live_request import LiveRequest
 from cluster.pool_link import PoolLink
 from cluster.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
-from scheduler.messages import Reject, Request
-from scheduler.sharding import choose_shard, next_shard
+from scheduler.messages import Reject, RejectCode, Request
+from scheduler.sharding import ShardLoad, choose_shard, next_shard
 
 log = logging.getLogger("lockstep.ingress")
 
@@ -58,13 +58,13 @@ class ShardLinks:
                 clock,
                 self._heard,
                 lambda: self.unfinished,
-                self._overloaded,
+                self._refused,
             )
             for shard, pool in enumerate(pools)
         ]
         self._turn = 0
         self._stranded_s: list[float | None] = [None] * len(pools)
-        """Since when a shard's requests cannot be served."""
+        """Since when a shard cannot serve all of its requests."""
         self._asked: list[asyncio.Task[PoolView] | None] = [None] * len(pools)
         """What a shard was asked for its status, and has not answered in time."""
         self._asked_s = [0.0] * len(pools)
@@ -77,7 +77,8 @@ class ShardLinks:
 
     def submit(self, request: Request, timeout_s: float) -> LiveRequest:
         """Hand a request to the shard that will be done with it first."""
-        shard = self._choose(request.max_new_tokens - len(request.committed))
+        length_max = len(request.prompt) + request.max_new_tokens
+        shard = self._choose(request.max_new_tokens - len(request.committed), length_max)
         live = self.links[shard].submit(request, timeout_s)
         live.shard = shard
         return live
@@ -161,19 +162,19 @@ class ShardLinks:
     async def _status_of(self, shard: int) -> PoolView:
         return await self._pools[shard].status()
 
-    def _choose(self, tokens: int) -> int:
+    def _choose(self, tokens: int, length_max: int) -> int:
         self._turn += 1
-        return choose_shard([link.load for link in self.links], tokens, self._turn)
+        return choose_shard([link.load for link in self.links], tokens, self._turn, length_max)
 
-    def _overloaded(self, live: LiveRequest, reject: Reject) -> Reject | None:
-        """A shard's queue is full: another one is asked. Refused is what all of them refuse, to
-        come back when the first of them has room."""
-        live.full[live.shard] = reject
+    def _refused(self, live: LiveRequest, reject: Reject) -> Reject | None:
+        """A shard's queue is full, or its replicas are too small: another one is asked. Refused is
+        what all of them refuse, to come back when the first that can hold it has room."""
+        live.refused[live.shard] = reject
         self._turn += 1
         loads = [link.load for link in self.links]
-        shard = next_shard(loads, live.full, live.tokens_left, self._turn)
+        shard = next_shard(loads, live.refused, live.tokens_left, self._turn, live.length_max)
         if shard is None:
-            return min(live.full.values(), key=lambda refused: refused.retry_after_s)
+            return min(live.refused.values(), key=_comes_back)
         # No pool has accepted it: the next one may refuse it as well.
         live.sent = False
         live.shard = shard
@@ -206,22 +207,33 @@ class ShardLinks:
         now_s = self._clock()
         for shard, link in enumerate(self.links):
             since_s = self._stranded_s[shard]
-            if not link.stranded:
+            stranded = link.stranded()
+            if not stranded:
                 self._stranded_s[shard] = None
             elif since_s is None:
                 self._stranded_s[shard] = now_s
-            elif now_s - since_s >= self._move_s and self._others_serve(shard):
-                moving = link.let_go()
+            elif now_s - since_s >= self._move_s:
+                loads = [other.load for other in self.links if other is not link]
+                moving = [live for live in stranded if _serves(loads, live)]
                 if moving:
-                    log.warning("shard %d cannot serve; %d requests move", shard, len(moving))
+                    log.warning("%d requests that shard %d cannot serve move", len(moving), shard)
+                    link.let_go(moving)
                 for live in moving:
-                    live.shard = self._choose(live.tokens_left)
+                    live.shard = self._choose(live.tokens_left, live.length_max)
                     self.links[live.shard].adopt(live)
-                self._stranded_s[shard] = None
 
-    def _others_serve(self, shard: int) -> bool:
-        loads = [link.load for other, link in enumerate(self.links) if other != shard]
-        return any(load.answers and load.serving for load in loads)
+
+def _serves(loads: Sequence[ShardLoad], live: LiveRequest) -> bool:
+    """Whether one of the shards takes it now, or says at once that it never will."""
+    return any(
+        load.answers and (load.holds(live.length_max) or (load.serving and not live.checked))
+        for load in loads
+    )
+
+
+def _comes_back(reject: Reject) -> tuple[bool, float]:
+    """By what a request that all shards refuse is told when to come again, if that helps at all."""
+    return reject.code is not RejectCode.OVERLOADED, reject.retry_after_s
 
 
 def _has_answered(ask: asyncio.Task[PoolView]) -> bool:

@@ -263,6 +263,11 @@ class ReplicaSpec:
     timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
     """Trials that it ran before it joined; what the pool believes of its speed at first."""
 
+    @property
+    def length_max(self) -> int:
+        """Longest content, in tokens, that it can hold when it is empty."""
+        return min(self.context_len, self.kv_blocks * self.block_size)
+
 
 # --------------------------------------------------------------------------- events
 

@@ -6,6 +6,7 @@ A scheduler knows one shard and nothing of the others. Whoever brings requests c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -23,42 +24,60 @@ class ShardLoad:
     """Tokens that its requests may still commit, those on their way to it included."""
     answers: bool = True
     """Whether its pool has answered lately."""
+    length_max: float = math.inf
+    """Longest content (prompt + new tokens) that one of these replicas can hold."""
+
+    def holds(self, length: int) -> bool:
+        """Whether it has a replica now that can hold a content of so many tokens."""
+        return self.serving > 0 and length <= self.length_max
 
 
-def choose_shard(loads: Sequence[ShardLoad], tokens: float = 0.0, turn: int = 0) -> int:
+def choose_shard(
+    loads: Sequence[ShardLoad], tokens: float = 0.0, turn: int = 0, length: int = 0
+) -> int:
     """Index of the shard that a request of so many new tokens goes to.
 
     Where its last token is due first: the fewest outstanding tokens per replica, this request's
-    included. A shard without replicas is chosen only if no other has any, one that does not answer
-    only if no other does. Among equals the first from `turn` on is taken, so that several who
-    choose do not all begin with the same one. `loads` must not be empty.
+    included. A shard whose replicas are all too small for its `length` (prompt + new tokens) is
+    chosen only if all replicas are, one without replicas only if no other has any, one that does
+    not answer only if no other does. Among equals the first from `turn` on is taken, so that
+    several who choose do not all begin with the same one. `loads` must not be empty.
     """
 
-    def due(index: int) -> tuple[bool, bool, float, int]:
+    def due(index: int) -> tuple[bool, bool, bool, float, int]:
         load = loads[index]
         share = (load.outstanding_tokens + tokens) / max(load.serving, 1)
-        return not load.answers, load.serving == 0, share, (index - turn) % len(loads)
+        wrong = not load.answers, load.serving == 0, not load.holds(length)
+        return *wrong, share, (index - turn) % len(loads)
 
     return min(range(len(loads)), key=due)
 
 
 def next_shard(
-    loads: Sequence[ShardLoad], full: Collection[int], tokens: float = 0.0, turn: int = 0
+    loads: Sequence[ShardLoad],
+    refused: Collection[int],
+    tokens: float = 0.0,
+    turn: int = 0,
+    length: int = 0,
 ) -> int | None:
-    """Index of the shard that is offered what the shards in `full` had no room for; None: no other.
+    """Index of the shard that is offered what the shards in `refused` did not take; None: no other.
 
     Chosen as by `choose_shard` among those that would serve it: one that does not answer, or has no
-    replica while a full one has, would only keep it, and then hand it on past the bound of another.
+    replica while one that refused has, would only keep it, and then hand it on past the bound of
+    another; and one whose replicas are too small would refuse for good what others are to have
+    room for later.
     """
-    serves = any(loads[shard].serving for shard in full)
+    serves = any(loads[shard].serving for shard in refused)
     rest = [
         shard
         for shard, load in enumerate(loads)
-        if shard not in full and load.answers and (load.serving or not serves)
+        if shard not in refused
+        and load.answers
+        and (load.holds(length) if load.serving else not serves)
     ]
     if not rest:
         return None
-    return rest[choose_shard([loads[shard] for shard in rest], tokens, turn)]
+    return rest[choose_shard([loads[shard] for shard in rest], tokens, turn, length)]
 
 
 def shard_of_rank(rank: int, shards: int) -> int:

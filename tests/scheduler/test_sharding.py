@@ -35,12 +35,17 @@ from scheduler.status import PoolStatus
         ([ShardLoad(1, 0, answers=False), ShardLoad(0, 10)], 5, 1),
         ([ShardLoad(0, 20), ShardLoad(0, 10)], 5, 1),
         ([ShardLoad(2, 0, answers=False), ShardLoad(1, 0, answers=False)], 5, 0),
+        # One that can hold it comes before one that is idle, and one that serves before none.
+        ([ShardLoad(9, 0, length_max=99), ShardLoad(1, 900, length_max=100)], 5, 1),
+        ([ShardLoad(9, 0, length_max=99), ShardLoad(0, 0, length_max=0)], 5, 0),
+        ([ShardLoad(1, 0, length_max=99), ShardLoad(2, 0, length_max=9)], 5, 1),
+        ([ShardLoad(1, 9, length_max=9), ShardLoad(1, 0, False, length_max=200)], 5, 0),
     ],
 )
 def test_the_shard_that_is_done_first_is_chosen(
     loads: list[ShardLoad], tokens: int, chosen: int
 ) -> None:
-    assert choose_shard(loads, tokens) == chosen
+    assert choose_shard(loads, tokens, length=100) == chosen
 
 
 def test_among_equals_each_has_its_turn() -> None:
@@ -62,12 +67,16 @@ def test_among_equals_each_has_its_turn() -> None:
         # Nobody serves yet: each queue holds what it can.
         ([ShardLoad(0, 9), ShardLoad(0, 0)], {0}, 1),
         ([ShardLoad(0, 9), ShardLoad(2, 0)], {0}, 1),
+        # It would refuse for good what the full one will have room for.
+        ([ShardLoad(1, 9), ShardLoad(1, 0, length_max=99)], {0}, None),
+        ([ShardLoad(1, 9), ShardLoad(1, 0, length_max=99), ShardLoad(1, 99)], {0}, 2),
+        ([ShardLoad(1, 9, length_max=99), ShardLoad(1, 0, length_max=100)], {0}, 1),
     ],
 )
 def test_what_a_shard_has_no_room_for_is_offered_to_the_next_that_serves(
     loads: list[ShardLoad], full: set[int], offered: int | None
 ) -> None:
-    assert {next_shard(loads, full, 5, turn) for turn in range(4)} == {offered}
+    assert {next_shard(loads, full, 5, turn, 100) for turn in range(4)} == {offered}
 
 
 def test_choosing_keeps_shards_of_unlike_size_equally_far_behind() -> None:
