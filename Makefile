@@ -7,7 +7,7 @@ SETUP := $(VENV)/.setup-done
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup compiled demo serve test test-fast test-steps test-schedules test-compiled lint format protos demo-pair bench bench-scheduler simulate worlds chaos soak clean
+.PHONY: help setup compiled demo serve test test-fast test-steps test-schedules test-compiled lint format protos demo-pair bench bench-scheduler simulate worlds explore chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -117,6 +117,9 @@ worlds: SEED ?= 1
 worlds: N ?= 20000
 worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
 	$(BIN)/python -m tests.sim --worlds $(N) --seed $(SEED) --processes 2
+
+explore: $(SETUP)  ## property tests on other examples each time; what they print replays a failure
+	$(BIN)/python -m pytest -m 'not ray' --hypothesis-profile explore
 
 chaos: SEED ?= 1
 chaos: MINUTES ?= 2

@@ -33,7 +33,7 @@ def cluster_processes(app_name: str = "lockstep") -> list[Process]:
     for actor in actors(actor_state_name="ALIVE").values():
         kind = _kind(actor, app_name)
         # Where a process that Ray kills is gone before it has answered, Ray keeps it as alive.
-        if kind is not None and actor["Pid"] and Path(f"/proc/{actor['Pid']}").exists():
+        if kind is not None and actor["Pid"] and lives(actor["Pid"]):
             node_id = actor["Address"]["NodeID"]
             found.append(Process(kind, actor["Name"] or "", actor["Pid"], node_id))
     return sorted(found, key=lambda process: (process.kind, process.name))
@@ -51,6 +51,15 @@ def _kind(actor: dict[str, Any], app_name: str) -> str | None:
     if name.startswith("SERVE_PROXY_ACTOR"):
         return "proxy"
     return "controller" if name == "SERVE_CONTROLLER_ACTOR" else None
+
+
+def lives(pid: int) -> bool:
+    """Whether the process runs; one that has ended, and whose parent has not asked, does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
 
 
 def resident_mib(pid: int) -> float | None:

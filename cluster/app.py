@@ -51,7 +51,8 @@ _REPLICA = "replica"
 _ENVELOPE_BYTES_MAX = 1 << 20
 """What Serve sends along with a message between its own processes: pickled metadata."""
 _LEAVE_S = 2.0
-"""What a replica may take to leave the pool once its grace is over."""
+"""What a replica may take to leave the pool once its grace is over, and an ingress to tell its
+clients that it is."""
 
 LoadReplica = Callable[[ReplicaConfig], HostedReplica]
 
@@ -220,7 +221,7 @@ def build_app(
         max_ongoing_requests=2 * config.ingress.requests_max,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=actors.drain_s,
+        graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=quiet,
     ).bind(config, load_text, replicas)
 

@@ -50,6 +50,12 @@ class PoolConfig(_Settings):
         description="How long requests wait in a shard without a replica that can hold them, or in "
         "one that does not answer, before they go to one that serves.",
     )
+    unreachable_s: float = Field(
+        30.0,
+        gt=0,
+        description="Silence of the pool after which requests end as UNAVAILABLE. Ray believes in "
+        "a lost node for 15 s before it starts the pool anew elsewhere.",
+    )
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     line: bool = Field(
         True,

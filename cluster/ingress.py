@@ -83,8 +83,9 @@ class Ingress(HealthService):
         """`pools`: one per shard."""
         self._config = config
         self._text = text
+        pool = config.pool
         self._link = ShardLinks(
-            pools, config.pool_names, name, config.pool.poll_s, config.pool.move_s, clock=clock
+            pools, config.pool_names, name, pool.poll_s, pool.move_s, pool.unreachable_s, clock
         )
         self._meter = meter or IngressMeter()
         self._clock = clock

@@ -12,12 +12,15 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import pytest
 from hypothesis import HealthCheck, settings
 
+# With `--hypothesis-profile explore` each run tries other examples (`make explore`).
 settings.register_profile(
-    "lockstep",
+    "explore",
     deadline=None,  # machines are shared: time is no property of the code
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+# What a change is judged by is the change, not the luck of the draw.
+settings.register_profile("lockstep", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("lockstep")
 
 

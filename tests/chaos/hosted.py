@@ -33,6 +33,8 @@ from tests.free_ports import free_port
 
 START_S = 240.0
 _CALL_S = 120.0
+_RAY_S = 100.0
+"""For Ray's answer within a call: a call that ended without its own would leave it to the next."""
 _WORKER = "worker"
 """A resource that all nodes but the head have."""
 _ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +175,10 @@ class HostedCluster:
             bound_s,
         )
 
+    def wait_for_requests(self, count: int) -> pb.StatusResponse:
+        """Until the pool has so many; none of them may end before the last one has come."""
+        return self.wait_for(lambda status: status.running + status.waiting == count)
+
     def wait_until_idle(self, bound_s: float = 60.0) -> pb.StatusResponse:
         """Until no sequence and no KV block is left over."""
         return self.wait_for(idle, bound_s)
@@ -193,6 +199,8 @@ def _host(pipe: Connection, plan: Plan, log_path: str) -> None:
     os.dup2(log, 2)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # That of who starts this one may be a cluster's that runs beside it.
+    os.environ.pop("RAY_SERVE_PROXY_USE_GRPC", None)
     # Workers import what the plan names.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     held = _Held(plan)
@@ -309,7 +317,7 @@ class _Held:
 
         controller = _get_global_client()._controller
         deployment = DeploymentID("replica", APP_NAME)
-        ray.get(controller.update_deployment_replicas.remote(deployment, replicas), timeout=_CALL_S)
+        ray.get(controller.update_deployment_replicas.remote(deployment, replicas), timeout=_RAY_S)
 
     def add_node(self) -> None:
         self._nodes.add_node(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.processes import lives
 from replicas.config import ReplicaConfig
 from scheduler.messages import Order, OrderKind, StepResult
 from tests.cluster.fakes import VOCAB, FakeReplica
@@ -46,7 +47,7 @@ class Stage:
         found = []
         for path in self.directory.glob("doing-*"):
             pid = int(path.name.removeprefix("doing-"))
-            if Path(f"/proc/{pid}").exists():
+            if lives(pid):
                 what, firsts, serial = json.loads(path.read_text())
                 found.append(Doing(pid, what, tuple(firsts), serial))
         return found

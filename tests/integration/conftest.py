@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+from benchmarks.processes import lives
 from cluster.client import Client
 from cluster.config import ClusterConfig, from_args
 from protos import lockstep_pb2 as pb
@@ -59,8 +60,8 @@ def _serve_processes(part: str) -> dict[str, int]:
     assert ray.is_initialized()
     return {
         actor["Name"]: actor["Pid"]
-        for actor in actors().values()
-        if actor["State"] == "ALIVE" and part in (actor["Name"] or "")
+        for actor in actors(actor_state_name="ALIVE").values()
+        if part in (actor["Name"] or "") and lives(actor["Pid"])
     }
 
 
@@ -123,8 +124,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         running.wait_for_replicas(2)
         yield running
     finally:
-        started.stop()
-        ray.shutdown()
+        try:
+            started.stop()
+        finally:
+            ray.shutdown()
 
 
 @pytest.fixture(scope="session")

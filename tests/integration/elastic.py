@@ -6,6 +6,7 @@ its version can change while requests run.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -16,6 +17,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.client_retry import broke
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
@@ -91,11 +93,15 @@ class ElasticCluster:
     def __init__(self, config: ClusterConfig, step_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._driver = context.Process(target=drive, args=(theirs, config, step_s))
+        self._driver = context.Process(target=drive, args=(theirs, config, step_s), daemon=True)
         self._driver.start()
         theirs.close()
         self.address = f"localhost:{config.server.grpc_port}"
-        self._answer(START_S)
+        try:
+            self._answer(START_S)
+        except BaseException:
+            self._driver.kill()
+            raise
         self._channel = grpc.insecure_channel(self.address)
         self._stub = lockstep_pb2_grpc.LockstepStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -116,8 +122,7 @@ class ElasticCluster:
             try:
                 return self._stub.Status(pb.StatusRequest(), timeout=60)
             except grpc.RpcError as error:
-                late = time.monotonic() > deadline_s
-                if late or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if time.monotonic() > deadline_s or not broke(error, streaming=False):
                     raise
             time.sleep(0.05)
 
@@ -142,10 +147,12 @@ class ElasticCluster:
 
     def stop(self) -> None:
         self._channel.close()
-        self._pipe.send(("stop", None))
+        with contextlib.suppress(OSError):
+            self._pipe.send(("stop", None))
         self._driver.join(60)
         if self._driver.is_alive():
             self._driver.kill()
+            self._driver.join(60)
 
     def _tell(self, name: str, argument: Any) -> None:
         self._pipe.send((name, argument))

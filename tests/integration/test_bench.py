@@ -19,6 +19,8 @@ def test_a_benchmark_of_a_real_cluster(cluster: RunningCluster, tmp_path: Path) 
     arguments = [
         *("bench", "--address", cluster.address, "--prompt-tokens", "8..40", "--requests", "24"),
         *("--rate", "40", "--warm-up", "2", "--max-new-tokens", "24", "--json", str(path)),
+        # Else it is the pool's choice, by this machine's times, whether anything is drafted.
+        *("--draft-len", "2"),
     ]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output

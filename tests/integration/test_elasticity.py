@@ -43,7 +43,8 @@ ELASTIC = from_args(
             "drain_s": 3.0,
             "up_delay_s": 0.5,
             "down_delay_s": 1.0,
-            "idle_s": 2.0,
+            # Longer than this machine may stand still between an answer and a look at the cluster.
+            "idle_s": 8.0,
             "tokens_per_s": 1000.0,
             "look_s": 0.2,
         },

@@ -28,7 +28,7 @@ SILENCE_S_MAX = 25.0
 """Ten times what it is here, and less than what the links wait for a pool."""
 TOKENS = 220
 STREAMS = 24
-LONG_TOKENS = 300
+LONG_TOKENS = 450
 PATIENT = RetryPolicy(give_up_s=100.0, attempts_max=1000)
 
 
@@ -71,6 +71,7 @@ def longest_silence_s(outcomes: Sequence[Outcome]) -> float:
 
 def test_a_killed_pool_silences_no_stream_for_long(hosted: HostedCluster) -> None:
     def disturb() -> None:
+        hosted.wait_for_requests(STREAMS)
         wait_for_tokens(hosted, 400)
         kill_pool(hosted)
 

@@ -16,7 +16,7 @@ import pytest
 
 from protos import lockstep_pb2 as pb
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import Outcome, all_right, fake_asks, serve
+from tests.chaos.load import Outcome, all_right, fake_asks, serve, serve_during
 from tests.chaos.troubled import (
     HANG_ONCE,
     POISON,
@@ -30,6 +30,8 @@ from tests.cluster.fakes import load_fake_text
 pytestmark = pytest.mark.ray
 
 ORDER_S_MAX = 4.0
+DRAINS_MAX = 10
+"""Attempts at seeing a drain, which lasts for a part of one slow step."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_a_replica_killed_while_idle_is_noticed_by_nobody(hosted: HostedCluster)
 
 
 def test_a_replica_killed_during_prefill(hosted: HostedCluster, stage: Stage) -> None:
-    outcomes = serve(
+    outcomes = serve_during(
         hosted.address,
         fake_asks(4, first=SLOW_PREFILL) + fake_asks(8),
         lambda: kill(stage.wait_for("prefill", SLOW_PREFILL).pid),
@@ -110,19 +112,36 @@ def test_the_same_sequence_loses_two_replicas_in_a_row(hosted: HostedCluster, st
 
 
 def test_a_replica_killed_while_draining(hosted: HostedCluster, stage: Stage) -> None:
-    def drain_and_kill() -> None:
+    def drain_and_kill() -> bool:
+        """Whether the replica that drained was there to be killed."""
         processes = hosted.processes("replica")
         stage.wait_for("speculate", SLOW_STEP)
         hosted.scale(1)
-        status = hosted.wait_for(lambda status: any(r.draining for r in status.replicas))
-        (draining,) = [replica.id for replica in status.replicas if replica.draining]
-        (process,) = [one for one in processes if one.name.split("#")[-1] in draining]
-        kill(process.pid)
+        try:
+            status = hosted.wait_for(
+                lambda status: len(status.replicas) == 1 or any(r.draining for r in status.replicas)
+            )
+            draining = [replica.id for replica in status.replicas if replica.draining]
+            if not draining:
+                return False
+            (process,) = [one for one in processes if one.name.split("#")[-1] in draining[0]]
+            kill(process.pid)
+        except ProcessLookupError:
+            return False
+        finally:
+            hosted.scale(2)
+        return True
+
+    def until_killed() -> None:
+        for _ in range(DRAINS_MAX):
+            if drain_and_kill():
+                return
+            hosted.wait_for_replicas(2)
+        raise AssertionError(f"none of {DRAINS_MAX} drains was seen")
 
     # Enough slow rows that both replicas step some.
-    outcomes = serve(hosted.address, fake_asks(8, first=SLOW_STEP, tokens=16), drain_and_kill)
-    hosted.scale(2)
-    all_right(outcomes)
+    slow = fake_asks(8, first=SLOW_STEP, tokens=16)
+    all_right(serve_during(hosted.address, slow, until_killed))
 
 
 def test_a_drained_replica_hands_everything_over(hosted: HostedCluster, stage: Stage) -> None:
@@ -131,8 +150,11 @@ def test_a_drained_replica_hands_everything_over(hosted: HostedCluster, stage: S
         hosted.scale(1)
         hosted.wait_for(lambda status: len(status.replicas) == 1)
 
-    outcomes = serve(hosted.address, fake_asks(8, first=SLOW_STEP, tokens=16), drain)
-    hosted.scale(2)
+    try:
+        slow = fake_asks(8, first=SLOW_STEP, tokens=16)
+        outcomes = serve_during(hosted.address, slow, drain)
+    finally:
+        hosted.scale(2)
     all_right(outcomes)
     assert recovered(outcomes) >= 1
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.processes import Process
+from benchmarks.processes import Process, lives
 from cluster.client import Client
 from cluster.target_text import TargetText
 from cluster.verify import transformers_greedy
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
     after = hosted.wait_for_replicas(1)
     assert after.recovered > seen.recovered, "nothing ran when the rank was killed"
     deadline_s = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{process.pid}") for process in before):
+    while any(lives(process.pid) for process in before):
         assert time.monotonic() < deadline_s, "a rank of the broken replica lives on"
         time.sleep(0.1)
     # Ray may take a moment to see it.

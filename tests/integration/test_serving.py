@@ -25,6 +25,7 @@ from tests.integration.conftest import Expected, RunningCluster
 
 pytestmark = pytest.mark.ray
 
+CALL_S = 120.0
 PROMPTS = [f"the quick {'brown ' * (n % 7)}fox number {n}" for n in range(64)]
 
 
@@ -35,9 +36,20 @@ def until(condition: Callable[[], bool], bound_s: float = 30.0) -> None:
         time.sleep(0.005)
 
 
+def status_of(client: Client, bound_s: float = 30.0) -> pb.StatusResponse:
+    """On a busy machine the pool may be late with an answer."""
+    deadline_s = time.monotonic() + bound_s
+    while True:
+        try:
+            return client.status()
+        except grpc.RpcError:
+            if time.monotonic() > deadline_s:
+                raise
+
+
 def idle(client: Client) -> bool:
     """Whether every KV block is free and nobody waits."""
-    status = client.status()
+    status = status_of(client)
     free = all(replica.kv_blocks_free == replica.kv_blocks for replica in status.replicas)
     return free and status.waiting == 0 and status.running == 0
 
@@ -71,9 +83,10 @@ def test_many_at_once_on_two_replicas(
 
     answers = asyncio.run(ask())
     assert [list(answer.token_ids) for answer in answers] == expected(PROMPTS, 32)
-    assert len({name for answer in answers for name in answer.end.replicas}) == 2
-    status = client.status()
-    assert 0 < status.acceptance < 1
+    # One that was silent for too long has joined again, under its name and another suffix.
+    names = {name for answer in answers for name in answer.end.replicas}
+    assert len({name.rpartition(".")[0] for name in names}) == 2
+    assert 0 < status_of(client).acceptance < 1
     until(lambda: idle(client))
 
 
@@ -126,6 +139,19 @@ def test_a_stop_string_across_chunks(client: Client) -> None:
     until(lambda: idle(client))
 
 
+def cancel_running(
+    stub: lockstep_pb2_grpc.LockstepStub, request: pb.GenerateRequest, client: Client
+) -> None:
+    """Cancel a unary call while it runs; a fast machine may be done before that is seen."""
+    for _ in range(10):
+        call = stub.Generate.future(request)
+        until(lambda call=call: call.done() or status_of(client).running == 1)
+        call.cancel()
+        if call.cancelled():
+            return
+    raise AssertionError("it always ended before it was cancelled")
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_cancel_by_the_client_frees_the_blocks(
     cluster: RunningCluster, client: Client, streaming: bool
@@ -138,11 +164,9 @@ def test_a_cancel_by_the_client_frees_the_blocks(
             for _chunk in leaving.stream(request):
                 break
         else:
-            call = lockstep_pb2_grpc.LockstepStub(raw).Generate.future(request)
-            until(lambda: client.status().running == 1)
-            call.cancel()
+            cancel_running(lockstep_pb2_grpc.LockstepStub(raw), request, client)
     until(lambda: idle(client))
-    assert client.status().requests_finished > 0
+    assert status_of(client).requests_finished > 0
 
 
 def test_a_deadline_is_enforced_with_the_tokens_so_far(client: Client, expected: Expected) -> None:
@@ -170,12 +194,13 @@ def test_a_deadline_is_enforced_with_the_tokens_so_far(client: Client, expected:
 def test_health_and_reflection(cluster: RunningCluster) -> None:
     with grpc.insecure_channel(cluster.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(service="lockstep.v1.Lockstep"))
+        named = health_pb2.HealthCheckRequest(service="lockstep.v1.Lockstep")
+        answer = health.Check(named, timeout=CALL_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
-            health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+            health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=CALL_S)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        watch = health.Watch(health_pb2.HealthCheckRequest())
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=CALL_S)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
@@ -183,14 +208,14 @@ def test_health_and_reflection(cluster: RunningCluster) -> None:
 
 
 def test_http(cluster: RunningCluster, expected: Expected) -> None:
-    assert urllib.request.urlopen(f"{cluster.http}/healthz").status == 200
-    assert urllib.request.urlopen(f"{cluster.http}/readyz").status == 200
+    assert urllib.request.urlopen(f"{cluster.http}/healthz", timeout=CALL_S).status == 200
+    assert urllib.request.urlopen(f"{cluster.http}/readyz", timeout=CALL_S).status == 200
 
     def post(body: bytes) -> dict[str, object]:
         request = urllib.request.Request(
             f"{cluster.http}/v1/generate", body, {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
             read: dict[str, object] = json.load(answer)
             return read
 

@@ -46,11 +46,23 @@ def spread_as(hosted: HostedCluster, *serving: int) -> pb.StatusResponse:
 @pytest.fixture(autouse=True)
 def _one_replica_each_before_and_nothing_left_after(hosted: HostedCluster) -> Iterator[None]:
     spread_as(hosted, 1, 1)
-    # What an ingress knows of the shards may be as old as a poll, here of 0.2 s.
-    time.sleep(1.2)
+    until_both_are_known(hosted)
     yield
     spread_as(hosted, 1, 1)
     hosted.wait_until_idle()
+
+
+def until_both_are_known(hosted: HostedCluster) -> None:
+    """Until requests go to both: what an ingress knows of the shards is as old as a poll, and after
+    a pool's death it first has to reach it again."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        outcomes = serve(hosted.address, fake_asks(8, tokens=4))
+        all_right(outcomes)
+        ran_on = {name for outcome in outcomes if outcome.end for name in outcome.end.replicas}
+        if len(ran_on) == 2:
+            return
+        assert time.monotonic() < deadline_s, f"all went to {ran_on}"
 
 
 def both_busy(hosted: HostedCluster) -> None:

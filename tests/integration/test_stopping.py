@@ -25,6 +25,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.client import NO_RETRY, Client
+from cluster.client_retry import broke
 from protos import lockstep_pb2 as pb
 from tests.free_ports import free_port
 from tests.integration.pairs import write_pair
@@ -131,11 +132,25 @@ def somebodys_ray() -> Iterator[str]:
     )
     assert process.stdin
     assert process.stdout
+    overdue = threading.Timer(READY_S, process.kill)
+    overdue.start()
     try:
-        yield process.stdout.readline().strip()
+        address = process.stdout.readline().strip()
+        overdue.cancel()
+        assert address, "Ray did not start"
+        yield address
     finally:
+        overdue.cancel()
         process.stdin.close()
         process.wait(STOP_S)
+
+
+def nothing_is_left_on(ray_address: str) -> None:
+    """Returns when no actor has a name there and the GPU is free; Ray's books may lag behind."""
+    deadline_s = time.monotonic() + STOP_S
+    while (left := left_on(ray_address)) != ["[]", "1.0"]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.5)
 
 
 def left_on(ray_address: str) -> list[str]:
@@ -242,7 +257,8 @@ def refused_while(streams: Streams) -> grpc.RpcError:
     """The refusal of a new request, which came while a stream still ran."""
     while True:
         try:
-            streams.client.generate(pb.GenerateRequest(prompt="new", max_new_tokens=1))
+            new = pb.GenerateRequest(prompt="new", max_new_tokens=1)
+            streams.client.generate(new, timeout_s=FLOW_S)
         except grpc.RpcError as error:
             assert streams.running, "the streams were over before the refusal"
             return error
@@ -317,7 +333,9 @@ def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
         assert served.process.wait(STOP_S) == 1, served.log.read_text(errors="replace")
         streams.join(STOP_S)
         assert streams.errors
-        assert all(e.code() is StatusCode.UNAVAILABLE for e in streams.errors.values())
+        # Who is cut off at once may hear it from Serve's proxy, in its words, or from nobody.
+        assert all(broke(error, streaming=True) for error in streams.errors.values())
+        assert not streams.errors.keys() & streams.ends.keys()
 
 
 def test_a_stop_at_once_leaves_nothing_on_a_ray_that_was_joined(
@@ -337,7 +355,7 @@ def test_a_stop_at_once_leaves_nothing_on_a_ray_that_was_joined(
         print(f"stopped after {time.monotonic() - told_s:.1f} s")
         streams.join(STOP_S)
         assert streams.errors
-    assert left_on(somebodys_ray) == ["[]", "1.0"]
+    nothing_is_left_on(somebodys_ray)
 
 
 def test_what_finds_no_place_in_time_says_so_in_a_line(
@@ -351,4 +369,4 @@ def test_what_finds_no_place_in_time_says_so_in_a_line(
         ours = [line for line in said.splitlines() if not re.match(r"(\x1b\S*?m)?\(", line)]
         assert "Lockstep did not start: not up within 3 s (actors.start_s); " in "\n".join(ours)
         assert not any("Traceback" in line for line in ours), said
-    assert left_on(somebodys_ray) == ["[]", "1.0"]
+    nothing_is_left_on(somebodys_ray)
