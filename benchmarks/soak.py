@@ -206,6 +206,7 @@ async def left_over(client: AsyncClient, wait_s: float = _LEFT_WAIT_S) -> dict[s
             # On a busy machine the pool may be late with an answer.
             if time.monotonic() > deadline_s:
                 raise
+            await asyncio.sleep(0.1)
             continue
         left = {
             "waiting": status.waiting,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch or transformers are imported by any test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,3 +32,11 @@ def _few_threads() -> None:
     except ImportError:  # the pure core is tested without torch, too
         return
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _the_same_random_tensors_each_time() -> None:
+    """Torch's own seed is another one in each process."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)

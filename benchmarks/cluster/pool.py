@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -36,6 +37,8 @@ NEW_TOKENS = 128
 METHODS = ("join", "pull", "drain", "leave", "submit", "news", "part", "status")
 _HOST = "127.0.0.1"
 _ANSWER_S = 30.0
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""The unit of CPU time; less than one is measured as none."""
 
 
 class LinePool:
@@ -123,7 +126,7 @@ async def drive(
         "cpu_s": [round(each, 2) for each in cpu_s],
         "cpu_us_per_order": round(1e6 * sum(cpu_s) / sum(orders)),
         "cpu_us_per_request": round(1e6 * sum(cpu_s) / requests),
-        "orders_per_cpu_s_of_the_busiest": round(sum(orders) / max(cpu_s)),
+        "orders_per_cpu_s_of_the_busiest": round(sum(orders) / max(*cpu_s, _TICK_S)),
     }
 
 

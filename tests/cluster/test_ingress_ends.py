@@ -177,7 +177,9 @@ def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_stop_string_counts_as_served(streaming: bool) -> None:
+def test_a_stop_string_counts_as_served(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.ingress._USAGE_WAIT_S", 100.0)
+
     async def test() -> None:
         async with counting() as (made, counted):
             context = Context()

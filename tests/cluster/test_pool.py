@@ -85,7 +85,7 @@ class World:
     def __init__(self, wire: Wire, config: ClusterConfig) -> None:
         self.wire = wire
         self.config = config
-        self.link = PoolLink(wire, "ingress", config.pool.poll_s, unreachable_s=5.0)
+        self.link = PoolLink(wire, "ingress", config.pool.poll_s, unreachable_s=1000.0)
         self.runners: list[ReplicaRunner] = []
         self.fakes: list[FakeReplica] = []
 
@@ -889,15 +889,17 @@ def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> None:
             runner = fake.runner
             assert runner is not None
             begins = fake.step
+            held = threading.Event()
 
             def step(order: Any, *rest: Any) -> Any:
                 while fake.begun == 2 and not runner._draining:
+                    held.set()
                     time.sleep(0.001)
                 return begins(order, *rest)
 
             fake.step = step  # type: ignore[method-assign]
             live = w.submit([7, 8], 400)
-            await w.until(lambda: fake.begun == 2 and runner._order_began_s is not None)
+            await w.until(held.is_set)
             async with asyncio.timeout(CONFIG.actors.drain_s / 2):
                 await runner.close()
             assert left[0], "the order in hand broke it"

@@ -45,6 +45,7 @@ def status_of(client: Client, bound_s: float = 30.0) -> pb.StatusResponse:
         except grpc.RpcError:
             if time.monotonic() > deadline_s:
                 raise
+        time.sleep(0.05)
 
 
 def idle(client: Client) -> bool:

@@ -30,7 +30,7 @@ class Trimming:
         self.orders: list[tuple[Order, StepResult]] = []
         self._replica = replica
         self._verify = verify
-        self._rng = random.Random(verify)
+        self._rng = random.Random(0 if verify is None else verify)
 
     def step(self, order: Order) -> StepResult:
         if order.kind is not OrderKind.SPECULATE:

@@ -102,8 +102,8 @@ def test_only_a_rank_that_is_waited_for_and_knows_the_secret_gets_in(
     time.sleep(0.1)
     (known,) = called(meeting, 1)
     began_s = time.monotonic()
-    (connection,) = meeting.gather(2, within_s=20)
-    assert time.monotonic() - began_s < 10
+    (connection,) = meeting.gather(2, within_s=100)
+    assert time.monotonic() - began_s < 60
     theirs = known.result(10)
     theirs.send("here")
     assert connection.poll(10)
@@ -150,9 +150,9 @@ def test_a_rank_hangs_up_on_who_cannot_prove_that_it_is_rank_0() -> None:
 def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(meeting: Meeting) -> None:
     (known,) = called(meeting, 1)
     began_s = time.monotonic()
-    with pytest.raises(NobodyCame, match=r"rank 2 has not come within 0\.5 s"):
-        meeting.gather(3, within_s=0.5)
-    assert time.monotonic() - began_s < 10
+    with pytest.raises(NobodyCame, match=r"rank 2 has not come within 3 s"):
+        meeting.gather(3, within_s=3)
+    assert time.monotonic() - began_s < 60
     with pytest.raises((EOFError, ConnectionError)):
         known.result(10).recv()
 
@@ -213,7 +213,7 @@ def test_a_meeting_leaves_nothing_open(came: int) -> None:
     if came:
         (known,) = called(meeting, 1)
         with pytest.raises(NobodyCame):
-            meeting.gather(3, within_s=0)
+            meeting.gather(3, within_s=3)
         theirs = known.result(10)
         with pytest.raises((EOFError, ConnectionError)):
             theirs.recv()
