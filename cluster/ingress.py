@@ -226,7 +226,7 @@ class Ingress(HealthService):
         ask = to_ask(message, prompt, self._text, limits, tenant, priority)
         # All of it before any token is decoded: decoding stands on the event loop.
         check_request(ask.request, self._config.scheduler, self._text.spec)
-        admission.charge(len(prompt) + ask.request.max_new_tokens)
+        admission.charge(ask.request.length_max)
         text = TextStream(self._text.tokenizer, ask.request.prompt, ask.stop)
         committed = ask.request.committed
         seen = await _pushed(text, committed)

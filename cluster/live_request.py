@@ -44,11 +44,6 @@ class LiveRequest:
     """What shards have said whose queue had no room for it, or whose replicas are too small."""
 
     @property
-    def length_max(self) -> int:
-        """Its content (prompt + new tokens) at the longest."""
-        return len(self.request.prompt) + self.request.max_new_tokens
-
-    @property
     def tokens_left(self) -> int:
         """How many tokens it may still get."""
         return self.request.max_new_tokens - len(self.tokens)

@@ -168,7 +168,7 @@ class PoolLink:
         return [
             live
             for live in self._live.values()
-            if not live.cancelled and not (answered and load.holds(live.length_max))
+            if not live.cancelled and not (answered and load.holds(live.request.length_max))
         ]
 
     # ------------------------------------------------------------------ life

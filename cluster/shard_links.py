@@ -77,8 +77,7 @@ class ShardLinks:
 
     def submit(self, request: Request, timeout_s: float) -> LiveRequest:
         """Hand a request to the shard that will be done with it first."""
-        length_max = len(request.prompt) + request.max_new_tokens
-        shard = self._choose(request.max_new_tokens - len(request.committed), length_max)
+        shard = self._choose(request, request.max_new_tokens - len(request.committed))
         live = self.links[shard].submit(request, timeout_s)
         live.shard = shard
         return live
@@ -162,9 +161,10 @@ class ShardLinks:
     async def _status_of(self, shard: int) -> PoolView:
         return await self._pools[shard].status()
 
-    def _choose(self, tokens: int, length_max: int) -> int:
+    def _choose(self, request: Request, tokens: int) -> int:
         self._turn += 1
-        return choose_shard([link.load for link in self.links], tokens, self._turn, length_max)
+        loads = [link.load for link in self.links]
+        return choose_shard(loads, tokens, self._turn, request.length_max)
 
     def _refused(self, live: LiveRequest, reject: Reject) -> Reject | None:
         """A shard's queue is full, or its replicas are too small: another one is asked. Refused is
@@ -172,7 +172,8 @@ class ShardLinks:
         live.refused[live.shard] = reject
         self._turn += 1
         loads = [link.load for link in self.links]
-        shard = next_shard(loads, live.refused, live.tokens_left, self._turn, live.length_max)
+        length_max = live.request.length_max
+        shard = next_shard(loads, live.refused, live.tokens_left, self._turn, length_max)
         if shard is None:
             return min(live.refused.values(), key=_comes_back)
         # No pool has accepted it: the next one may refuse it as well.
@@ -219,14 +220,15 @@ class ShardLinks:
                     log.warning("%d requests that shard %d cannot serve move", len(moving), shard)
                     link.let_go(moving)
                 for live in moving:
-                    live.shard = self._choose(live.tokens_left, live.length_max)
+                    live.shard = self._choose(live.request, live.tokens_left)
                     self.links[live.shard].adopt(live)
 
 
 def _serves(loads: Sequence[ShardLoad], live: LiveRequest) -> bool:
     """Whether one of the shards takes it now, or says at once that it never will."""
     return any(
-        load.answers and (load.holds(live.length_max) or (load.serving and not live.checked))
+        load.answers
+        and (load.holds(live.request.length_max) or (load.serving and not live.checked))
         for load in loads
     )
 

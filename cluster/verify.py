@@ -112,7 +112,7 @@ def _just_enough(
     """Memory for these requests only, where none is given: a second copy of the target must fit."""
     if any(given is not None for given in (config.kv_blocks, config.kv_memory_mb, config.memory)):
         return config
-    lengths = sorted((len(r.prompt) + r.max_new_tokens for r in requests), reverse=True)
+    lengths = sorted((request.length_max for request in requests), reverse=True)
     at_once = lengths[: 2 * scheduler.rows_max]
     return config.model_copy(
         update={

@@ -65,7 +65,7 @@ def check_request(
 
 def check_fit(request: Request, spec: ReplicaSpec) -> None:
     """Raises InvalidRequest if the request is too long for an empty replica of this spec."""
-    length_max = len(request.prompt) + request.max_new_tokens
+    length_max = request.length_max
     if length_max > spec.context_len:
         raise InvalidRequest(
             "max_new_tokens",

@@ -82,6 +82,11 @@ class Request:
     """KV blocks are shared only between requests of the same salt."""
     pins: Pins = Pins()
 
+    @property
+    def length_max(self) -> int:
+        """Tokens of its content (prompt + new tokens) at the longest."""
+        return len(self.prompt) + self.max_new_tokens
+
 
 # --------------------------------------------------------------------------- orders
 

@@ -286,9 +286,8 @@ class Scheduler:
         waiting = self._pool.waiting
         if len(waiting) >= self.config.waiting_requests_max:
             return f"{len(waiting)} requests wait already"
-        tokens = len(request.prompt) + request.max_new_tokens
         # One that is longer than the whole bound comes in when nobody waits.
-        if waiting and waiting.tokens + tokens > self.config.waiting_tokens_max:
+        if waiting and waiting.tokens + request.length_max > self.config.waiting_tokens_max:
             return f"requests of {waiting.tokens} tokens wait already"
         return ""
 

@@ -185,7 +185,7 @@ class Sequence(_Row):
     def __post_init__(self) -> None:
         self.id = self.request.id
         self.length = len(self.request.prompt) + len(self.committed)
-        self.length_max = len(self.request.prompt) + self.request.max_new_tokens
+        self.length_max = self.request.length_max
         self.greedy = self.request.sampling.temperature == 0.0
         self.draft_len = self.request.draft_len
         self.trim_drafts = self.request.pins.trim_drafts
