@@ -60,12 +60,12 @@ class PoolLink:
         clock: Callable[[], float] = time.monotonic,
         heard: Callable[[], None] = lambda: None,
         unfinished: Callable[[], int] | None = None,
-        refused: Callable[[LiveRequest, Reject], Reject | None] = lambda _live, reject: reject,
+        elsewhere: Callable[[LiveRequest, Reject], Reject | None] = lambda _live, reject: reject,
     ) -> None:
         """Requests end as unreachable when the pool does not answer for `unreachable_s`.
 
         `heard` is called when the pool has said something new of itself; `unfinished` counts all
-        requests of this process, where there are more than those of this link. `refused` is told
+        requests of this process, where there are more than those of this link. `elsewhere` is told
         of a request that the pool has no room for, or no replica that can hold it, and which this
         link has forgotten; it says with what the request ends, or None where it goes on elsewhere.
         """
@@ -76,7 +76,7 @@ class PoolLink:
         self._clock = clock
         self._heard = heard
         self._unfinished = unfinished or (lambda: len(self._live))
-        self._elsewhere = refused
+        self._elsewhere = elsewhere
         self._live: dict[str, LiveRequest] = {}
         self._left: dict[str, LiveRequest] = {}
         """Requests that went on elsewhere and of which the pool has not said what they used."""
