@@ -38,7 +38,7 @@ COMPILED = (
     "near_lengths",
     "open_replicas",
     "ordered",
-    "orders",
+    "batches",
     "placement",
     "pool",
     "prefilling",

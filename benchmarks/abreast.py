@@ -1,4 +1,4 @@
-"""Ways to generate side by side, a few orders at a time: for ratios that noise does not drown.
+"""Ways to generate side by side, a few batches at a time: for ratios that noise does not drown.
 
 A shared machine's speed changes within seconds, and one run after the other meets different ones.
 Here all ways begin together and take turns after a fraction of a second each, so that all meet the

@@ -21,11 +21,12 @@ from random import Random
 
 from benchmarks.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
+from scheduler.batches import prefill_tokens
 from scheduler.beliefs import LinearCost
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     Release,
     ReplicaSpec,
     Request,
@@ -33,7 +34,6 @@ from scheduler.messages import (
     StepTimes,
     StepTiming,
 )
-from scheduler.orders import prefill_tokens
 from scheduler.timed_replica import TimedReplica
 
 DRAFT = LinearCost(1.5e-3, 6e-5, 3e-8)
@@ -93,12 +93,12 @@ class Mixed(Compared):
     chosen_by_arrival: float
     padding: float
     """Share of the KV positions read beyond a row's own, with the chosen draft length."""
-    longest_wait_orders: int
-    """Orders between two steps of one sequence, at most; 8 orders or less are a round."""
+    longest_wait_batches: int
+    """Batches between two steps of one sequence, at most; 8 batches or less are a round."""
 
 
 class VirtualReplica:
-    """Implements `Runner` of the local engine; time passes only while it runs an order."""
+    """Implements `Runner` of the local engine; time passes only while it runs a batch."""
 
     def __init__(self, acceptance: Sequence[float], timed: bool, tile: int = 1) -> None:
         """`tile`: tokens that a verification takes together; 1: as many as there are."""
@@ -124,25 +124,25 @@ class VirtualReplica:
     def clock(self) -> float:
         return self.now_s
 
-    def step(self, order: Order) -> StepResult:
-        self._replica.receive(order)
-        run = self._replica.begin(order)
+    def step(self, batch: Batch) -> StepResult:
+        self._replica.receive(batch)
+        run = self._replica.begin(batch)
         while run.advance():
             pass
-        self._replica.end(order)
-        result = run.result(self._times(order).total_s)
+        self._replica.end(batch)
+        result = run.result(self._times(batch).total_s)
         self.now_s += result.times.total_s
         return result
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         self._replica.release(Release(REPLICA_ID, tuple(sequence_ids)))
 
-    def _times(self, order: Order) -> StepTimes:
-        if order.kind is OrderKind.PREFILL:
-            spent_s = PREFILL(prefill_tokens(order), 0)
+    def _times(self, batch: Batch) -> StepTimes:
+        if batch.kind is BatchKind.PREFILL:
+            spent_s = PREFILL(prefill_tokens(batch), 0)
             return StepTimes(prefill_s=spent_s, total_s=spent_s)
-        rows, longest = len(order.rows), order.rows[-1].length
-        draft_s, verify_s = _parts(rows, order.draft_len, longest, self._tile)
+        rows, longest = len(batch.rows), batch.rows[-1].length
+        draft_s, verify_s = _parts(rows, batch.draft_len, longest, self._tile)
         return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + REST_S)
 
 
@@ -162,7 +162,7 @@ def _trial(rows: int, k: int, tile: int) -> StepTiming:
 class _Run:
     speed: float
     padding: float
-    longest_wait_orders: int
+    longest_wait_batches: int
 
 
 def _run(
@@ -212,7 +212,7 @@ def measure(mix: str, rows: int) -> Mixed:
         ).speed,
         chosen_by_arrival=_run(acceptance, by_arrival, count).speed,
         padding=chosen.padding,
-        longest_wait_orders=chosen.longest_wait_orders,
+        longest_wait_batches=chosen.longest_wait_batches,
     )
 
 
@@ -287,7 +287,7 @@ def main() -> None:
                     *(one.over_best_fixed, one.chosen / one.fixed[0]),
                     one.chosen_without_trials / one.fixed[one.best_fixed],
                     one.chosen_by_arrival / one.fixed[one.best_fixed],
-                    *(f"{one.padding:.1%}", f"{one.longest_wait_orders} orders"),
+                    *(f"{one.padding:.1%}", f"{one.longest_wait_batches} batches"),
                 )
                 for one in found
             ],

@@ -238,7 +238,7 @@ def summary(
             put("over transformers' assisted generation, batch 1", against, ours, ASSISTED)
         steps = over_rounds(measured[ours].runs)
         figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
-        figures[f"between orders, batch {batch}"] = steps.between_orders
+        figures[f"between batches, batch {batch}"] = steps.between_batches
         figures[f"padding, batch {batch}"] = steps.padding
         figures[f"longest wait in rounds, batch {batch}"] = steps.wait_rounds
         if batch != first:
@@ -329,7 +329,7 @@ def _show(contender: Contender, way: MeasuredWay | None) -> None:
         steps = over_rounds(way.runs[-len(contender.tokens_per_s) :])
         line += (
             f"  {steps.committed_per_step:5.2f} tokens/row/step  overhead {steps.overhead:6.1%}"
-            f"  padding {steps.padding:6.1%}  between orders {steps.between_orders:6.1%}"
+            f"  padding {steps.padding:6.1%}  between batches {steps.between_batches:6.1%}"
             f"  longest wait {steps.wait_rounds:.2f} rounds"
         )
     print(line, flush=True)

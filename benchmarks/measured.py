@@ -28,7 +28,7 @@ class StepFigures:
     """Of the steps' time: neither draft nor target forward."""
     padding: float
     """Of the KV positions read: beyond a row's own."""
-    between_orders: float
+    between_batches: float
     """Of the time on the wall: outside the replica; the scheduler, above all."""
 
 
@@ -63,7 +63,7 @@ class MeasuredWay:
         self.seconds = 0.0
         """That the last run has taken so far."""
         self.outputs: list[Output] = []
-        """Of the last run, in the requests' order."""
+        """Of the last run, in the requests' batch."""
         self.runs: list[StepFigures] = []
         """Of every run that has ended; clear it after a warm-up."""
 
@@ -81,7 +81,7 @@ class MeasuredWay:
         self.seconds = self._own_s()
 
     def advance(self) -> bool:
-        """Run one order; False once, when the run has ended, and then every request has finished
+        """Run one batch; False once, when the run has ended, and then every request has finished
         and its figures are there."""
         assert self._engine is not None, "begin() comes first"
         self._since_s = self._clock()
@@ -94,7 +94,7 @@ class MeasuredWay:
 
     def _own_s(self) -> float:
         """A clock that stands between two calls: what others do then is no time of this run, nor
-        may the scheduler take it for a slow trip of an order."""
+        may the scheduler take it for a slow trip of a batch."""
         return self.seconds + self._clock() - self._since_s
 
     @property
@@ -118,19 +118,19 @@ class MeasuredWay:
             committed_per_step=sum(len(row.tokens) for row in rows)
             / sum(row.steps for row in rows),
             wait_rounds=longest_wait(
-                results, self._config.rows_max, self._config.orders_in_flight_max
+                results, self._config.rows_max, self._config.batches_in_flight_max
             ),
             acceptance=sum(sum(row.accepted_at) for row in rows) / drafted if drafted else None,
             overhead=1 - forward / in_steps,
             padding=1 - own / read,
-            between_orders=1 - inside / self.seconds,
+            between_batches=1 - inside / self.seconds,
         )
 
 
-def longest_wait(results: Sequence[StepResult], rows_max: int, orders_in_flight: int) -> float:
+def longest_wait(results: Sequence[StepResult], rows_max: int, batches_in_flight: int) -> float:
     """Longest wait between two steps of a sequence, or from its prefill to its first, in rounds.
 
-    A round is as many groups of `rows_max` as hold all residents of that time once. Orders that
+    A round is as many groups of `rows_max` as hold all residents of that time once. Batches that
     were with the replica already when the sequence became ready were not chosen over it and do not
     count. `results` are all those of one replica, in order, of sequences that stay to their end.
     """
@@ -147,7 +147,7 @@ def longest_wait(results: Sequence[StepResult], rows_max: int, orders_in_flight:
             if result.steps and row.sequence_id in ready:
                 since, before = ready[row.sequence_id]
                 groups = math.ceil(max(residents[since:]) / rows_max)
-                passes = max(stepped - before - orders_in_flight, 0)
+                passes = max(stepped - before - batches_in_flight, 0)
                 longest = max(longest, (passes + 1) / groups)
             ready[row.sequence_id] = (n, stepped)
         residents.append(len(ready))

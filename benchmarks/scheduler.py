@@ -1,10 +1,10 @@
-"""What the scheduler costs per order and per event, from 1,000 to 100,000 live sequences.
+"""What the scheduler costs per batch and per event, from 1,000 to 100,000 live sequences.
 
 It drives `Scheduler.step` with answers made up on the spot: no replica, no network, one process.
 They come when a small GPU would give them, in a time of the benchmark's own, so that the policy has
 something to learn, and drafts.
-An order's time is that of its StepDone: its tokens are booked, rows finish, waiting ones are placed
-and the next order is given out. The pool is in the midst of its work: replicas are as full as they
+A batch's time is that of its StepDone: its tokens are booked, rows finish, waiting ones are placed
+and the next batch is given out. The pool is in the midst of its work: replicas are as full as they
 get and rows are of all ages. CPU time of this process is measured, not time on the wall, because
 machines are shared; even so a busy neighbour costs up to twice, so there are several rounds, of
 which the least and the median stand beside each other, and a fixed loop (`probe_us`) is timed
@@ -29,16 +29,17 @@ from statistics import fmean, median
 
 from benchmarks.report import table, write_json
 from scheduler import scheduler as core
+from scheduler.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
 from scheduler.garbage import collect_seldom
 from scheduler.messages import (
     Action,
+    Batch,
+    BatchKind,
     Cancel,
     Dispatch,
     Event,
     Finish,
-    Order,
-    OrderKind,
     ReplicaJoined,
     ReplicaSpec,
     Request,
@@ -49,7 +50,6 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.orders import prefill_tokens
 from scheduler.scheduler import Scheduler
 
 LIVE = (1_000, 10_000, 100_000)
@@ -62,7 +62,7 @@ TENANTS = 20
 ACCEPTANCE = 0.7
 """Of a draft token."""
 TRIP_S = 3e-4
-"""Between an order's end and its answer."""
+"""Between a batch's end and its answer."""
 EVENTS = 200
 """Submits, cancels and ticks of a round."""
 
@@ -81,14 +81,14 @@ class Rounds:
 
 @dataclass
 class Cost:
-    """What orders and events cost with so many live sequences on so many replicas."""
+    """What batches and events cost with so many live sequences on so many replicas."""
 
     live: int
     replicas: int
     rows: float
-    """Mean rows of the orders that were answered."""
-    order_us: Rounds
-    order_p99_us: Rounds
+    """Mean rows of the batches that were answered."""
+    batch_us: Rounds
+    batch_p99_us: Rounds
     submit_us: Rounds
     cancel_us: Rounds
     tick_us: Rounds
@@ -98,21 +98,21 @@ class Cost:
 class Times:
     """One round, seconds each."""
 
-    orders: list[float] = field(default_factory=list)
+    batches: list[float] = field(default_factory=list)
     submits: list[float] = field(default_factory=list)
     cancels: list[float] = field(default_factory=list)
     ticks: list[float] = field(default_factory=list)
 
 
 class Load:
-    """A scheduler with so many live sequences, and answers to its orders in turn."""
+    """A scheduler with so many live sequences, and answers to its batches in turn."""
 
     def __init__(self, live: int, replicas: int, seed: int = 0) -> None:
         self._rng = random.Random(seed)
         roomy = SchedulerConfig(waiting_requests_max=2 * live, waiting_tokens_max=1000 * live)
         self._scheduler = Scheduler(roomy)
-        self._orders: list[tuple[float, int, Order]] = []
-        """A heap of (time of the answer [s], id, order)."""
+        self._batches: list[tuple[float, int, Batch]] = []
+        """A heap of (time of the answer [s], id, batch)."""
         self._busy_until_s: dict[str, float] = {}
         self._now_s = 0.0
         self._number = 0
@@ -165,23 +165,23 @@ class Load:
         return self._tell(Tick())
 
     def answer(self) -> float:
-        """Answer the oldest order; returns the CPU seconds of the scheduler alone."""
-        self._now_s, _, order = heappop(self._orders)
-        self.rows += len(order.prefill or order.rows)
+        """Answer the oldest batch; returns the CPU seconds of the scheduler alone."""
+        self._now_s, _, batch = heappop(self._batches)
+        self.rows += len(batch.prefill or batch.rows)
         self.answered += 1
-        return self._tell(StepDone(_result(order, self._rows(order))))
+        return self._tell(StepDone(_result(batch, self._rows(batch))))
 
     def refill(self) -> None:
         """As many requests as have finished come in anew."""
         while self._live < self._live_most:
             self.submit()
 
-    def _rows(self, order: Order) -> tuple[RowResult, ...]:
-        if order.kind is OrderKind.PREFILL:
-            return tuple(RowResult(row.sequence_id) for row in order.prefill)
+    def _rows(self, batch: Batch) -> tuple[RowResult, ...]:
+        if batch.kind is BatchKind.PREFILL:
+            return tuple(RowResult(row.sequence_id) for row in batch.prefill)
         draw = self._rng
         rows = []
-        for row in order.rows:
+        for row in batch.rows:
             accepted = 0
             while accepted < row.draft_len and draw.random() < ACCEPTANCE:
                 accepted += 1
@@ -198,11 +198,11 @@ class Load:
             )
         return tuple(rows)
 
-    def _run(self, order: Order) -> None:
+    def _run(self, batch: Batch) -> None:
         """It runs once its replica has done the one before it."""
-        began_s = max(self._now_s, self._busy_until_s.get(order.replica_id, 0.0))
-        done_s = self._busy_until_s[order.replica_id] = began_s + _times(order).total_s
-        heappush(self._orders, (done_s + TRIP_S, order.id, order))
+        began_s = max(self._now_s, self._busy_until_s.get(batch.replica_id, 0.0))
+        done_s = self._busy_until_s[batch.replica_id] = began_s + _times(batch).total_s
+        heappush(self._batches, (done_s + TRIP_S, batch.id, batch))
 
     def _tell(self, event: Event) -> float:
         began_s = time.process_time()
@@ -210,38 +210,38 @@ class Load:
         took_s = time.process_time() - began_s
         for action in actions:
             if isinstance(action, Dispatch):
-                self._run(action.order)
+                self._run(action.batch)
             elif isinstance(action, Finish):
                 self._live -= 1
         return took_s
 
 
-def _times(order: Order) -> StepTimes:
+def _times(batch: Batch) -> StepTimes:
     """Like a small GPU's."""
-    if order.kind is OrderKind.PREFILL:
-        spent_s = 1e-3 + 2e-5 * prefill_tokens(order)
+    if batch.kind is BatchKind.PREFILL:
+        spent_s = 1e-3 + 2e-5 * prefill_tokens(batch)
         return StepTimes(prefill_s=spent_s, total_s=spent_s)
-    draft_s = order.draft_len * (1e-3 + 1e-5 * len(order.rows))
-    verify_s = 8e-3 + 2e-5 * len(order.rows) * (order.draft_len + 1) + 1e-8 * _kv_read(order)
+    draft_s = batch.draft_len * (1e-3 + 1e-5 * len(batch.rows))
+    verify_s = 8e-3 + 2e-5 * len(batch.rows) * (batch.draft_len + 1) + 1e-8 * _kv_read(batch)
     return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + 5e-4)
 
 
-def _kv_read(order: Order) -> int:
-    return len(order.rows) * (order.rows[-1].length + order.draft_len)
+def _kv_read(batch: Batch) -> int:
+    return len(batch.rows) * (batch.rows[-1].length + batch.draft_len)
 
 
-def _result(order: Order, rows: tuple[RowResult, ...]) -> StepResult:
-    if order.kind is OrderKind.PREFILL:
-        return StepResult(order.id, order.replica_id, rows, times=_times(order))
-    read = _kv_read(order)
-    return StepResult(order.id, order.replica_id, rows, 1, _times(order), read, read)
+def _result(batch: Batch, rows: tuple[RowResult, ...]) -> StepResult:
+    if batch.kind is BatchKind.PREFILL:
+        return StepResult(batch.id, batch.replica_id, rows, times=_times(batch))
+    read = _kv_read(batch)
+    return StepResult(batch.id, batch.replica_id, rows, 1, _times(batch), read, read)
 
 
-def one_round(load: Load, orders: int) -> Times:
-    """Some orders, with as many new requests as finish, then some events of each kind."""
+def one_round(load: Load, batches: int) -> Times:
+    """Some batches, with as many new requests as finish, then some events of each kind."""
     times = Times()
-    for number in range(orders):
-        times.orders.append(load.answer())
+    for number in range(batches):
+        times.batches.append(load.answer())
         if number % 20 == 19:
             load.refill()
     for _ in range(EVENTS):
@@ -251,18 +251,18 @@ def one_round(load: Load, orders: int) -> Times:
     return times
 
 
-def measure(live: int, replicas: int, orders: int) -> Cost:
+def measure(live: int, replicas: int, batches: int) -> Cost:
     load = Load(live, replicas)
     # What the full pool is like only shows after every replica has answered some more.
-    one_round(load, max(orders, 10 * replicas))
+    one_round(load, max(batches, 10 * replicas))
     load.rows = load.answered = 0
-    rounds = [one_round(load, orders) for _ in range(ROUNDS)]
+    rounds = [one_round(load, batches) for _ in range(ROUNDS)]
     return Cost(
         live=live,
         replicas=replicas,
         rows=round(load.rows / load.answered, 2),
-        order_us=_rounds(rounds, lambda one: fmean(one.orders)),
-        order_p99_us=_rounds(rounds, lambda one: sorted(one.orders)[int(0.99 * orders)]),
+        batch_us=_rounds(rounds, lambda one: fmean(one.batches)),
+        batch_p99_us=_rounds(rounds, lambda one: sorted(one.batches)[int(0.99 * batches)]),
         submit_us=_rounds(rounds, lambda one: fmean(one.submits)),
         cancel_us=_rounds(rounds, lambda one: fmean(one.cancels)),
         tick_us=_rounds(rounds, lambda one: fmean(one.ticks)),
@@ -273,13 +273,13 @@ def _rounds(rounds: list[Times], figure: Callable[[Times], float]) -> Rounds:
     return Rounds.of([1e6 * figure(one) for one in rounds])
 
 
-def shares(live: int, replicas: int, orders: int) -> dict[str, float]:
-    """Share of an order's time in each module of the scheduler. The profiler itself adds most to
+def shares(live: int, replicas: int, batches: int) -> dict[str, float]:
+    """Share of a batch's time in each module of the scheduler. The profiler itself adds most to
     the smallest functions, so this says where to look and not how long it takes."""
     load = Load(live, replicas)
     profiler = cProfile.Profile(builtins=False)
     profiler.enable()
-    for _ in range(orders):
+    for _ in range(batches):
         load.answer()
     profiler.disable()
     spent: Counter[str] = Counter()
@@ -305,7 +305,7 @@ def probe_us() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--orders", type=int, default=2000, help="orders answered per round")
+    parser.add_argument("--batches", type=int, default=2000, help="batches answered per round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     collect_seldom()  # as the pool's process does
@@ -313,18 +313,18 @@ def main() -> None:
     probes: list[float] = []
     for live in LIVE:
         for count in REPLICAS:
-            costs.append(measure(live, count, options.orders))
+            costs.append(measure(live, count, options.batches))
             probes.append(probe_us())
     header = ("live sequences", "replicas", "rows", *(f"us per {each}" for each in _FIGURES))
     print(table(header, [[cost.live, cost.replicas, cost.rows, *_cells(cost)] for cost in costs]))
     print("least / median of the rounds;", "compiled" if COMPILED else "plain Python")
     # A profiler does not see into what is compiled.
-    by_module = {} if COMPILED else shares(LIVE[-1], REPLICAS[1], options.orders)
+    by_module = {} if COMPILED else shares(LIVE[-1], REPLICAS[1], options.batches)
     if by_module:
-        print("share of an order's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
+        print("share of a batch's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
     figures = {
         "compiled": COMPILED,
-        "orders_per_round": options.orders,
+        "batches_per_round": options.batches,
         "rounds": ROUNDS,
         "probe_us": asdict(Rounds.of(probes)),
         "costs": [asdict(cost) for cost in costs],
@@ -333,11 +333,11 @@ def main() -> None:
     write_json(options.json, figures)
 
 
-_FIGURES = ("order", "order, p99", "submit", "cancel", "tick")
+_FIGURES = ("batch", "batch, p99", "submit", "cancel", "tick")
 
 
 def _cells(cost: Cost) -> list[str]:
-    rounds = (cost.order_us, cost.order_p99_us, cost.submit_us, cost.cancel_us, cost.tick_us)
+    rounds = (cost.batch_us, cost.batch_p99_us, cost.submit_us, cost.cancel_us, cost.tick_us)
     return [f"{one.least:.0f} / {one.median:.0f}" for one in rounds]
 
 

@@ -14,7 +14,7 @@ from random import Random
 
 from replicas.config import ReplicaConfig
 from scheduler.fake_replica import FakeReplica
-from scheduler.messages import Order, OrderKind, Release, ReplicaSpec, StepResult
+from scheduler.messages import Batch, BatchKind, Release, ReplicaSpec, StepResult
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Speed:
     step_s: float
     """One step, whatever the number of its rows."""
     prefill_s: float
-    """One prefill order, whatever its tokens."""
+    """One prefill batch, whatever its tokens."""
     start_s: float
     """Loading the models."""
     acceptance: float
     """Probability that a draft token is accepted, if those before it are."""
     prefill_token_s: float = 0.0
-    """Each token of a prefill order, on top."""
+    """Each token of a prefill batch, on top."""
 
-    def step_time(self, order: Order) -> float:
-        """Seconds of one step of an order, or of a prefill order."""
-        if order.kind is OrderKind.SPECULATE:
+    def step_time(self, batch: Batch) -> float:
+        """Seconds of one step of a batch, or of a prefill batch."""
+        if batch.kind is BatchKind.SPECULATE:
             return self.step_s
-        tokens = sum(len(row.tokens) for row in order.prefill)
+        tokens = sum(len(row.tokens) for row in batch.prefill)
         return self.prefill_s + self.prefill_token_s * tokens
 
     def tokens_per_s(self, rows: int, draft_len: int) -> float:
@@ -66,17 +66,17 @@ class SyntheticReplica:
         self._fake.release(Release(self._fake.id, gone))
         self._ids.difference_update(gone)
 
-    def step(self, order: Order, interrupted: Callable[[], bool]) -> StepResult:
-        """Sleeps through the order's steps. Raises AssertionError for an order that is wrong."""
-        if order.replica_id != self._fake.id:
+    def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
+        """Sleeps through the batch's steps. Raises AssertionError for a batch that is wrong."""
+        if batch.replica_id != self._fake.id:
             # A new membership; the residents of the old one were released before.
             assert not self._ids, "residents of an earlier membership"
-            self._fake = FakeReplica(order.replica_id, self.spec, self._speed.acceptance, self._rng)
+            self._fake = FakeReplica(batch.replica_id, self.spec, self._speed.acceptance, self._rng)
         end_s = time.perf_counter()
-        each_s = self._speed.step_time(order)
-        self._fake.receive(order)
-        run = self._fake.begin(order)
-        self._ids.update(row.sequence_id for row in order.prefill)
+        each_s = self._speed.step_time(batch)
+        self._fake.receive(batch)
+        run = self._fake.begin(batch)
+        self._ids.update(row.sequence_id for row in batch.prefill)
         more = True
         while more:
             # What the fake itself takes is part of the step.
@@ -84,7 +84,7 @@ class SyntheticReplica:
             more = run.advance()
             time.sleep(max(0.0, end_s - time.perf_counter()))
             more = more and not interrupted()
-        self._fake.end(order)
+        self._fake.end(batch)
         return run.result(each_s)
 
 

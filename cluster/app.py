@@ -207,7 +207,7 @@ def build_app(
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
-        # Whoever is killed in the middle of an order counts against the requests in it.
+        # Whoever is killed in the middle of a batch counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=quiet,
     ).bind(_sharing_gpus(config, gpus), load)

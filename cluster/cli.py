@@ -137,7 +137,7 @@ def generate(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
+    """Generate text: streamed for one prompt, many in flight for a file, in the file's batch."""
     from cluster import cli_generate
 
     given = given_options(
@@ -157,7 +157,7 @@ def generate(
     pins = given_options(
         rows_max=rows_max,
         spread_max=spread_max,
-        steps_per_order_max=steps_max,
+        steps_per_batch_max=steps_max,
         prefill_tokens_max=prefill_max,
         trim_drafts=None if trim_drafts else False,
     )

@@ -65,7 +65,7 @@ def many(
     concurrency: int,
     as_json: bool,
 ) -> int:
-    """Answers to the prompts of a file, printed in the file's order. Returns the exit status."""
+    """Answers to the prompts of a file, printed in the file's batch. Returns the exit status."""
     try:
         prompts = read_prompts(path, limit)
     except (PromptsError, OSError) as error:

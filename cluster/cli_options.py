@@ -70,7 +70,7 @@ SpreadMax = Annotated[
     int | None, typer.Option(min=0, help="Steps with those at most so many tokens away.")
 ]
 StepsMax = Annotated[
-    int | None, typer.Option("--steps-per-order-max", min=1, help="Steps of its orders at most.")
+    int | None, typer.Option("--steps-per-batch-max", min=1, help="Steps of its batches at most.")
 ]
 PrefillMax = Annotated[
     int | None,

@@ -177,7 +177,7 @@ def _draft_len(beliefs: pb.ReplicaBeliefs) -> str:
 
 def _replicas(status: pb.StatusResponse) -> Table:
     table = Table(
-        *("replica", "residents", "orders", "KV blocks free", "context", "model"),
+        *("replica", "residents", "batches", "KV blocks free", "context", "model"),
         *("k", "step", "acceptance"),
     )
     for replica in status.replicas:

@@ -289,7 +289,7 @@ def _pool_times(text: str) -> PoolTimes | None:
         return MEASURED_POOL if text == "measured" else None
     try:
         each_s = float(text) * 1e-6
-        return PoolTimes(order_s=each_s, other_s=each_s)
+        return PoolTimes(batch_s=each_s, other_s=each_s)
     except ValueError:
         raise typer.BadParameter(
             f"--pool-cost: expected none, measured or microseconds, got {text!r}"

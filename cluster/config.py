@@ -42,7 +42,7 @@ class PoolConfig(_Settings):
         ge=1,
         le=256,
         description="Actors side by side, each with its own pool and its share of the replicas; "
-        "for more orders than one process can give.",
+        "for more batches than one process can give.",
     )
     move_s: float = Field(
         1.0,
@@ -59,7 +59,7 @@ class PoolConfig(_Settings):
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     line: bool = Field(
         True,
-        description="Orders and news take a connection of their own between the processes, on a "
+        description="Batches and news take a connection of their own between the processes, on a "
         "port that the system draws; where it cannot be opened, and with false, Ray's calls.",
     )
     lease_s: float = Field(
@@ -186,11 +186,11 @@ class ActorsConfig(_Settings):
     failures_max: int = Field(
         8,
         ge=1,
-        description="Orders of a kind in a row that may fail before a replica counts as unhealthy; "
+        description="Batches of a kind in a row that may fail before a replica is unhealthy; "
         "more than it takes to halve a full group down to the one row that breaks it.",
     )
-    order_s_max: float = Field(
-        120.0, gt=0, description="An order that runs for longer hangs; the replica is replaced."
+    batch_s_max: float = Field(
+        120.0, gt=0, description="A batch that runs for longer hangs; the replica is replaced."
     )
 
 
@@ -241,7 +241,7 @@ class ClusterConfig(_Settings):
 
     @property
     def planned_replica(self) -> ReplicaConfig:
-        """A replica's settings; its memory is to last for the scheduler's orders."""
+        """A replica's settings; its memory is to last for the scheduler's batches."""
         fixed = self.scheduler.draft_len
         largest = {
             "plan_rows": self.scheduler.rows_max,

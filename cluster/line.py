@@ -1,7 +1,7 @@
 """A line between two processes of the cluster: calls and replies as frames on one TCP connection.
 
 A call to a Ray actor costs its process more than a millisecond of CPU. So the calls that come with
-every order take this line, and all others stay with Ray, which also says where the line is and what
+every batch take this line, and all others stay with Ray, which also says where the line is and what
 its secret is. Before anything is unpacked each side proves to the other that it knows the secret,
 which itself never goes over the line. Knows no Ray and nothing of what is said.
 

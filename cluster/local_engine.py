@@ -15,13 +15,13 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import (
     Action,
+    Batch,
     Cancel,
     Dispatch,
     Emit,
     Event,
     Finish,
     FinishReason,
-    Order,
     Reject,
     RejectCode,
     Release,
@@ -39,11 +39,11 @@ REPLICA_ID = "local"
 
 
 class Runner(Protocol):
-    """What runs orders: a `replicas.replica.Replica`, or a fake one."""
+    """What runs batches: a `replicas.replica.Replica`, or a fake one."""
 
     spec: ReplicaSpec
 
-    def step(self, order: Order) -> StepResult: ...
+    def step(self, batch: Batch) -> StepResult: ...
 
     def release(self, sequence_ids: Iterable[str]) -> None: ...
 
@@ -62,7 +62,7 @@ class Output:
 
 
 class LocalEngine:
-    """Feeds the scheduler's orders to one replica, one after the other, in the caller's thread."""
+    """Feeds the scheduler's batches to one replica, one after the other, in the caller's thread."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class LocalEngine:
         self.scheduler = Scheduler(config)
         self.outputs: dict[str, Output] = {}
         self.results: list[StepResult] = []
-        """Results of all orders, for figures; clear it at will."""
+        """Results of all batches, for figures; clear it at will."""
         self._runner = runner
         self._clock = clock
         self._check = check
-        self._orders: deque[Order] = deque()
+        self._batches: deque[Batch] = deque()
         self._feed(ReplicaJoined(REPLICA_ID, runner.spec))
 
     def submit(self, request: Request) -> Output:
@@ -94,11 +94,11 @@ class LocalEngine:
         self._feed(Cancel(request_id))
 
     def advance(self) -> bool:
-        """Run the oldest order; False when there is none."""
-        if not self._orders:
+        """Run the oldest batch; False when there is none."""
+        if not self._batches:
             return False
-        order = self._orders.popleft()
-        result = self._runner.step(order)
+        batch = self._batches.popleft()
+        result = self._runner.step(batch)
         self.results.append(result)
         self._feed(StepDone(result))
         return True
@@ -110,9 +110,9 @@ class LocalEngine:
         self.check_finished()
 
     def check_finished(self) -> None:
-        """With no order left, every request has its end."""
+        """With no batch left, every request has its end."""
         unfinished = [key for key, output in self.outputs.items() if output.reason is None]
-        assert not unfinished, f"the scheduler left {len(unfinished)} requests without an order"
+        assert not unfinished, f"the scheduler left {len(unfinished)} requests without a batch"
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Run the requests to their end; outputs in the caller's order."""
@@ -137,8 +137,8 @@ class LocalEngine:
 
     def _act(self, action: Action, now_s: float) -> None:
         match action:
-            case Dispatch(order):
-                self._orders.append(order)
+            case Dispatch(batch):
+                self._batches.append(batch)
             case Release(_, sequence_ids):
                 self._runner.release(sequence_ids)
             case Emit(request_id, start, tokens):

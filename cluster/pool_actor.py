@@ -1,6 +1,6 @@
 """The pool as an actor: drives the pure Scheduler and passes its actions on. Knows no Ray.
 
-Replicas pull their orders, ingresses poll for news; both are mailboxes that survive lost replies.
+Replicas pull their batches, ingresses poll for news; both are mailboxes that survive lost replies.
 Whoever is silent for longer than the lease is lost: a replica's residents wait again, an ingress's
 requests are cancelled. Nothing here needs to outlive the process: a new incarnation is told
 everything again by those who talk to it.
@@ -81,7 +81,7 @@ class PoolActor:
     ) -> None:
         """`leave` ends the process when nobody has talked to the pool for `idle_exit_s`."""
         self._config = config.pool
-        self._orders_max = config.scheduler.orders_in_flight_max
+        self._batches_max = config.scheduler.batches_in_flight_max
         self._scheduler = Scheduler(config.scheduler)
         self._probe = probe
         self._leave = leave
@@ -116,12 +116,12 @@ class PoolActor:
                         f"serves {other.spec.target} in {other.spec.dtype}"
                     )
                     log.error("replica %s is refused: %s", replica_id, refused)
-                    return JoinReply(self._incarnation, self._orders_max, refused)
+                    return JoinReply(self._incarnation, self._batches_max, refused)
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._replicas[replica_id] = ReplicaPeer(spec, process, self._clock(), Mailbox())
             self._step(ReplicaJoined(replica_id, spec))
             self._wake_ingresses()
-        return JoinReply(self._incarnation, self._orders_max)
+        return JoinReply(self._incarnation, self._batches_max)
 
     async def pull(
         self,
@@ -139,10 +139,10 @@ class PoolActor:
         replica.connection = connection()
         for result in results:
             # A result comes again when the reply to its pull was lost.
-            if result.order_id in replica.orders:
-                replica.orders.discard(result.order_id)
+            if result.batch_id in replica.batches:
+                replica.batches.discard(result.batch_id)
                 self._step(StepDone(result) if isinstance(result, StepResult) else result)
-        if replica.draining and not replica.orders:
+        if replica.draining and not replica.batches:
             wait_s = 0.0
         first, items = await replica.mailbox.poll(acknowledged, min(wait_s, self._config.poll_s))
         replica.heard_s = self._clock()
@@ -151,7 +151,7 @@ class PoolActor:
             number=first + len(items) - 1,
             items=tuple(items),
             first=first,
-            draining=replica.draining and not replica.orders,
+            draining=replica.draining and not replica.batches,
         )
 
     async def drain(self, replica_id: str) -> None:
@@ -165,7 +165,7 @@ class PoolActor:
             self._wake_ingresses()
 
     async def leave(self, replica_id: str, blamed: bool = False) -> None:
-        """The replica goes now; `blamed` if it hangs in the order in hand, or broke in it."""
+        """The replica goes now; `blamed` if it hangs in the batch in hand, or broke in it."""
         self._lose_replica(replica_id, "hangs or is broken" if blamed else "has left", blamed)
 
     # ------------------------------------------------------------------ ingresses
@@ -282,10 +282,10 @@ class PoolActor:
 
     def _act(self, action: Action, rejects: list[Reject] | None) -> None:
         match action:
-            case Dispatch(order):
-                if (replica := self._replicas.get(order.replica_id)) is not None:
-                    replica.orders.add(order.id)
-                    self._post(replica.mailbox, order)
+            case Dispatch(batch):
+                if (replica := self._replicas.get(batch.replica_id)) is not None:
+                    replica.batches.add(batch.id)
+                    self._post(replica.mailbox, batch)
             case Interrupt(replica_id):
                 if (replica := self._replicas.get(replica_id)) is not None:
                     self._post(replica.mailbox, action)

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.line import Connection
 from cluster.mailbox import Mailbox
 from cluster.protocol import News, ReleaseNote
-from scheduler.messages import Blamed, Finish, Interrupt, Order, ReplicaSpec
+from scheduler.messages import Batch, Blamed, Finish, Interrupt, ReplicaSpec
 
 _LOST_ASKS = 5
 """How often Ray is asked about a process whose connection has ended, in the time between two
@@ -30,8 +30,8 @@ class ReplicaPeer:
     process: Any
     """What a `Probe` understands; None: nobody can be asked."""
     heard_s: float
-    mailbox: Mailbox[Order | ReleaseNote | Interrupt]
-    orders: set[int] = field(default_factory=set)
+    mailbox: Mailbox[Batch | ReleaseNote | Interrupt]
+    batches: set[int] = field(default_factory=set)
     """Dispatched and not answered."""
     draining: bool = False
     connection: Connection | None = None

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from scheduler.errors import LockstepError
 from scheduler.messages import (
+    Batch,
     Blamed,
     Finish,
     Interrupt,
-    Order,
     Reject,
     ReplicaSpec,
     StepFailed,
@@ -43,17 +43,17 @@ class PoolUnreachable(LockstepError):
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """`replica_id` is known from now on; no pull is needed while it holds that many orders."""
+    """`replica_id` is known from now on; no pull is needed while it holds that many batches."""
 
     incarnation: str
-    orders_in_flight_max: int
+    batches_in_flight_max: int
     refused: str = ""
     """Why the replica cannot be in this pool; it is not known then."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseNote:
-    """Free the blocks of these sequences, after the orders that came before."""
+    """Free the blocks of these sequences, after the batches that came before."""
 
     sequence_ids: tuple[str, ...]
 
@@ -65,7 +65,7 @@ class PullReply:
     known: bool
     number: int = 0
     """Of the last item; the next pull acknowledges it."""
-    items: tuple[Order | ReleaseNote | Interrupt, ...] = ()
+    items: tuple[Batch | ReleaseNote | Interrupt, ...] = ()
     first: int = 0
     """Number of the first item; items up to the last one acknowledged were seen before."""
     draining: bool = False
@@ -184,7 +184,7 @@ class PoolPort(Protocol):
     async def drain(self, replica_id: str) -> None: ...
 
     async def leave(self, replica_id: str, blamed: bool = False) -> None:
-        """`blamed`: the order in hand hangs or broke the replica, so it may be to blame."""
+        """`blamed`: the batch in hand hangs or broke the replica, so it may be to blame."""
         ...
 
     async def submit(

@@ -1,7 +1,7 @@
 """The pool in its own process, and as seen through its handle: every Ray call to it stands here.
 
 Ray's many ways to say that an actor did not answer become `PoolUnreachable`. The calls that come
-with every order go over a line (see `line`), which Ray leads to; where it cannot be opened they go
+with every batch go over a line (see `line`), which Ray leads to; where it cannot be opened they go
 through Ray as well. The pool's process imports this module and no other with Ray in it, so that it
 is back soon after a restart.
 """

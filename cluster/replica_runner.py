@@ -1,8 +1,8 @@
-"""Runs one replica: pulls orders from the pool, runs them on a thread, sends the results.
+"""Runs one replica: pulls batches from the pool, runs them on a thread, sends the results.
 
 All tensor work happens on one thread, so the event loop stays free to pull and to answer health
-checks. The thread takes the next order from its queue by itself: it never waits for a round trip
-between two orders. What is hosted is given as a factory; this file knows neither torch nor Ray.
+checks. The thread takes the next batch from its queue by itself: it never waits for a round trip
+between two batches. What is hosted is given as a factory; this file knows neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from cluster.protocol import PoolPort, PoolUnreachable, PullReply, ReleaseNote
-from scheduler.messages import Interrupt, Order, OrderKind, ReplicaSpec, StepFailed, StepResult
+from scheduler.messages import Batch, BatchKind, Interrupt, ReplicaSpec, StepFailed, StepResult
 
 log = logging.getLogger("lockstep.replica")
 
@@ -31,10 +31,10 @@ class HostedReplica(Protocol):
 
     spec: ReplicaSpec
 
-    def step(self, order: Order, interrupted: Callable[[], bool]) -> StepResult:
-        """`interrupted` is asked after each step; the order ends early once it says so.
+    def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
+        """`interrupted` is asked after each step; the batch ends early once it says so.
 
-        An error is that order's alone, unless the replica is `broken` then.
+        An error is that batch's alone, unless the replica is `broken` then.
         """
         ...
 
@@ -50,7 +50,7 @@ class HostedReplica(Protocol):
 
 
 class ReplicaUnhealthy(RuntimeError):
-    """The process should be replaced; `blames` if the order in hand may be the reason."""
+    """The process should be replaced; `blames` if the batch in hand may be the reason."""
 
     def __init__(self, message: str, blames: bool = False) -> None:
         super().__init__(message)
@@ -85,11 +85,11 @@ class ReplicaRunner:
         self._beat_s = config.pool.lease_s / 3
         self._failures_max = config.actors.failures_max
         self._drain_s = config.actors.drain_s
-        self._order_s_max = config.actors.order_s_max
-        self._order_began_s: float | None = None
-        """When the order that runs now began; the thread writes it."""
-        self._order_of = ""
-        """The membership whose order that is, or was the last one; likewise."""
+        self._batch_s_max = config.actors.batch_s_max
+        self._batch_began_s: float | None = None
+        """When the batch that runs now began; the thread writes it."""
+        self._batch_of = ""
+        """The membership whose batch that is, or was the last one; likewise."""
         self._load = load
         self._pools = pools
         self._shard = shard
@@ -97,21 +97,21 @@ class ReplicaRunner:
         """Of the shard that this replica is in, or was in last."""
         self._name = name
         self._process = process
-        self._jobs: queue.SimpleQueue[Order | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Batch | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
         self._results: list[StepResult | StepFailed] = []
         self._interrupted = 0
-        """Orders up to this id end after the step in hand; the thread reads it."""
-        self._order_lost = False
-        """The replica broke in the middle of an order of this membership; the thread writes it."""
-        self._failures = dict.fromkeys(OrderKind, 0)
-        """Orders of each kind that failed since one of that kind was done."""
+        """Batches up to this id end after the step in hand; the thread reads it."""
+        self._batch_lost = False
+        """The replica broke in the middle of a batch of this membership; the thread writes it."""
+        self._failures = dict.fromkeys(BatchKind, 0)
+        """Batches of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
         self._draining = False
         self._leaving: set[asyncio.Task[None]] = set()
         """Farewells from memberships that have ended."""
         self._something_new = asyncio.Event()
         self._holding = 0
-        """Orders received whose result is not sent."""
+        """Batches received whose result is not sent."""
         self.replica_id = ""
         self.tokens_committed = 0
 
@@ -129,7 +129,7 @@ class ReplicaRunner:
         self._puller.add_done_callback(lambda _task: self._drained.set())
 
     def move_to(self, shard: int) -> None:
-        """Serve this shard from now on: finish the orders in hand, hand back the residents."""
+        """Serve this shard from now on: finish the batches in hand, hand back the residents."""
         if shard != self._shard:
             log.info("replica %s goes to shard %d", self.replica_id, shard)
             self._shard = shard
@@ -137,28 +137,28 @@ class ReplicaRunner:
 
     def check(self) -> None:
         """Raises ReplicaUnhealthy when the process cannot serve: broken, hanging or refused."""
-        self._check_orders()
+        self._check_batches()
         if self._puller.done():
             error = None if self._puller.cancelled() else self._puller.exception()
             raise ReplicaUnhealthy(f"the pull loop has died: {error}") from error
 
-    def _check_orders(self) -> None:
-        began_s = self._order_began_s
-        if began_s is not None and time.monotonic() - began_s > self._order_s_max:
-            # Rows of this membership are not to blame for an order of one that has ended.
-            mine = self._order_of == self.replica_id
-            raise ReplicaUnhealthy(f"an order runs for over {self._order_s_max:g} s", blames=mine)
+    def _check_batches(self) -> None:
+        began_s = self._batch_began_s
+        if began_s is not None and time.monotonic() - began_s > self._batch_s_max:
+            # Rows of this membership are not to blame for a batch of one that has ended.
+            mine = self._batch_of == self.replica_id
+            raise ReplicaUnhealthy(f"a batch runs for over {self._batch_s_max:g} s", blames=mine)
         if (broken := self._replica.broken) is not None:
-            lost = self._order_lost or (began_s is not None and self._order_of == self.replica_id)
+            lost = self._batch_lost or (began_s is not None and self._batch_of == self.replica_id)
             raise ReplicaUnhealthy(f"it is broken: {broken}", blames=lost)
         if not self._thread.is_alive():
-            raise ReplicaUnhealthy("the thread that runs orders has died")
+            raise ReplicaUnhealthy("the thread that runs batches has died")
         for kind, failures in self._failures.items():
             if failures >= self._failures_max:
-                raise ReplicaUnhealthy(f"{failures} {kind} orders in a row have failed")
+                raise ReplicaUnhealthy(f"{failures} {kind} batches in a row have failed")
 
     async def close(self) -> None:
-        """Hand back the residents, finish the orders in hand, leave the pool, end the thread."""
+        """Hand back the residents, finish the batches in hand, leave the pool, end the thread."""
         self._draining = True
         try:
             async with asyncio.timeout(self._drain_s):
@@ -212,7 +212,7 @@ class ReplicaRunner:
 
         Raises ReplicaUnhealthy, having left the pool, when this replica should be replaced.
         """
-        self._check_orders()
+        self._check_batches()
         self._jobs.put(_Forget())
         self._results.clear()
         self._holding = 0
@@ -230,7 +230,7 @@ class ReplicaRunner:
         try:
             while True:
                 try:
-                    self._check_orders()
+                    self._check_batches()
                 except ReplicaUnhealthy as unhealthy:
                     await self._depart(acknowledged, unhealthy.blames)
                     raise
@@ -238,16 +238,16 @@ class ReplicaRunner:
                     moving = True
                     await self._pool.drain(self.replica_id)
                 idle_for_s = self._poll_s
-                if self._results or (not pulls and self._holding < joined.orders_in_flight_max):
+                if self._results or (not pulls and self._holding < joined.batches_in_flight_max):
                     results, self._results = self._results, []
                     self._holding -= len(results)
-                    wait_s = 0.0 if self._holding >= joined.orders_in_flight_max else self._poll_s
+                    wait_s = 0.0 if self._holding >= joined.batches_in_flight_max else self._poll_s
                     pulls.add(self._start_pull(acknowledged, results, wait_s))
                 elif not pulls:
                     idle_for_s = self._beat_s
                 done = await self._wait(pulls, idle_for_s)
                 if not done and not pulls and not self._results:
-                    # All places are taken by long orders: show that this process lives.
+                    # All places are taken by long batches: show that this process lives.
                     pulls.add(self._start_pull(acknowledged, [], 0.0))
                 for pull in done:
                     pulls.discard(pull)
@@ -301,22 +301,22 @@ class ReplicaRunner:
                 continue
             acknowledged = number
             if isinstance(item, Interrupt):
-                self._interrupted = max(self._interrupted, item.order_id)
+                self._interrupted = max(self._interrupted, item.batch_id)
                 continue
-            if isinstance(item, Order):
+            if isinstance(item, Batch):
                 self._holding += 1
             self._jobs.put(item)
         if reply.draining and self._draining:
             self._drained.set()
         return acknowledged
 
-    def _finished(self, order: Order, result: StepResult | StepFailed) -> None:
+    def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id:
             return
         if isinstance(result, StepFailed):
-            self._failures[order.kind] += 1
+            self._failures[batch.kind] += 1
         else:
-            self._failures[order.kind] = 0
+            self._failures[batch.kind] = 0
             self.tokens_committed += sum(len(row.tokens) for row in result.rows)
         self._results.append(result)
         self._something_new.set()
@@ -332,11 +332,11 @@ class ReplicaRunner:
         self._post(_succeed, loaded, replica.spec)
         while True:
             match self._jobs.get():
-                case Order() as order:
-                    if (result := self._run(replica, order)) is None:
+                case Batch() as batch:
+                    if (result := self._run(replica, batch)) is None:
                         self._post(self._something_new.set)
                     else:
-                        self._post(self._finished, order, result)
+                        self._post(self._finished, batch, result)
                 case ReleaseNote(sequence_ids):
                     self._release(replica, sequence_ids)
                 case _Forget():
@@ -355,28 +355,28 @@ class ReplicaRunner:
                 raise
             log.exception("a replica broke where sequences were released")
 
-    def _run(self, replica: HostedReplica, order: Order) -> StepResult | StepFailed | None:
-        """None: the replica is broken, and the order is lost with it."""
+    def _run(self, replica: HostedReplica, batch: Batch) -> StepResult | StepFailed | None:
+        """None: the replica is broken, and the batch is lost with it."""
         if replica.broken is not None:
             return None
-        if order.replica_id != self.replica_id:
+        if batch.replica_id != self.replica_id:
             # Of a membership that has ended; nobody waits for it.
-            return StepFailed(order.replica_id, order.id, "the replica has joined again")
-        self._order_of, self._order_began_s = order.replica_id, time.monotonic()
+            return StepFailed(batch.replica_id, batch.id, "the replica has joined again")
+        self._batch_of, self._batch_began_s = batch.replica_id, time.monotonic()
         try:
-            return replica.step(order, lambda: self._ends_early(order))
+            return replica.step(batch, lambda: self._ends_early(batch))
         except Exception as error:
-            log.exception("order %d failed", order.id)
+            log.exception("batch %d failed", batch.id)
             if replica.broken is not None:
-                self._order_lost = order.replica_id == self.replica_id
+                self._batch_lost = batch.replica_id == self.replica_id
                 return None
-            return StepFailed(order.replica_id, order.id, f"{type(error).__name__}: {error}")
+            return StepFailed(batch.replica_id, batch.id, f"{type(error).__name__}: {error}")
         finally:
-            self._order_began_s = None
+            self._batch_began_s = None
 
-    def _ends_early(self, order: Order) -> bool:
-        """Somebody waits for the end of the order, or nobody any more for its result."""
-        return order.id <= self._interrupted or order.replica_id != self.replica_id
+    def _ends_early(self, batch: Batch) -> bool:
+        """Somebody waits for the end of the batch, or nobody any more for its result."""
+        return batch.id <= self._interrupted or batch.replica_id != self.replica_id
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:
         try:

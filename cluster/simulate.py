@@ -84,7 +84,7 @@ class Result:
             "pool_behind_s_most": figures.pool_behind_s_most,
             "recovered": figures.recovered,
             "events": figures.events,
-            "orders": figures.orders,
+            "batches": figures.batches,
         }
 
 

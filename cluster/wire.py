@@ -337,7 +337,7 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         id=replica.id,
         draining=replica.draining,
         residents=replica.residents,
-        orders_in_flight=replica.orders_in_flight,
+        orders_in_flight=replica.batches_in_flight,
         kv_blocks=replica.kv_blocks_total,
         kv_blocks_free=replica.kv_blocks_total - replica.kv_blocks_used,
         block_size=spec.block_size,

@@ -68,7 +68,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The largest orders that memory must last for."""
+    """The largest batches that memory must last for."""
 
     rows: int
     """Rows of a group."""
@@ -98,7 +98,7 @@ class Workload:
         return whole(self.context_len + self.draft_len, self.block_size)
 
     def shrunk(self, rows: int, draft_len: int, pass_tokens: int) -> Workload:
-        """The same with smaller orders; fewer steps are kept recorded where passes are narrower."""
+        """The same with smaller batches; fewer steps are kept recorded if passes are narrower."""
         kept = max(self.recordings * pass_tokens // self.pass_tokens, min(self.recordings, 4))
         return replace(
             self,
@@ -112,7 +112,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Bytes beside weights and KV cache, for the largest orders of a workload."""
+    """Bytes beside weights and KV cache, for the largest batches of a workload."""
 
     gathered: int
     """Standing; see `gathered_bytes`."""

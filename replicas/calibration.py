@@ -1,6 +1,6 @@
 """A few trials when a replica has loaded: what the pool knows of its speed at first.
 
-They are real orders on sequences of the same token over and over, so they also warm everything up
+They are real batches on sequences of the same token over and over, so they also warm everything up
 that the first request would have to wait for.
 """
 
@@ -13,8 +13,8 @@ from typing import Protocol
 from uuid import uuid4
 
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     PrefillRow,
     PrefillTiming,
     ReplicaSpec,
@@ -28,7 +28,7 @@ ROWS = (1, 8)
 DRAFT_LENS = (0, 4)
 STEPS = 4
 """Timed steps of each kind, after one that is not timed. The median of each part counts: a hiccup
-in the first seconds would stay in what a kind is taken to cost until an order is of that kind."""
+in the first seconds would stay in what a kind is taken to cost until a batch is of that kind."""
 LENGTH = 64
 """Tokens of a trial sequence before its first step."""
 CHUNKS = (16, 64, 256)
@@ -45,7 +45,7 @@ class Trial(Protocol):
 
     spec: ReplicaSpec
 
-    def step(self, order: Order, interrupted: Callable[[], bool] = ...) -> StepResult: ...
+    def step(self, batch: Batch, interrupted: Callable[[], bool] = ...) -> StepResult: ...
 
     def release(self, sequence_ids: Iterable[str]) -> None: ...
 
@@ -56,7 +56,7 @@ def calibrate(
     """Times of steps of few and many rows, with and without drafting, and of prefills of few and
     many tokens. Leaves no resident behind.
 
-    A replica with room for less is tried with less, as one is whose memory is planned for orders of
+    A replica with room for less is tried with less, as one whose memory is planned for batches of
     at most so many rows and draft tokens; without any there are no timings.
     """
     return (*_prefill_timings(replica), *_step_timings(replica, rows_max, draft_len_max))
@@ -76,7 +76,7 @@ def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
             salt = uuid4().hex
             row = PrefillRow("trial", content, 1, SamplingParams(), (), blocks, salt=salt)
             try:
-                result = replica.step(Order(0, "", OrderKind.PREFILL, prefill=(row,)))
+                result = replica.step(Batch(0, "", BatchKind.PREFILL, prefill=(row,)))
             finally:
                 replica.release(["trial"])
             if number:
@@ -114,30 +114,30 @@ def _timings(
     prefill = tuple(
         PrefillRow(one, (0,) * LENGTH, left, SamplingParams(), (), blocks) for one in ids
     )
-    replica.step(Order(0, "", OrderKind.PREFILL, prefill=prefill))
+    replica.step(Batch(0, "", BatchKind.PREFILL, prefill=prefill))
     timings = []
     for draft_len in draft_lens:
         tried = []
         for number in range(STEPS + 1):
             ordered = sorted(ids, key=lengths.__getitem__)
             rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
-            order = Order(0, "", OrderKind.SPECULATE, rows=rows, draft_len=draft_len)
-            result = replica.step(order)
+            batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
+            result = replica.step(batch)
             for row in result.rows:
                 lengths[row.sequence_id] += len(row.tokens)
             if number:
-                tried.append(_timing(order, result))
+                tried.append(_timing(batch, result))
         timings.append(_middle(tried))
     return timings
 
 
-def _timing(order: Order, result: StepResult) -> StepTiming:
+def _timing(batch: Batch, result: StepResult) -> StepTiming:
     times = result.times
-    longest = order.rows[-1].length + order.draft_len
+    longest = batch.rows[-1].length + batch.draft_len
     return StepTiming(
-        rows=len(order.rows),
-        draft_len=order.draft_len,
-        kv_read=min(result.kv_positions_read, len(order.rows) * longest),
+        rows=len(batch.rows),
+        draft_len=batch.draft_len,
+        kv_read=min(result.kv_positions_read, len(batch.rows) * longest),
         draft_s=times.draft_s,
         verify_s=times.verify_s,
         rest_s=times.total_s - times.draft_s - times.verify_s - times.prefill_s,

@@ -79,7 +79,7 @@ class ReplicaConfig(BaseModel):
         None,
         ge=1,
         le=1024,
-        description="Prompts of a prefill order likewise; null takes the scheduler's "
+        description="Prompts of a prefill batch likewise; null takes the scheduler's "
         "prefill_rows_max.",
     )
     context_len: int | None = Field(

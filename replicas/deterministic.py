@@ -7,7 +7,7 @@ operation that sums or that a library may vectorise differently gets *tiles of o
 - Linear layers, norms and activations see tiles of a fixed number of token rows, the last one
   padded. A row's result then depends on the row and on the weights, not on how many there are.
 - Attention is computed over chunks of a fixed number of KV positions, and chunks are combined in
-  order. A position always has the same place in the same chunk; a chunk that is masked altogether
+  batch. A position always has the same place in the same chunk; a chunk that is masked altogether
   contributes exactly nothing, so the length of batch mates does not count.
 - Everything else a decoder does (embedding, residual sums, rotation, products, argmax) treats each
   element for itself or is exact.

@@ -191,7 +191,7 @@ class FixedStep:
             span=Span(longest=length - kind.k - 2, uniform=False, inside=False),
         )
         self._filled: tuple[torch.Tensor, SamplingBatch] | None = None
-        """Whose table and parameters the standing tensors hold: mostly those of all of an order."""
+        """Whose table and parameters the standing tensors hold: mostly those of all of a batch."""
         self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         if device.type == "cuda":
             try:

@@ -1,7 +1,7 @@
 """Where the ranks of one replica meet, on one machine or on several.
 
 Rank 0 opens a meeting and tells its address to whoever starts the other ranks; they call there.
-From then on orders and answers go over one socket per rank, pickled. Before anything is unpickled
+From then on batches and answers go over one socket per rank, pickled. Before anything is unpickled
 each side proves to the other that it knows the meeting's secret, which rank 0 drew and which itself
 never goes over the socket.
 
@@ -57,7 +57,7 @@ class Address:
     """What a rank must be told to find the others."""
 
     host: str
-    orders_port: int
+    batches_port: int
     store_port: int
     secret: bytes = field(repr=False)
 
@@ -83,8 +83,8 @@ class Meeting:
         except BaseException:
             self._door.close()
             raise
-        orders_port = self._door.getsockname()[1]
-        self.address = Address(host, orders_port, store_port, secrets.token_bytes(_SECRET_BYTES))
+        batches_port = self._door.getsockname()[1]
+        self.address = Address(host, batches_port, store_port, secrets.token_bytes(_SECRET_BYTES))
 
     def gather(
         self,
@@ -151,7 +151,7 @@ class Meeting:
 def call(address: Address, rank: int) -> Connection:
     """The connection of a rank to rank 0. Raises OSError."""
     until_s = time.monotonic() + _CALL_S
-    rank_0 = socket.create_connection((address.host, address.orders_port), timeout=_CALL_S)
+    rank_0 = socket.create_connection((address.host, address.batches_port), timeout=_CALL_S)
     try:
         theirs = _receive(rank_0, _NONCE_BYTES, until_s)
         said = secrets.token_bytes(_NONCE_BYTES) + _RANK.pack(rank)
@@ -207,7 +207,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _connection(peer: socket.socket) -> Connection:
-    # An order follows on an answer at once; it must not be held back to fill a packet.
+    # A batch follows on an answer at once; it must not be held back to fill a packet.
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():

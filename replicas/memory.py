@@ -1,7 +1,7 @@
-"""How a replica's memory is divided: weights, buffers of the largest orders, KV blocks.
+"""How a replica's memory is divided: weights, buffers of the largest batches, KV blocks.
 
 Both models' caches share one block table, so a block costs both. What the buffers cost is in
-`buffers`; here is what there is, and what of the wanted orders fits into it.
+`buffers`; here is what there is, and what of the wanted batches fits into it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def bytes_per_block(shapes: list[ModelShape], block_size: int, dtype: torch.dtyp
 
 
 def wanted_work(config: ReplicaConfig, context_len: int, on_gpu: bool) -> Workload:
-    """The largest orders to expect."""
+    """The largest batches to expect."""
     usual = SchedulerConfig()
     rows = config.plan_rows or usual.rows_max
     prefill_rows = config.plan_prefill_rows or usual.prefill_rows_max
@@ -135,7 +135,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory; `loaded` says whether the weights are on the device already.
 
-    Where the budget is short of what the wanted orders take, prefill passes become narrower, then
+    Where the budget is short of what the wanted batches take, prefill passes become narrower, then
     rows and draft tokens fewer. Raises TooLittleMemory.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -182,7 +182,7 @@ def plan_memory(
             # A cache as large as the buffers, but no larger than all rows of a group can fill.
             all_rows = wanted.rows * least_blocks * block_bytes
             usual = max((budget - pair.weights) // 2, most - all_rows)
-        # Speed of products is not paid for with smaller orders.
+        # Speed of products is not paid for with smaller batches.
         packed = packed and count(wanted).total <= min(most, usual)
         work = _fitting(wanted, lambda one: count(one).total, most, usual)
     unpacked = buffers(

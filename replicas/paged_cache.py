@@ -1,7 +1,7 @@
 """The paged KV cache: fixed blocks, a block table per sequence, one length per row.
 
 What a forward pass writes and reads of it is said by a window (`replicas.windows`). This is the
-only file that meets transformers' cache interface. Knows nothing of tokens, sampling or orders.
+only file that meets transformers' cache interface. Knows nothing of tokens, sampling or batches.
 """
 
 from __future__ import annotations

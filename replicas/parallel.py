@@ -1,10 +1,10 @@
 """One replica on several devices: rank 0 is the replica, the other ranks do as it does.
 
 `load_parallel` starts a process per further device and loads the pair in all of them: the target
-divided (`replicas.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each order
+divided (`replicas.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each batch
 to the others (`replicas.meeting`) and all of them run it, meeting in the sums and joins of the
 target's layers. Every rank sees the same logits, so every rank commits the same tokens; what each
-of them committed is compared after every order.
+of them committed is compared after every batch.
 
 A rank that ends, fails alone or disagrees takes the replica with it: rank 0 raises ReplicaBroken
 then and ever after, so that its process is replaced. A rank whose caller has gone ends by itself.
@@ -32,7 +32,7 @@ from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.pair import PairRefused, load_pair, read_pair, resolve_device
 from replicas.ranks import DONE_S, FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.replica import Replica
-from scheduler.messages import Order, ReplicaSpec, StepResult
+from scheduler.messages import Batch, ReplicaSpec, StepResult
 
 StartRank = Callable[[ReplicaConfig, int, Address], RankHandle]
 """Starts a process, on any machine, that calls `follow` with these; returns without waiting."""
@@ -51,20 +51,20 @@ class ParallelReplica:
         self._ranks = ranks
         self.spec: ReplicaSpec = replica.spec
 
-    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
-        """Run one order on all ranks. If it raises anything but ReplicaBroken, the residents are as
+    def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+        """Run one batch on all ranks. If it raises anything but ReplicaBroken, the residents are as
         they were before it."""
 
         def asked() -> bool:
-            # The others must end the order after the same step.
+            # The others must end the batch after the same step.
             answer = interrupted()
             self._ranks.tell(answer)
             return answer
 
         self._ranks.begin()
-        self._ranks.tell(order)
+        self._ranks.tell(batch)
         try:
-            result = self._replica.step(order, asked)
+            result = self._replica.step(batch, asked)
         except ReplicaBroken:
             raise
         except Exception as error:
@@ -220,7 +220,7 @@ def _loaded(ranks: Ranks) -> list[object]:
 
 
 def _least(own: MemoryPlan, ranks: Ranks) -> MemoryPlan:
-    """The plan of the rank with the least room, sent to all: sizes decide how orders are cut up."""
+    """The plan of the rank with the least room, sent to all: they decide how batches are cut."""
     plans = [own]
     for answer in _loaded(ranks):
         assert isinstance(answer, MemoryPlan)
@@ -296,7 +296,7 @@ def _follow(config: ReplicaConfig, rank: int, store: Store, caller: Connection) 
     try:
         while True:
             message = caller.recv()
-            if not isinstance(message, Order):
+            if not isinstance(message, Batch):
                 replica.release(message)
                 continue
             try:

@@ -107,7 +107,7 @@ class SharedBlocks(BlockAllocator):
         """Which of several new sequences should come after the others, because those will have
         blocks of theirs: none, unless that spares more than `least` blocks in all.
 
-        `keys[i]` are those of sequence i, of which its own order computes the first `fills[i]`.
+        `keys[i]` are those of sequence i, of which its own batch computes the first `fills[i]`.
         """
         coming: set[bytes] = set()
         behind = []

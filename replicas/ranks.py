@@ -27,7 +27,7 @@ ALONE_S = 10.0
 FAILED_S = 30.0
 """And so long after rank 0 the others."""
 DONE_S = 240.0
-"""They end an order together, but for what each does by itself after the last sum: filling the
+"""They end a batch together, but for what each does by itself after the last sum: filling the
 draft's cache, for which a first pass may have to compile something."""
 _LEAVE_S = 10.0
 
@@ -54,7 +54,7 @@ class RankHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank's answer to an order that raised. What ranks compare is the kind of error."""
+    """A rank's answer to a batch that raised. What ranks compare is the kind of error."""
 
     kind: str
     message: str = field(compare=False)

@@ -1,4 +1,4 @@
-"""A replica without Ray: `Replica.step(order) -> StepResult` over one target/draft pair.
+"""A replica without Ray: `Replica.step(batch) -> StepResult` over one target/draft pair.
 
 Holds the residents: their tokens, how far each model's KV cache reaches, their blocks. Decides
 nothing: which rows run, when and how far ahead is the pool's business.
@@ -30,8 +30,8 @@ from replicas.stopwatch import Stopwatch
 from replicas.windows import CacheShape
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     PrefillRow,
     ReplicaSpec,
     RowResult,
@@ -134,7 +134,7 @@ class Replica:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:
-        """Load the pair that `config` names and try some orders out; raises what `load_pair` and
+        """Load the pair that `config` names and try some batches out; raises what `load_pair` and
         `plan_memory` raise, and PairRefused for a model whose attention is not the plain one."""
         assert config.tensor_parallel == 1, "several devices: replicas.parallel.load_replica"
         files = read_pair(config)
@@ -153,15 +153,15 @@ class Replica:
             raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
 
     @torch.inference_mode()
-    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
-        """Run one order. If it raises, the residents are as they were before it, but that the rows
+    def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+        """Run one batch. If it raises, the residents are as they were before it, but that the rows
         of a prefill are resident no more.
 
-        `interrupted` is asked after each step; an order ends early once it says so.
+        `interrupted` is asked after each step; a batch ends early once it says so.
         """
-        if order.kind is OrderKind.PREFILL:
-            return self._prefill(order)
-        return self._speculate(order, interrupted)
+        if batch.kind is BatchKind.PREFILL:
+            return self._prefill(batch)
+        return self._speculate(batch, interrupted)
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Forget the residents and free their blocks; unknown ids are ignored."""
@@ -173,7 +173,7 @@ class Replica:
 
     @property
     def planned(self) -> tuple[int, int]:
-        """Rows and draft tokens of the orders that its memory is planned for."""
+        """Rows and draft tokens of the batches that its memory is planned for."""
         return self._work.rows, self._work.draft_len
 
     @property
@@ -194,12 +194,12 @@ class Replica:
 
     # ------------------------------------------------------------------ prefill
 
-    def _prefill(self, order: Order) -> StepResult:
+    def _prefill(self, batch: Batch) -> StepResult:
         start = perf_counter()
         watch = Stopwatch(self._device)
         begins: dict[str, int] = {}
         try:
-            for rows in self._waves(order.prefill):
+            for rows in self._waves(batch.prefill):
                 ids = [row.sequence_id for row in rows]
                 spans = [self._span(row) for row in rows]
                 with watch.section("prefill"):
@@ -214,21 +214,21 @@ class Replica:
                         resident.draft_kv = max(resident.draft_kv, end)
                     self._publish(sequence_id)
         except BaseException:
-            self.release(row.sequence_id for row in order.prefill)
+            self.release(row.sequence_id for row in batch.prefill)
             raise
         return StepResult(
-            order_id=order.id,
-            replica_id=order.replica_id,
+            batch_id=batch.id,
+            replica_id=batch.replica_id,
             rows=tuple(
                 RowResult(row.sequence_id, reused=begins[row.sequence_id] if row.tokens else 0)
-                for row in order.prefill
+                for row in batch.prefill
             ),
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
         )
 
     def _waves(self, rows: Sequence[PrefillRow]) -> list[list[PrefillRow]]:
         """The rows in the order in which they are filled, those of one wave together: who shares
-        the prefix of another row of the order comes second, and finds it."""
+        the prefix of another row of the batch comes second, and finds it."""
         if self._shared is None or len(rows) == 1:
             return [list(rows)]
         block_size = self._shape.block_size
@@ -244,7 +244,7 @@ class Replica:
         return [first, [rows[index] for index in second]] if second else [first]
 
     def _span(self, row: PrefillRow) -> tuple[int, int]:
-        """The KV positions [begin, end) that this order fills of a row, which is resident now."""
+        """The KV positions [begin, end) that this batch fills of a row, which is resident now."""
         resident = self._residents.get(row.sequence_id)
         assert bool(row.tokens) == (resident is None), (
             f"{row.sequence_id}: resident already, or not"
@@ -321,16 +321,16 @@ class Replica:
 
     # ------------------------------------------------------------------ speculate
 
-    def _speculate(self, order: Order, interrupted: Callable[[], bool]) -> StepResult:
+    def _speculate(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
         start = perf_counter()
         watch = Stopwatch(self._device)
-        ids = [row.sequence_id for row in order.rows]
-        rows = [self._ready(row, order.steps) for row in order.rows]
+        ids = [row.sequence_id for row in batch.rows]
+        rows = [self._ready(row, batch.steps) for row in batch.rows]
         before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
         tallies = [Tally() for _ in rows]
         table = self._blocks.table(ids, self._device)
         # A target that cannot leave tokens out checks all of them: slower, and as right.
-        verify = order.verify_tokens if self._target.packs else None
+        verify = batch.verify_tokens if self._target.packs else None
         sampling = sampling_batch(
             tuple(resident.sampling for resident in rows),
             self._device,
@@ -340,10 +340,10 @@ class Replica:
         part_positions, draft_part_positions = self._part_positions
         own = read = done = 0
         try:
-            for done in range(1, order.steps + 1):  # noqa: B007, the count outlives the loop
+            for done in range(1, batch.steps + 1):  # noqa: B007, the count outlives the loop
                 caps = [
                     min(row.draft_len, resident.tokens_left - 1) if verify != 0 else 0
-                    for row, resident in zip(order.rows, rows, strict=True)
+                    for row, resident in zip(batch.rows, rows, strict=True)
                 ]
                 k = max(caps)
                 if k > 0:
@@ -368,25 +368,25 @@ class Replica:
                     break
         except BaseException:
             for row, resident, (tokens_left, draft_kv) in zip(
-                order.rows, rows, before, strict=True
+                batch.rows, rows, before, strict=True
             ):
                 del resident.content[row.length :]
                 resident.tokens_left = tokens_left
                 resident.draft_kv = min(draft_kv, row.length - 1)
             raise
         return StepResult(
-            order_id=order.id,
-            replica_id=order.replica_id,
+            batch_id=batch.id,
+            replica_id=batch.replica_id,
             rows=tuple(
                 RowResult(
                     sequence_id=row.sequence_id,
                     tokens=tuple(resident.content[row.length :]),
                     steps=done,
                     draft_tokens=tally.draft_tokens,
-                    accepted_at=tally.accepted_at(order.draft_len),
-                    tried_at=tally.tried_at(order.draft_len),
+                    accepted_at=tally.accepted_at(batch.draft_len),
+                    tried_at=tally.tried_at(batch.draft_len),
                 )
-                for row, resident, tally in zip(order.rows, rows, tallies, strict=True)
+                for row, resident, tally in zip(batch.rows, rows, tallies, strict=True)
             ),
             steps=done,
             times=StepTimes(

@@ -1,4 +1,4 @@
-"""A sequence on a replica, and what its row commits over the steps of an order.
+"""A sequence on a replica, and what its row commits over the steps of a batch.
 
 Knows lengths and tokens; nothing of models, caches or blocks.
 """
@@ -25,7 +25,7 @@ class Resident:
     chain: Chain
     """Keys of its blocks."""
     to_fill: int = 0
-    """KV positions of both models that prefill orders are still to fill; 0 before any step."""
+    """KV positions of both models that prefill batches are still to fill; 0 before any step."""
     draft_kv: int = 0
     """Valid draft KV positions: len(content) - 1 or - 2 after a step, less after draft_len 0."""
 
@@ -42,7 +42,7 @@ class Resident:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a row's draft tokens over the steps of an order."""
+    """What became of a row's draft tokens over the steps of a batch."""
 
     draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)

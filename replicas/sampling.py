@@ -39,7 +39,7 @@ _PLAIN = SamplingParams(temperature=1.0)
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of a group's rows, made once per order.
+    """The sampling parameters of a group's rows, made once per batch.
 
     Tensors hold the sampled rows only; greedy rows need none.
     """
@@ -160,7 +160,7 @@ class SamplingBatch:
 def sampling_batch(
     params: tuple[SamplingParams, ...], device: torch.device, whole: bool, static: bool
 ) -> SamplingBatch:
-    """`SamplingBatch.of`, but the same one as long as the same rows come again: order after order
+    """`SamplingBatch.of`, but the same one as long as the same rows come again: batch after batch
     as a rule, and its tensors are on the device then."""
     if params and not any(one.temperature for one in params):
         return _greedy_batch(device)

@@ -2,7 +2,7 @@
 
 Per sequence a decayed count of draft tokens tried and accepted; where that is little, what all
 sequences of the same class show lately stands in. Only tokens that were checked after all before
-them were accepted count, so the estimate is that of one more token. Where an order verified only
+them were accepted count, so the estimate is that of one more token. Where a batch verified only
 what the draft believes in most, it is that of such a token, and so a little too high.
 """
 
@@ -63,7 +63,7 @@ class Acceptance:
         return (self._greedy if greedy else self._sampled).acceptance
 
     def observe(self, answers: Iterable[Answer]) -> None:
-        """Rows came back from an order. Where one drafted nothing its past fades all the same, so
+        """Rows came back from a batch. Where one drafted nothing its past fades all the same, so
         that a row which was given up comes back to what its class shows."""
         greedy, sampled = self._greedy, self._sampled
         for sequence, row in answers:

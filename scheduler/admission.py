@@ -21,7 +21,7 @@ _NO_PINS = Pins()
 _PINS_LEAST = {
     "rows_max": 1,
     "spread_max": 0,
-    "steps_per_order_max": 1,
+    "steps_per_batch_max": 1,
     "prefill_tokens_max": PREFILL_TOKENS_LEAST,
 }
 

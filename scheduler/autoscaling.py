@@ -225,7 +225,7 @@ class _Since:
 class CapacityMeter:
     """What one replica commits per second of work while it has enough of it.
 
-    Idle time does not count, because only the time in orders does. Groups that are not full commit
+    Idle time does not count, because only the time in batches does. Groups that are not full commit
     less than the replica could: such a sample may raise the figure and never lowers it.
     """
 

@@ -3,9 +3,9 @@
 Pure choices; the scheduler sends the rows back and lets the lighter replica take them first.
 
 Moving a resident costs a prefill of its content. It gains where groups take turns: with R residents
-a row steps once in ceil(R / rows_max) orders, so it pays to go where that number is smaller, if
+a row steps once in ceil(R / rows_max) batches, so it pays to go where that number is smaller, if
 enough tokens are left to be committed there. Rows that may step with few others (see `narrowing`)
-need orders of their own, so where there are such it is turns that are compared, not rows.
+need batches of their own, so where there are such it is turns that are compared, not rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
 from scheduler.grouping import groups_needed
-from scheduler.messages import OrderKind
+from scheduler.messages import BatchKind
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
@@ -52,7 +52,7 @@ def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica |
         return None
     if target.alone is not None or target.suspects or target.partial:
         return None
-    if target.ready and target.last_kind is OrderKind.PREFILL:
+    if target.ready and target.last_kind is BatchKind.PREFILL:
         return None
     return target
 
@@ -122,5 +122,5 @@ def _shared(replica: Replica, config: SchedulerConfig) -> Counter[int]:
 
 
 def _turns(shared: Counter[int]) -> int:
-    """In how many orders all these rows step once."""
+    """In how many batches all these rows step once."""
     return sum(groups_needed(rows, together) for together, rows in shared.items())

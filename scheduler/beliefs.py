@@ -30,11 +30,11 @@ class Beliefs:
     verified: float = 1.0
     """Share of the drafted tokens that is verified."""
     steps: int = 1
-    """Of the last order."""
+    """Of the last batch."""
     step_s: float = 0.0
-    """Expected time of such a step with the rows of the last order; 0 while nothing is known."""
+    """Expected time of such a step with the rows of the last batch; 0 while nothing is known."""
     trip_s: float = 0.0
-    """What an order takes beside its run: messages and the pool's own time."""
+    """What a batch takes beside its run: messages and the pool's own time."""
     acceptance_greedy: float = 0.0
     """Probability that one more draft token is accepted, lately and over all sequences."""
     acceptance_sampled: float = 0.0
@@ -49,4 +49,4 @@ class Beliefs:
     apart_positions: float = math.inf
     """See `DraftPolicy.apart`."""
     prefill: LinearCost = field(default_factory=LinearCost)
-    """One prefill order, by positions filled."""
+    """One prefill batch, by positions filled."""

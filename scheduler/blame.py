@@ -1,15 +1,15 @@
-"""Which row broke an order: suspects run by themselves until one is left that is to blame.
+"""Which row broke a batch: suspects run by themselves until one is left that is to blame.
 
 Pure rules over sequences; who calls them moves the sequences.
 
-A failed order (the model raised, memory ran out) is halved: its rows may run in orders of half as
-many, so an order that was only too large succeeds, and a row that breaks every order is alone in
+A failed batch (the model raised, memory ran out) is halved: its rows may run in batches of half as
+many, so a batch that was only too large succeeds, and a row that breaks every batch is alone in
 the end. Only failing alone counts against a row, and it then shuns that replica while another could
 hold it, so that a broken replica is not mistaken for a broken row.
 
-A replica that dies takes the truth with it: any row of any order in flight may have killed it, also
+A replica that dies takes the truth with it: any row of any batch in flight may have killed it, also
 the one queued second, for a result may die with the process that made it. All are suspects; with n
-of them they run in orders of sqrt(n) rows, after a second death alone. So a row that kills every
+of them they run in batches of sqrt(n) rows, after a second death alone. So a row that kills every
 replica it touches is known after three deaths, and the others have lost little: each is cleared by
 the first token beyond what was in flight when the replica died. A row that goes on for a while
 between its kills stays a suspect the longer, the more replicas died with it, and so is found alone.
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import isqrt
 
-from scheduler.messages import Blame, Order
+from scheduler.messages import Batch, Blame
 from scheduler.sequence import Sequence
 
 KILLS_MAX_FACTOR = 4
@@ -33,29 +33,29 @@ PROBATION_TOKENS = 4
 """For so many tokens more it stays a suspect, for each death after the first."""
 
 
-def failed(rows: Iterable[Sequence], order_size: int, replica_id: str, counts: bool) -> None:
-    """An order of `order_size` rows failed on a replica that lives; `rows` are the live ones.
+def failed(rows: Iterable[Sequence], batch_size: int, replica_id: str, counts: bool) -> None:
+    """A batch of `batch_size` rows failed on a live replica; `rows` are the live ones.
 
-    `counts`: the replica has run such orders since one failed last; otherwise it may be the replica
+    `counts`: the replica has run such batches since one failed last; else it may be the replica
     that is broken, and the row gets more attempts, also on the one that replaces it.
     """
     for sequence in rows:
-        limit = max(order_size // 2, 1)
+        limit = max(batch_size // 2, 1)
         sequence.rows_limit = min(sequence.rows_limit or limit, limit)
-        if order_size == 1:
+        if batch_size == 1:
             sequence.failures += counts
             sequence.attempts += 1
             if replica_id not in sequence.shuns:
                 sequence.shuns.append(replica_id)
 
 
-def killed(rows: list[Sequence], in_flight: int, orders: Mapping[int, Order]) -> None:
-    """A replica died with these live rows, of `in_flight`, in these orders."""
+def killed(rows: list[Sequence], in_flight: int, batches: Mapping[int, Batch]) -> None:
+    """A replica died with these live rows, of `in_flight`, in these batches."""
     ahead = {
-        row.sequence_id: order.steps * (row.draft_len + 1)
-        for order in orders.values()
-        for row in order.rows
-        if order.steps > 1
+        row.sequence_id: batch.steps * (row.draft_len + 1)
+        for batch in batches.values()
+        for row in batch.rows
+        if batch.steps > 1
     }
     for sequence in rows:
         sequence.failures += 1
@@ -63,7 +63,7 @@ def killed(rows: list[Sequence], in_flight: int, orders: Mapping[int, Order]) ->
         sequence.kills += in_flight == 1
         limit = max(isqrt(len(rows)), 1) if sequence.failures == 1 else 1
         sequence.rows_limit = min(sequence.rows_limit or limit, limit)
-        # The tokens of an order of several steps died, too: it may have been any of them.
+        # The tokens of a batch of several steps died, too: it may have been any of them.
         sequence.broke_at = max(sequence.broke_at, sequence.length + ahead.get(sequence.id, 0))
         probation = PROBATION_TOKENS * (sequence.deaths - 1)
         sequence.suspect_until = max(sequence.suspect_until, sequence.broke_at + probation)

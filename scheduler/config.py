@@ -33,7 +33,7 @@ class SchedulerConfig(BaseModel):
         default=None,
         ge=0,
         description="Tokens by which the longest row of a group may be longer than the shortest"
-        " when an order begins. null: chosen by length and waiting; with it rows that are far apart"
+        " when a batch begins. null: chosen by length and waiting; with it rows that are far apart"
         " step one by one.",
     )
     draft_len: int | None = Field(
@@ -41,7 +41,7 @@ class SchedulerConfig(BaseModel):
         ge=0,
         le=DRAFT_LEN_MAX,
         description="Draft tokens per row and step, and most that a request gets; 0 is off."
-        " null: chosen for each order by measured times and acceptance, 0 included.",
+        " null: chosen for each batch by measured times and acceptance, 0 included.",
     )
     draft_len_max: int = Field(
         default=8,
@@ -55,15 +55,18 @@ class SchedulerConfig(BaseModel):
         description="Verify only the draft tokens that the draft believes in most where that pays,"
         " by measured times; with a fixed draft_len all are verified.",
     )
-    steps_per_order_max: int = Field(
+    steps_per_batch_max: int = Field(
         default=8,
         ge=1,
         le=64,
-        description="Steps of one order where no other row waits; how many is chosen by measured"
+        description="Steps of one batch where no other row waits; how many is chosen by measured"
         " times.",
     )
-    orders_in_flight_max: int = Field(
-        default=2, ge=1, le=8, description="Orders a replica holds at once; 2 hides the round trip."
+    batches_in_flight_max: int = Field(
+        default=2,
+        ge=1,
+        le=8,
+        description="Batches a replica holds at once; 2 hides the round trip.",
     )
     passes_max: int = Field(
         default=4,
@@ -83,25 +86,25 @@ class SchedulerConfig(BaseModel):
         default=8,
         ge=1,
         le=1024,
-        description="Prompts of one prefill order; two at least while a long one is being filled.",
+        description="Prompts of one prefill batch; two at least while a long one is being filled.",
     )
     prefill_tokens_max: int = Field(
         default=2048,
         ge=1,
-        description="Tokens of one prefill order; a longer prompt is filled over several, with "
-        "decode orders between them.",
+        description="Tokens of one prefill batch; a longer prompt is filled over several, with "
+        "decode batches between them.",
     )
     prefill_by_time: bool = Field(
         default=True,
         description="While rows step, fill as much at once as takes the time of a step or so, by"
         " measured times; false: prefill_tokens_max.",
     )
-    gather_orders: int = Field(
+    gather_batches: int = Field(
         default=1,
         ge=0,
         le=64,
-        description="Decode orders that a few short prompts wait for others to share their prefill"
-        " order, while other rows run. 0: they never wait.",
+        description="Decode batches that a few short prompts wait for others to share their prefill"
+        " batch, while other rows run. 0: they never wait.",
     )
     residents_max: int = Field(
         default=256, ge=1, description="Sequences whose KV cache a replica holds at once."
@@ -137,7 +140,7 @@ class SchedulerConfig(BaseModel):
     failures_max: int = Field(
         default=3,
         ge=1,
-        description="Failed orders, or replicas killed, in a row and without a new token, that "
+        description="Failed batches, or replicas killed, in a row and without a new token, that "
         "fail a request.",
     )
     prompt_tokens_max: int = Field(default=131072, ge=1, description="Longest prompt accepted.")

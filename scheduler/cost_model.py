@@ -7,7 +7,7 @@ arXiv 2406.14066). Where a verification of so many tokens was seen to take more 
 or less, it is priced so: its time rises in steps. A prefill is fitted by a line as well; each of
 its tokens reads all positions that were filled before. Times are in seconds.
 
-Knows orders and results, nothing of sequences or of what the times are used for.
+Knows batches and results, nothing of sequences or of what the times are used for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from scheduler.beliefs import LinearCost
 from scheduler.fit import Fit, tokens_key
-from scheduler.messages import Order, OrderKind, PrefillTiming, StepResult, StepTiming
+from scheduler.messages import Batch, BatchKind, PrefillTiming, StepResult, StepTiming
 from scheduler.records import record
 
 PACKING = 1.05
@@ -74,7 +74,7 @@ class StepPrices:
         return once_s, rows * (verify.token_s + verify.kv_s)
 
     def positions_of_a_step(self, draft_len: int, trip_s: float) -> float:
-        """KV positions whose reading takes as long as one more step and its order's round trip;
+        """KV positions whose reading takes as long as one more step and its batch's round trip;
         infinitely many where reading takes no time."""
         draft, verify = self.draft, self.verify
         position_s = verify.kv_s + draft_len * draft.kv_s
@@ -110,8 +110,8 @@ _Step = tuple[int, int, float, float, float, float, int | None]
 class CostModel:
     """Times of one replica. `CostModel()` knows nothing; `known` says when it is of use.
 
-    Its fits learn from some orders at once, but for the first of so many tokens: of the many that a
-    pool has, each would have to be fetched into the caches for every order, and few orders change
+    Its fits learn from some batches at once, but for the first of so many tokens: of the many a
+    pool has, each would have to be fetched into the caches for every batch, and few batches change
     what is chosen.
     """
 
@@ -153,7 +153,7 @@ class CostModel:
         """Steps that the fits do not know yet."""
         self._learned = 0
         self.filled_behind = 0
-        """The most KV positions that a prefill order was seen to fill up to."""
+        """The most KV positions that a prefill batch was seen to fill up to."""
         self.known = False
         """Whether steps of different draft lengths were seen."""
         self.timed = False
@@ -173,55 +173,55 @@ class CostModel:
             )
         self._learn()
 
-    def observe(self, order: Order, result: StepResult) -> None:
-        """An order was answered with its times."""
+    def observe(self, batch: Batch, result: StepResult) -> None:
+        """A batch was answered with its times."""
         times = result.times
-        if order.kind is OrderKind.PREFILL:
-            spans = filled_spans(order, result)
+        if batch.kind is BatchKind.PREFILL:
+            spans = filled_spans(batch, result)
             before = sum((end - begin) * begin for begin, end in spans)
             self.filled_behind = max([self.filled_behind, *(end for _, end in spans)])
-            self._prefill.observe(filled_tokens(order, result), before, times.prefill_s)
+            self._prefill.observe(filled_tokens(batch, result), before, times.prefill_s)
             return
         steps = result.steps
         if not steps:
             return
-        # Near their limits rows draft less than the order says, and so does the group.
+        # Near their limits rows draft less than the batch says, and so does the group.
         drafted: float
         rows = result.rows
         if steps == 1:
             # Nearly always the first row has drafted as many as any.
-            if rows and rows[0].draft_tokens == order.draft_len:
-                drafted = float(order.draft_len)
+            if rows and rows[0].draft_tokens == batch.draft_len:
+                drafted = float(batch.draft_len)
             else:
                 drafted = float(max([row.draft_tokens for row in rows], default=0))
         else:
             drafted = max([row.draft_tokens / row.steps for row in rows if row.steps], default=0)
         spent_s = times.draft_s + times.verify_s + times.prefill_s
-        checked = order.verify_tokens
+        checked = batch.verify_tokens
         # A step of a fixed shape reads what pads its bucket, too, and one in place whole blocks.
         # Prices are asked for groups and know nothing of it: so the time is put down to what they
         # are asked for, the group's rectangle, or its rows' own positions.
         if self._reads_apart:
             kv_read = result.kv_positions_own / steps
         else:
-            longest = order.rows[-1].length + round(drafted)
+            longest = batch.rows[-1].length + round(drafted)
             if steps > 1:
                 longest += max([len(row.tokens) for row in rows], default=0) // 2
-            kv_read = min(result.kv_positions_read / steps, len(order.rows) * longest)
+            kv_read = min(result.kv_positions_read / steps, len(batch.rows) * longest)
         unlearned = self._unlearned
         unlearned.append(
             (
-                len(order.rows),
+                len(batch.rows),
                 round(drafted),
                 kv_read,
                 times.draft_s / steps,
                 times.verify_s / steps,
                 (times.total_s - spent_s) / steps,
-                None if checked is None else len(order.rows) + checked,
+                None if checked is None else len(batch.rows) + checked,
             )
         )
         waiting = len(unlearned)
-        new = checked is None and self._verify.is_new(len(order.rows) * (round(drafted) + 1))
+        new = checked is None and self._verify.is_new(len(batch.rows) * (round(drafted) + 1))
         if waiting >= AT_ONCE or waiting * AT_ONCE > self._learned or new:
             self._learn()
 
@@ -237,7 +237,7 @@ class CostModel:
 
     @property
     def prefill(self) -> LinearCost:
-        """One prefill order, by positions filled and, for each of them, those filled before."""
+        """One prefill batch, by positions filled and, for each of them, those filled before."""
         return self._prefill.cost()
 
     def _learn(self) -> None:
@@ -285,23 +285,23 @@ class CostModel:
             self._draft.observe(rows, kv_read, draft_s / draft_len, times)
 
 
-def filled_spans(order: Order, result: StepResult) -> list[tuple[int, int]]:
-    """KV positions [begin, end) that a prefill order computed of each row: not those that the
+def filled_spans(batch: Batch, result: StepResult) -> list[tuple[int, int]]:
+    """KV positions [begin, end) that a prefill batch computed of each row: not those that the
     replica had already, which may be more than it was to fill."""
     reused = {row.sequence_id: row.reused for row in result.rows}
     spans = []
-    for row in order.prefill:
+    for row in batch.prefill:
         begin = max(row.begin, reused.get(row.sequence_id, 0))
         spans.append((begin, max(begin, row.end)))
     return spans
 
 
-def filled_tokens(order: Order, result: StepResult) -> int:
+def filled_tokens(batch: Batch, result: StepResult) -> int:
     """How many those are."""
-    return sum(end - begin for begin, end in filled_spans(order, result))
+    return sum(end - begin for begin, end in filled_spans(batch, result))
 
 
 def prefilled_in(seconds: float, begin: int, cost: LinearCost) -> float:
-    """KV positions behind `begin` that a prefill order of one row fills in that time; `cost` is
+    """KV positions behind `begin` that a prefill batch of one row fills in that time; `cost` is
     that of `CostModel.prefill`, and filling costs something."""
     return max(seconds - cost.fixed_s, 0.0) / (cost.token_s + cost.kv_s * begin)

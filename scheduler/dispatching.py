@@ -1,30 +1,30 @@
-"""What each replica does next: fills the pipelines with prefill and speculate orders.
+"""What each replica does next: fills the pipelines with prefill and speculate batches.
 
 It is told which replicas an event concerns and appends the actions. Knows placement, grouping and
 blocks; nothing of the events that led here.
 
-A Release that comes from here (KV blocks ran out) stands before the order that needs its blocks. An
-order of several steps is interrupted as soon as another goes behind it: somebody waits now.
+A Release that comes from here (KV blocks ran out) stands before the batch that needs its blocks. An
+batch of several steps is interrupted as soon as another goes behind it: somebody waits now.
 """
 
 from __future__ import annotations
 
 from scheduler.admission import blocks_needed
+from scheduler.batches import prefill_batch, speculate_batch
 from scheduler.config import SchedulerConfig
 from scheduler.cutting import part_of
 from scheduler.ending import with_late
 from scheduler.grouping import group_size, may_step
-from scheduler.messages import Action, Dispatch, Interrupt, Order, OrderKind, Release
+from scheduler.messages import Action, Batch, BatchKind, Dispatch, Interrupt, Release
 from scheduler.narrowing import Group
-from scheduler.orders import prefill_order, speculate_order
 from scheduler.placement import Choice, best_replica, next_rows, shunned
 from scheduler.pool import Pool
 from scheduler.prefilling import (
+    batches_since,
     chunks,
     chunks_at_once,
     goes_first,
     oldest_partial,
-    orders_since,
     room_for_waiting,
 )
 from scheduler.residents import Replica
@@ -33,13 +33,13 @@ from scheduler.speculation import DraftPolicy
 
 
 class Dispatcher:
-    """Gives orders to the replicas that were touched; keeps no state between two events."""
+    """Gives batches to the replicas that were touched; keeps no state between two events."""
 
     def __init__(self, config: SchedulerConfig, pool: Pool, policy: DraftPolicy) -> None:
         self._config = config
         self._pool = pool
         self._policy = policy
-        self._order_id = 0
+        self._batch_id = 0
         self._touched: dict[str, None] = {}
         self._offer_to_all = False
         self._out: list[Action] = []
@@ -58,11 +58,11 @@ class Dispatcher:
         self._offer_to_all = True
 
     def run(self, out: list[Action], now_s: float) -> None:
-        """Appends the orders of every replica that the event concerns."""
+        """Appends the batches of every replica that the event concerns."""
         self._out = out
         self._now_s = now_s
         replicas = self._pool.replicas
-        # While orders are made blocks may run out and claims end: then others are touched.
+        # While batches are made blocks may run out and claims end: then others are touched.
         while self._touched or self._offer_to_all:
             touched, self._touched = self._touched, {}
             for replica_id in touched:
@@ -81,35 +81,35 @@ class Dispatcher:
             out.append(Interrupt(replica.id, replica.long))
             replica.long = None
 
-    # ----------------------------------------------------------------- orders
+    # ----------------------------------------------------------------- batches
 
     def _fill_pipeline(self, replica: Replica) -> None:
-        while len(replica.orders) < self._config.orders_in_flight_max:
+        while len(replica.batches) < self._config.batches_in_flight_max:
             preempted = self._pool.preempted
-            order = self._next_order(replica)
-            if order is None:
+            batch = self._next_batch(replica)
+            if batch is None:
                 if self._pool.preempted > preempted:
                     continue
                 return
             self.interrupt(replica, self._out)
-            self._pool.add_order(replica, order, self._now_s)
-            self._out.append(Dispatch(order))
+            self._pool.add_batch(replica, batch, self._now_s)
+            self._out.append(Dispatch(batch))
 
-    def _next_order(self, replica: Replica) -> Order | None:
+    def _next_batch(self, replica: Replica) -> Batch | None:
         """Suspects first, by themselves. Then free places are filled, in chunks that take turns
         with steps; see `prefilling`."""
         if replica.alone is not None:
             return None
         self._drop_vain_claim(replica)
-        if replica.orders and self._clears(replica):
+        if replica.batches and self._clears(replica):
             self.interrupt(replica, self._out)
             return None
         if replica.suspects and not (replica.last_alone and replica.ready):
             return self._step_suspects(replica)
-        broke = OrderKind.SPECULATE in replica.fails
-        if (broke or replica.last_alone) and replica.ready and not replica.orders:
+        broke = BatchKind.SPECULATE in replica.fails
+        if (broke or replica.last_alone) and replica.ready and not replica.batches:
             # Is it the replica or the row? Others show it before the row comes back. And between
-            # any two orders of suspects those that are none take one step.
+            # any two batches of suspects those that are none take one step.
             rows_max = replica.rows_max(self._config.rows_max)
             rows = len(replica.ready) + replica.stepping
             size, _ = self._group_size(replica, rows, rows_max)
@@ -122,7 +122,7 @@ class Dispatcher:
             at_once = chunks_at_once(replica, replica.rows_max(self._config.rows_max))
             budget = self._prefill_tokens(replica, at_once)
             choice = self._next_rows(replica, budget)
-            if choice.claim is not None and replica.orders and self._clears(replica):
+            if choice.claim is not None and replica.batches and self._clears(replica):
                 self.interrupt(replica, self._out)
                 return None
             to_fill = bool(choice.rows or replica.partial)
@@ -130,7 +130,7 @@ class Dispatcher:
                 replica.gathers_until = None
             if to_fill:
                 if self._is_earned(replica, choice, budget, at_once) and goes_first(
-                    replica, choice.rows, budget, self._config.gather_orders
+                    replica, choice.rows, budget, self._config.gather_batches
                 ):
                     return self._prefill(replica, choice, budget)
                 # It waits for what is in flight, and no longer than for one step of it.
@@ -144,16 +144,16 @@ class Dispatcher:
             beside = 0 if whole else ready + 1
         elif replica.cut and ready and stepping and self._stands_apart(replica, size, rows_max):
             beside = 0
-        if may_step(ready, stepping, replica.joining, len(replica.orders), beside, rows_max):
+        if may_step(ready, stepping, replica.joining, len(replica.batches), beside, rows_max):
             return self._step_ready(replica, size, rows_max, someone_waits=to_fill)
         return None
 
     def chunk(self, replica: Replica) -> int:
-        """Tokens of the next prefill order, if it is of one chunk."""
+        """Tokens of the next prefill batch, if it is of one chunk."""
         return self._prefill_tokens(replica, 1)
 
     def _prefill_tokens(self, replica: Replica, at_once: int) -> int:
-        """What an order of so many chunks may fill."""
+        """What a batch of so many chunks may fill."""
         begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,
@@ -164,8 +164,8 @@ class Dispatcher:
         )
 
     def _is_earned(self, replica: Replica, choice: Choice, budget: int, at_once: int) -> bool:
-        """Whether as many decode orders went as what would be filled has chunks."""
-        since = max(orders_since(replica), 1)
+        """Whether as many decode batches went as what would be filled has chunks."""
+        since = max(batches_since(replica), 1)
         if since >= at_once or not replica.ready:
             return True
         if choice.rows and choice.rows[0].rows_limit is not None:
@@ -175,7 +175,7 @@ class Dispatcher:
         return tokens <= self._prefill_tokens(replica, since)
 
     def _next_rows(self, replica: Replica, budget: int) -> Choice:
-        """Who of those that wait goes into a prefill order of so many tokens."""
+        """Who of those that wait goes into a prefill batch of so many tokens."""
         pool = self._pool
         if not pool.waiting:
             return Choice()
@@ -211,11 +211,11 @@ class Dispatcher:
         claimant = replica.claimed_by
         return claimant is not None and self._pool.waiting[claimant].rows_limit is not None
 
-    def _prefill(self, replica: Replica, choice: Choice, budget: int) -> Order:
+    def _prefill(self, replica: Replica, choice: Choice, budget: int) -> Batch:
         """Chunks of the chosen rows and of those that were begun."""
-        order_id = self._new_order_id()
+        batch_id = self._new_batch_id()
         replica.gathers_until = None
-        replica.prefilled_at = replica.ready.orders
+        replica.prefilled_at = replica.ready.batches
         for sequence, count in choice.overtaken:
             sequence.overtaken += count
         given = chunks(replica, choice.rows, budget, self._config)
@@ -223,14 +223,14 @@ class Dispatcher:
             if sequence.claim is not None:
                 self.touch(sequence.claim)
             self._pool.place(sequence, replica)
-        self._pool.fill(replica, given, order_id)
+        self._pool.fill(replica, given, batch_id)
         if given[0][0].rows_limit is not None:
-            replica.alone = order_id
-        return prefill_order(order_id, replica.id, given)
+            replica.alone = batch_id
+        return prefill_batch(batch_id, replica.id, given)
 
     def _step_ready(
         self, replica: Replica, size: int, rows_max: int, someone_waits: bool
-    ) -> Order | None:
+    ) -> Batch | None:
         whole = self._choose(replica, size, rows_max)
         rows = self._cut(replica, whole, rows_max)
         if len(rows) < len(whole):
@@ -242,8 +242,8 @@ class Dispatcher:
         alone = not (someone_waits or replica.stepping or replica.prefilling)
         steps_most = 1
         if alone and len(rows) == len(replica.ready) and all(one.committed for one in rows):
-            pinned = [one.request.pins.steps_per_order_max for one in rows]
-            steps_most = self._config.steps_per_order_max
+            pinned = [one.request.pins.steps_per_batch_max for one in rows]
+            steps_most = self._config.steps_per_batch_max
             steps_most = min([steps_most, *(steps for steps in pinned if steps is not None)])
         return self._step(replica, rows, steps_most)
 
@@ -302,7 +302,7 @@ class Dispatcher:
             if one.state is State.STEPPING
         )
 
-    def _step_suspects(self, replica: Replica) -> Order | None:
+    def _step_suspects(self, replica: Replica) -> Batch | None:
         limit = replica.rows_max(self._config.rows_max)
         group: Group[Sequence] = Group(limit)
         for sequence in replica.suspects.values():
@@ -312,12 +312,12 @@ class Dispatcher:
                 break
             group.add(sequence, sequence.length, sequence.limits)
         rows = sorted(group.rows, key=lambda one: one.length)
-        order = self._step(replica, rows, steps_most=1)
-        if order is not None:
-            replica.alone = order.id
-        return order
+        batch = self._step(replica, rows, steps_most=1)
+        if batch is not None:
+            replica.alone = batch.id
+        return batch
 
-    def _step(self, replica: Replica, rows: list[Sequence], steps_most: int) -> Order | None:
+    def _step(self, replica: Replica, rows: list[Sequence], steps_most: int) -> Batch | None:
         """Some steps of these ready rows, by rising length; None if blocks ran out."""
         plan = self._policy.plan(replica.id, rows, steps_most)
         draft_len, steps = plan.draft_len, plan.steps
@@ -327,13 +327,13 @@ class Dispatcher:
             lacking, growth = _lacking(replica, rows, steps, draft_len)
         if growth > replica.blocks_free:
             # What is in flight may end and free blocks; and its rows may be the ones to go.
-            if not replica.orders:
+            if not replica.batches:
                 self._preempt(replica)
             return None
-        order_id = self._new_order_id()
-        self._pool.step(replica, rows, lacking, order_id)
-        return speculate_order(
-            order_id, replica.id, rows, draft_len, steps, plan.verify_tokens, plan.least
+        batch_id = self._new_batch_id()
+        self._pool.step(replica, rows, lacking, batch_id)
+        return speculate_batch(
+            batch_id, replica.id, rows, draft_len, steps, plan.verify_tokens, plan.least
         )
 
     def _preempt(self, replica: Replica) -> None:
@@ -352,9 +352,9 @@ class Dispatcher:
         if best is not None:
             self.touch(best.id)
 
-    def _new_order_id(self) -> int:
-        self._order_id += 1
-        return self._order_id
+    def _new_batch_id(self) -> int:
+        self._batch_id += 1
+        return self._batch_id
 
 
 def _lacking(

@@ -29,7 +29,7 @@ def with_late(
     chosen: Rows[Sequence], ready: Iterable[Sequence], tokens_left: int
 ) -> list[Sequence]:
     """The chosen rows of a group, with late ready ones in place of those that have least left;
-    `tokens_left` are those of all rows that step. In no particular order."""
+    `tokens_left` are those of all rows that step. In no particular batch."""
     size = len(chosen)
     late = [one for one in ready if size * one.tokens_left >= tokens_left]
     if not late:

@@ -1,4 +1,4 @@
-"""A replica without a model: it obeys orders as a real one does and asserts what a real one would.
+"""A replica without a model: it obeys batches as a real one does and asserts what a real one would.
 
 Its target is the *perfect world*, a hash of all content so far: one wrong, missing or doubled token
 anywhere changes every token after it. Which draft tokens are accepted is drawn from a generator
@@ -13,9 +13,9 @@ from random import Random
 
 from scheduler.admission import blocks_needed
 from scheduler.messages import (
+    Batch,
+    BatchKind,
     FinishReason,
-    Order,
-    OrderKind,
     PrefillRow,
     Release,
     ReplicaSpec,
@@ -77,7 +77,7 @@ class _Row:
 
 
 class FakeReplica:
-    """One incarnation; orders are received in sequence and run one at a time."""
+    """One incarnation; batches are received in sequence and run one at a time."""
 
     def __init__(self, replica_id: str, spec: ReplicaSpec, acceptance: float, rng: Random) -> None:
         """Each draft token is accepted with probability `acceptance`, if those before it are."""
@@ -89,80 +89,80 @@ class FakeReplica:
         self._prefixes = PrefixSet(spec.kv_blocks if spec.prefix_sharing else 0)
         self._held: set[str] = set()
         self._unfilled: set[str] = set()
-        self._order_id_last = 0
+        self._batch_id_last = 0
 
     @property
     def residents(self) -> int:
         return len(self._residents)
 
-    def receive(self, order: Order) -> None:
-        """Takes an order into the queue and holds its rows."""
-        assert order.replica_id == self.id, "an order for another replica"
-        assert order.id > self._order_id_last, "order ids do not rise"
-        assert order.steps >= 1, "an order without steps"
-        self._order_id_last = order.id
-        prefill = order.kind is OrderKind.PREFILL
-        assert bool(order.prefill) == prefill, "prefill rows and kind differ"
-        assert bool(order.rows) != prefill, "step rows and kind differ"
-        rows = len(order.rows)
+    def receive(self, batch: Batch) -> None:
+        """Takes a batch into the queue and holds its rows."""
+        assert batch.replica_id == self.id, "a batch for another replica"
+        assert batch.id > self._batch_id_last, "batch ids do not rise"
+        assert batch.steps >= 1, "a batch without steps"
+        self._batch_id_last = batch.id
+        prefill = batch.kind is BatchKind.PREFILL
+        assert bool(batch.prefill) == prefill, "prefill rows and kind differ"
+        assert bool(batch.rows) != prefill, "step rows and kind differ"
+        rows = len(batch.rows)
         assert rows <= (self.spec.rows_max or rows), "more rows than its memory lasts for"
-        for prefill_row in order.prefill:
+        for prefill_row in batch.prefill:
             resident = self._residents.get(prefill_row.sequence_id)
             assert bool(prefill_row.tokens) == (resident is None), "prefill of a resident"
             if resident is not None:
                 assert resident.to_fill > 0, "prefill of what is filled"
             self._hold(prefill_row.sequence_id)
-        lengths = [row.length for row in order.rows]
+        lengths = [row.length for row in batch.rows]
         assert lengths == sorted(lengths), "rows do not rise by length"
-        for row in order.rows:
+        for row in batch.rows:
             assert row.sequence_id in self._residents, "a step for a sequence not resident"
-            assert 0 <= row.draft_len <= order.draft_len, "a row's k exceeds its order's"
+            assert 0 <= row.draft_len <= batch.draft_len, "a row's k exceeds its batch's"
             self._hold(row.sequence_id)
 
     def _hold(self, sequence_id: str) -> None:
-        assert sequence_id not in self._held, "a row in two orders at once"
+        assert sequence_id not in self._held, "a row in two batches at once"
         self._held.add(sequence_id)
 
-    def end(self, order: Order) -> None:
-        """The order is over, run or failed: it holds its rows no longer."""
-        for row in order.prefill or order.rows:
+    def end(self, batch: Batch) -> None:
+        """The batch is over, run or failed: it holds its rows no longer."""
+        for row in batch.prefill or batch.rows:
             self._held.remove(row.sequence_id)
 
     def release(self, action: Release) -> None:
         for sequence_id in action.sequence_ids:
-            assert sequence_id not in self._held, "release of a row that an order holds"
+            assert sequence_id not in self._held, "release of a row that a batch holds"
             if sequence_id in self._unfilled:
                 self._unfilled.remove(sequence_id)
             else:
                 del self._residents[sequence_id]
 
-    def fail(self, order: Order) -> None:
-        """The order could not be run; its rows are as they were before, those of a prefill gone."""
-        for row in order.prefill:
+    def fail(self, batch: Batch) -> None:
+        """The batch could not be run; its rows are as they were before, those of a prefill gone."""
+        for row in batch.prefill:
             self._residents.pop(row.sequence_id, None)
             self._unfilled.add(row.sequence_id)
 
-    def run(self, order: Order, step_s: float) -> StepResult:
-        """Runs a received order, which holds its rows until `end`.
+    def run(self, batch: Batch, step_s: float) -> StepResult:
+        """Runs a received batch, which holds its rows until `end`.
 
         Reports as its time `step_s` for each of its steps, or once for a prefill.
         """
-        run = self.begin(order)
+        run = self.begin(batch)
         while run.advance():
             pass
         return run.result(step_s)
 
-    def begin(self, order: Order) -> Run:
+    def begin(self, batch: Batch) -> Run:
         """The same step by step, for whoever may interrupt it."""
-        reused = {row.sequence_id: self._fill(row) for row in order.prefill}
-        for row in order.rows:
+        reused = {row.sequence_id: self._fill(row) for row in batch.prefill}
+        for row in batch.rows:
             resident = self._residents[row.sequence_id]
             assert row.length == resident.length, "the pool's length differs from the replica's"
             assert resident.to_fill == 0, "a step for a row that is not filled"
-            most = min(order.steps * (row.draft_len + 1), resident.tokens_left)
+            most = min(batch.steps * (row.draft_len + 1), resident.tokens_left)
             self._own(resident, row.blocks, row.length + most - 1)
-        rows = [self._residents[row.sequence_id] for row in order.rows]
-        return Run(order, rows, self.acceptance, self._rng, self.spec.vocab_size, reused)
+        rows = [self._residents[row.sequence_id] for row in batch.rows]
+        return Run(batch, rows, self.acceptance, self._rng, self.spec.vocab_size, reused)
 
     def _fill(self, row: PrefillRow) -> int:
         """Returns how many positions it had before."""
@@ -200,18 +200,18 @@ class FakeReplica:
 
 
 class Run:
-    """One order under way: `advance` does a step and says whether there is another."""
+    """One batch under way: `advance` does a step and says whether there is another."""
 
     def __init__(
         self,
-        order: Order,
+        batch: Batch,
         rows: list[_Row],
         acceptance: float,
         rng: Random,
         vocab_size: int,
         reused: dict[str, int],
     ) -> None:
-        self._order = order
+        self._batch = batch
         self._reused = reused
         self._rows = rows
         self._acceptance = acceptance
@@ -219,8 +219,8 @@ class Run:
         self._vocab_size = vocab_size
         self._tokens: list[list[int]] = [[] for _ in rows]
         self._drafted = [0] * len(rows)
-        self._accepted_at = [[0] * order.draft_len for _ in rows]
-        self._tried_at = [[0] * order.draft_len for _ in rows]
+        self._accepted_at = [[0] * batch.draft_len for _ in rows]
+        self._tried_at = [[0] * batch.draft_len for _ in rows]
         self._steps = self._own = self._read = 0
 
     def advance(self) -> bool:
@@ -232,11 +232,11 @@ class Run:
         widths = []
         draft_lens = [
             min(row.draft_len, resident.tokens_left - 1)
-            for row, resident in zip(self._order.rows, self._rows, strict=True)
+            for row, resident in zip(self._batch.rows, self._rows, strict=True)
         ]
-        if self._order.verify_tokens == 0:
+        if self._batch.verify_tokens == 0:
             draft_lens = [0] * len(draft_lens)
-        checked = spread(draft_lens, self._order.verify_tokens)
+        checked = spread(draft_lens, self._batch.verify_tokens)
         for index, resident in enumerate(self._rows):
             draft_len = draft_lens[index]
             widths.append(resident.length + draft_len)
@@ -255,19 +255,19 @@ class Run:
             finished = finished or reason is not None
         self._own += sum(widths)
         self._read += max(widths) * len(widths)
-        return self._steps < self._order.steps and not finished
+        return self._steps < self._batch.steps and not finished
 
     def result(self, step_s: float) -> StepResult:
         """What was committed so far."""
-        order = self._order
+        batch = self._batch
         times = StepTimes(total_s=step_s * self._steps)
         if not self._rows:
             filled = tuple(
                 RowResult(row.sequence_id, reused=self._reused[row.sequence_id])
-                for row in order.prefill
+                for row in batch.prefill
             )
             times = StepTimes(prefill_s=times.total_s, total_s=times.total_s)
-            return StepResult(order.id, order.replica_id, filled, times=times)
+            return StepResult(batch.id, batch.replica_id, filled, times=times)
         rows = tuple(
             RowResult(
                 row.sequence_id,
@@ -277,10 +277,10 @@ class Run:
                 tuple(self._accepted_at[index]),
                 tuple(self._tried_at[index]),
             )
-            for index, row in enumerate(order.rows)
+            for index, row in enumerate(batch.rows)
         )
         return StepResult(
-            order.id, order.replica_id, rows, self._steps, times, self._own, self._read
+            batch.id, batch.replica_id, rows, self._steps, times, self._own, self._read
         )
 
     def _commit(self, resident: _Row, count: int) -> list[int]:
@@ -295,7 +295,7 @@ class Run:
 
 
 def spread(draft_lens: Sequence[int], verify_tokens: int | None) -> list[int]:
-    """How many draft tokens of each row are checked where an order lets `verify_tokens` through.
+    """How many draft tokens of each row are checked where a batch lets `verify_tokens` through.
 
     A fake draft believes in all rows alike, so the first token of every row comes before any
     second one.

@@ -34,7 +34,7 @@ FALLS = 3
 """So many draft lengths that are no better than the best one end the search."""
 HOPE_WORTH = 0.95
 """What a draft length counts for that is tried in the hope that it fills a tile: less is not worth
-the orders that it takes to know."""
+the batches that it takes to know."""
 _BELIEF_FIRST = 1.0
 """How much better than evenly a share by belief is taken to do before it was tried."""
 _BELIEF_RATE = 0.1

@@ -6,10 +6,10 @@ Groups. Let R be the rows of a replica that step (ready or stepping) and G = cei
 least number of groups that hold them. A group is full: rows_max rows. With less than two full
 groups of rows there are two ways, and which commits more is a matter of cost: full groups, so that
 the others wait and nothing can be prepared while one runs; or two halves that take turns. With one
-group of rows they all go together: a fragment never runs as a second order beside the first, for
+group of rows they all go together: a fragment never runs as a second batch beside the first, for
 two half groups would alternate for ever and never merge.
 
-Choice. A row is passed over whenever a speculate order is dispatched on its replica while it is
+Choice. A row is passed over whenever a speculate batch is dispatched on its replica while it is
 ready and not in it. Let w be the config's `wait_rounds`. With `oldest` the row that became ready
 first, and so was passed over most:
 
@@ -52,18 +52,18 @@ Narrow rows. A request, or the config, may limit the rows of a row's group or th
 oldest row, then those with the same limits, then the others, each if it fits. Before it, the oldest
 narrow row anchors a group once in a round, or where there is no full group of free rows: of those
 with the same limits, then of narrow ones that are no narrower, then of free and of narrower ones,
-always the nearest, as far as they fit. So narrow rows need few orders, and free ones step in full
+always the nearest, as far as they fit. So narrow rows need few batches, and free ones step in full
 groups. That round, and those of rule 2, are counted with the groups that narrow rows make as their
 lengths are now; G counts one for each row that limits the spread. Otherwise free rows go by rules 1
 and 2, and narrow ones that fit have the places that are left.
 
 The bound. No row is passed over more than w * G - 1 times in a row, G taken at its largest during
-the wait: a round, in which every row could step once, is G orders, so none waits for more than w
+the wait: a round, in which every row could step once, is G batches, so none waits for more than w
 rounds. Rows that became ready before a row s only get fewer. Once s has been passed over
-(w - 1) * G times, so have they, and every further order takes the rows_max oldest; s and those
-before it are at most R rows, so s is in one of the next G orders: at most G - 1 more passes. (With
-narrow rows, too: each order takes rows_max free rows, or as many with the same limits as those
-allow, so each of these kinds has no more orders than G counts for it.) When
+(w - 1) * G times, so have they, and every further batch takes the rows_max oldest; s and those
+before it are at most R rows, so s is in one of the next G batches: at most G - 1 more passes. (With
+narrow rows, too: each batch takes rows_max free rows, or as many with the same limits as those
+allow, so each of these kinds has no more batches than G counts for it.) When
 one row is overdue at a time, rule 2 serves it; rule 3 is there for the case that many are, and is
 rare: it costs spread. With w = 1 rows go in the order in which they became ready, which is what
 EQSPEC without grouping does (arXiv 2510.22876).
@@ -82,7 +82,7 @@ from scheduler.narrowing import Group, Limits
 from scheduler.shelf import Shelf
 
 NARROW_EARLY = 2
-"""So many orders before a round is over the oldest narrow row is due: there is one in flight and
+"""So many batches before a round is over the oldest narrow row is due: there is one in flight and
 one behind it when it becomes ready."""
 
 NARROW = 2
@@ -91,7 +91,7 @@ NARROW = 2
 Row = TypeVar("Row", bound=Hashable)
 
 _Key = tuple[int, int, int]
-"""(length, orders dispatched before, kind) of a row when it became ready."""
+"""(length, batches dispatched before, kind) of a row when it became ready."""
 
 
 def groups_needed(rows: int, rows_max: int) -> int:
@@ -100,7 +100,7 @@ def groups_needed(rows: int, rows_max: int) -> int:
 
 
 def group_size(rows: int, rows_max: int, halves: bool) -> tuple[int, int]:
-    """Rows of a group, and how many must be ready for one to go beside an order of steps.
+    """Rows of a group, and how many must be ready for one to go beside a batch of steps.
 
     `halves`: less than two full groups of rows take turns by halves.
     """
@@ -118,18 +118,18 @@ def passes_bound(rows: int, rows_max: int, wait_rounds: int, narrow: int = 0) ->
 
 
 def may_step(
-    ready: int, stepping: int, joining: int, orders_in_flight: int, beside: int, rows_max: int
+    ready: int, stepping: int, joining: int, batches_in_flight: int, beside: int, rows_max: int
 ) -> bool:
-    """Whether a speculate order is worth dispatching now, or should wait for rows in flight.
+    """Whether a speculate batch is worth dispatching now, or should wait for rows in flight.
 
-    A replica without any order never waits. Beside an order of steps only a whole group of its
+    A replica without any batch never waits. Beside a batch of steps only a whole group of its
     own goes: `beside` rows, see `group_size`. Behind a prefill alone, half of the group that it
     will be part of is enough: the rows being filled join one step later, and the replica has no
     gap.
     """
     if ready == 0:
         return False
-    if orders_in_flight == 0:
+    if batches_in_flight == 0:
         return True
     if stepping:
         # With one group `beside` is all rows, and some are stepping: a fragment waits.
@@ -140,7 +140,7 @@ def may_step(
 class ReadyRows(Generic[Row]):
     """The ready rows of one replica, by kind and length, and by age."""
 
-    __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "lags", "orders")
+    __slots__ = ("_by_age", "_narrow", "_new", "_shelves", "lags", "batches")
 
     def __init__(self) -> None:
         self._shelves: tuple[Shelf[Row], ...] = (Shelf(), Shelf(), Shelf())
@@ -151,8 +151,8 @@ class ReadyRows(Generic[Row]):
         """Limits of the narrow rows, the oldest first."""
         self._new: dict[Row, None] = {}
         """Rows whose first token somebody waits for, the oldest first."""
-        self.orders = 0
-        """Speculate orders dispatched on this replica."""
+        self.batches = 0
+        """Speculate batches dispatched on this replica."""
         self.lags: Lags[Row] = Lags()
         """Of the free rows, ready or not."""
 
@@ -194,14 +194,14 @@ class ReadyRows(Generic[Row]):
         self._add_all(rows)
 
     def _add_all(self, rows: list[tuple[Row, int, int]]) -> None:
-        shelves, by_age, orders = self._shelves, self._by_age, self.orders
+        shelves, by_age, batches = self._shelves, self._by_age, self.batches
         for row, length, kind in rows:
             # It is the youngest, so it stands behind all of its length.
             shelf = shelves[kind]
             at = bisect_right(shelf.lengths, length)
             shelf.lengths.insert(at, length)
             shelf.rows.insert(at, row)
-            by_age[row] = (length, orders, kind)
+            by_age[row] = (length, batches, kind)
 
     def remove(self, row: Row) -> None:
         length, _, kind = self._by_age.pop(row)
@@ -211,7 +211,7 @@ class ReadyRows(Generic[Row]):
 
     def passes(self, row: Row) -> int:
         """How often the row was passed over since it became ready."""
-        return self.orders - self._by_age[row][1]
+        return self.batches - self._by_age[row][1]
 
     def is_due(self, wait_rounds: int, groups: int) -> bool:
         """Whether the oldest row was passed over so often that rule 2 or 3 takes it."""
@@ -252,7 +252,7 @@ class ReadyRows(Generic[Row]):
 
         `size` is that of a group, `groups` is G; the group has min(size, ready) rows, or
         min(rows_max, ready) when the oldest rows are taken. Needs at least one ready row.
-        With narrow rows among the ready ones it may have fewer; `turns` are the orders that a round
+        With narrow rows among the ready ones it may have fewer; `turns` are the batches a round
         takes as lengths are now, at most G, where that is known.
         """
         if self._narrow:
@@ -281,17 +281,17 @@ class ReadyRows(Generic[Row]):
         narrow, new = next(iter(self._narrow)), next(iter(self._new), None)
         free = len(by_age) - len(self._narrow)
         if self.passes(oldest) >= (wait_rounds - 1) * groups:
-            # Its likes before the others: that bounds how many orders all of them need.
-            row_order = sorted(by_age, key=lambda row: self._narrow.get(row) != likes)
+            # Its likes before the others: that bounds how many batches all of them need.
+            row_batch = sorted(by_age, key=lambda row: self._narrow.get(row) != likes)
         elif not free or free < size or self.passes(narrow) >= turns - NARROW_EARLY:
-            row_order = self._nearest(narrow)
+            row_batch = self._nearest(narrow)
         elif new in self._narrow:
-            row_order = self._nearest(new)
+            row_batch = self._nearest(new)
         else:
             free_row = next(one for one in by_age if one not in self._narrow)
-            row_order = [*self._window(free_row, size, turns, wait_rounds), *self._narrow]
+            row_batch = [*self._window(free_row, size, turns, wait_rounds), *self._narrow]
         group: Group[Row] = Group(rows_max)
-        for row in row_order:
+        for row in row_batch:
             if group.full:
                 break
             group.add(row, by_age[row][0], self._narrow.get(row))
@@ -332,9 +332,9 @@ class ReadyRows(Generic[Row]):
         return sorted(rows, key=lambda row: self._by_age[row][0])
 
     def take(self, rows: list[Row], of: int) -> None:
-        """Removes the rows of an order that is dispatched, as `choose` gave them: it passes the
-        others over. `of`: free rows that step on the replica, those of the order among them."""
-        self.orders += 1
+        """Removes the rows of a batch that is dispatched, as `choose` gave them: it passes the
+        others over. `of`: free rows that step on the replica, those of the batch among them."""
+        self.batches += 1
         narrow = self._narrow
         free = [row for row in rows if row not in narrow] if narrow else rows
         if free:
@@ -365,5 +365,5 @@ class ReadyRows(Generic[Row]):
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
         narrow = [row for row, key in self._by_age.items() if key[2] == NARROW]
         assert narrow == list(self._narrow), "narrow rows"
-        orders = [key[1] for key in self._by_age.values()]
-        assert orders == sorted(orders), "ready rows are not in order of age"
+        batches = [key[1] for key in self._by_age.values()]
+        assert batches == sorted(batches), "ready rows are not in order of age"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from scheduler.messages import Order, OrderKind, StepTimes
-from scheduler.orders import prefill_tokens
+from scheduler.batches import prefill_tokens
+from scheduler.messages import Batch, BatchKind, StepTimes
 
 
 class Device(BaseModel):
@@ -102,12 +102,12 @@ class Roofline(BaseModel):
     device: Device
     pair: Pair
 
-    def times(self, order: Order) -> StepTimes:
-        """One step of a speculate order, or all of a prefill."""
-        if order.kind is OrderKind.PREFILL:
-            return self._prefill(order)
-        device, rows, k = self.device, len(order.rows), order.draft_len
-        positions = rows * order.rows[-1].length
+    def times(self, batch: Batch) -> StepTimes:
+        """One step of a speculate batch, or all of a prefill."""
+        if batch.kind is BatchKind.PREFILL:
+            return self._prefill(batch)
+        device, rows, k = self.device, len(batch.rows), batch.draft_len
+        positions = rows * batch.rows[-1].length
         draft_s = 0.0
         if self.pair.draft is not None and k:
             one_s = forward_s(device, self.pair.draft, rows, positions, positions)
@@ -118,10 +118,10 @@ class Roofline(BaseModel):
             draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + device.step_s
         )
 
-    def _prefill(self, order: Order) -> StepTimes:
-        tokens = prefill_tokens(order)
+    def _prefill(self, batch: Batch) -> StepTimes:
+        tokens = prefill_tokens(batch)
         attended = positions = 0
-        for row in order.prefill:
+        for row in batch.prefill:
             until = row.end
             positions += until
             attended += (until * (until + 1) - row.begin * (row.begin + 1)) // 2
@@ -155,20 +155,20 @@ class FittedTimes(BaseModel):
     verify_fixed_s: float = Field(ge=0, description="A verification, whatever its rows.")
     verify_token_s: float = Field(ge=0, description="The same per token: rows times k + 1.")
     kv_position_s: float = Field(default=0, ge=0, description="Per position that a step reads.")
-    prefill_fixed_s: float = Field(ge=0, description="A prefill order.")
+    prefill_fixed_s: float = Field(ge=0, description="A prefill batch.")
     prefill_token_s: float = Field(ge=0, description="The same per token.")
     overhead_s: float = Field(default=0, ge=0, description="A step's own time.")
     kv_tokens: int = Field(default=131_072, ge=1, description="KV positions of a replica.")
 
-    def times(self, order: Order) -> StepTimes:
-        """One step of a speculate order, or all of a prefill."""
-        if order.kind is OrderKind.PREFILL:
-            spent_s = self.prefill_fixed_s + self.prefill_token_s * prefill_tokens(order)
+    def times(self, batch: Batch) -> StepTimes:
+        """One step of a speculate batch, or all of a prefill."""
+        if batch.kind is BatchKind.PREFILL:
+            spent_s = self.prefill_fixed_s + self.prefill_token_s * prefill_tokens(batch)
             return StepTimes(prefill_s=spent_s, total_s=spent_s)
-        rows, k = len(order.rows), order.draft_len
+        rows, k = len(batch.rows), batch.draft_len
         draft_s = k * (self.draft_fixed_s + rows * self.draft_row_s)
         verify_s = self.verify_fixed_s + rows * (k + 1) * self.verify_token_s
-        verify_s += rows * order.rows[-1].length * self.kv_position_s
+        verify_s += rows * batch.rows[-1].length * self.kv_position_s
         return StepTimes(
             draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + self.overhead_s
         )

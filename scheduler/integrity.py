@@ -7,14 +7,14 @@ only when somebody asks: that would hide what happens where nobody has.
 from __future__ import annotations
 
 from scheduler.admission import blocks_needed
+from scheduler.batches import batch_rows, batch_spread
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Order, OrderKind, Pins
-from scheduler.orders import order_rows, order_spread
+from scheduler.messages import Batch, BatchKind, Pins
 from scheduler.pool import Pool
 from scheduler.residents import Replica
 from scheduler.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
 
-_KIND_OF = {State.PREFILLING: OrderKind.PREFILL, State.STEPPING: OrderKind.SPECULATE}
+_KIND_OF = {State.PREFILLING: BatchKind.PREFILL, State.STEPPING: BatchKind.SPECULATE}
 
 
 def check_pool(pool: Pool) -> None:
@@ -39,7 +39,7 @@ def check_pool(pool: Pool) -> None:
 def _check_sequence(pool: Pool, sequence: Sequence) -> None:
     name = f"{sequence.id} ({sequence.state})"
     assert sequence.state is not State.FINISHED, f"{name}: finished but kept"
-    assert (sequence.order_id is not None) == (sequence.state in IN_FLIGHT), f"{name}: order"
+    assert (sequence.batch_id is not None) == (sequence.state in IN_FLIGHT), f"{name}: batch"
     assert (sequence.replica_id is not None) == (sequence.state in RESIDENT), f"{name}: replica"
     content = sequence.content()
     assert sequence.length == len(content), f"{name}: length"
@@ -49,12 +49,12 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
         assert replica.residents.get(sequence.id) is sequence, f"{name}: not among residents"
         needed = blocks_needed(sequence.length, replica.spec.block_size)
         assert needed <= sequence.blocks <= replica.blocks_limit(sequence), f"{name}: blocks"
-        if sequence.order_id is not None:
-            order = replica.orders.get(sequence.order_id)
-            assert order is not None, f"{name}: its order is unknown"
-            assert sequence.id in order_rows(order), f"{name}: not in its order"
+        if sequence.batch_id is not None:
+            batch = replica.batches.get(sequence.batch_id)
+            assert batch is not None, f"{name}: its batch is unknown"
+            assert sequence.id in batch_rows(batch), f"{name}: not in its order"
             kind = _KIND_OF.get(sequence.state)
-            assert kind is None or kind is order.kind, f"{name}: order of another kind"
+            assert kind is None or kind is batch.kind, f"{name}: batch of another kind"
     else:
         assert sequence.blocks == 0, f"{name}: blocks without a replica"
         assert sequence.filled == 0, f"{name}: filled without a replica"
@@ -74,23 +74,23 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
         assert finished_before_start(sequence.request) is None, f"{name}: was complete before"
 
 
-def _check_pins(replica: Replica, order: Order, config: SchedulerConfig) -> None:
-    """An order in flight obeys what the requests of its rows have pinned, and the config."""
-    name = f"order {order.id} of replica {replica.id}"
-    pinned = [replica.residents[row].request.pins for row in order_rows(order)]
-    if order.kind is OrderKind.PREFILL:
-        for row, pins in zip(order.prefill, pinned, strict=True):
+def _check_pins(replica: Replica, batch: Batch, config: SchedulerConfig) -> None:
+    """A batch in flight obeys what the requests of its rows have pinned, and the config."""
+    name = f"batch {batch.id} of replica {replica.id}"
+    pinned = [replica.residents[row].request.pins for row in batch_rows(batch)]
+    if batch.kind is BatchKind.PREFILL:
+        for row, pins in zip(batch.prefill, pinned, strict=True):
             most = pins.prefill_tokens_max
-            if most is not None and order.id != replica.alone and row.until is not None:
+            if most is not None and batch.id != replica.alone and row.until is not None:
                 assert row.until - row.begin <= most, f"{name}: tokens of {row.sequence_id}"
         return
-    assert len(order.rows) <= config.rows_max, f"{name}: rows"
+    assert len(batch.rows) <= config.rows_max, f"{name}: rows"
     for pins in (*pinned, Pins(spread_max=config.spread_max)):
-        assert len(order.rows) <= (pins.rows_max or len(order.rows)), f"{name}: pinned rows"
-        assert order.steps <= (pins.steps_per_order_max or order.steps), f"{name}: pinned steps"
+        assert len(batch.rows) <= (pins.rows_max or len(batch.rows)), f"{name}: pinned rows"
+        assert batch.steps <= (pins.steps_per_batch_max or batch.steps), f"{name}: pinned steps"
         if pins.spread_max is not None:
-            assert order_spread(order) <= pins.spread_max, f"{name}: pinned spread"
-        assert pins.trim_drafts or order.verify_tokens is None, f"{name}: trimmed"
+            assert batch_spread(batch) <= pins.spread_max, f"{name}: pinned spread"
+        assert pins.trim_drafts or batch.verify_tokens is None, f"{name}: trimmed"
 
 
 def _check_replica(pool: Pool, replica: Replica) -> None:
@@ -116,31 +116,31 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
     most = sum(replica.blocks_limit(one) for one in residents)
     assert replica.blocks_most == most, f"{name}: blocks at the limit"
     if replica.alone is not None:
-        assert list(replica.orders) == [replica.alone], f"{name}: an order beside suspects"
+        assert list(replica.batches) == [replica.alone], f"{name}: a batch beside suspects"
     if replica.long is not None:
-        assert replica.orders[replica.long].steps > 1, f"{name}: the long order"
+        assert replica.batches[replica.long].steps > 1, f"{name}: the long batch"
     narrow = [one.id for one in residents if one.limits is not None]
     assert set(replica.narrow) == set(narrow), f"{name}: narrow rows"
-    for order in replica.orders.values():
-        _check_pins(replica, order, pool.config)
+    for batch in replica.batches.values():
+        _check_pins(replica, batch, pool.config)
     replica.ready.check_integrity()
     taking = [one for one in replica.ready if one.limits is None]
     replica.ready.lags.check_integrity(taking, residents)
-    assert len(replica.orders) <= pool.config.orders_in_flight_max, f"{name}: too many orders"
-    assert replica.rows_of.keys() == replica.orders.keys(), f"{name}: rows of orders"
-    for order in replica.orders.values():
-        rows_of = [replica.residents[row] for row in order_rows(order)]
-        assert replica.rows_of[order.id] == rows_of, f"{name}: rows of order {order.id}"
-    held = [row for order in replica.orders.values() for row in order_rows(order)]
-    assert len(held) == len(set(held)), f"{name}: a row is in two orders"
+    assert len(replica.batches) <= pool.config.batches_in_flight_max, f"{name}: too many batches"
+    assert replica.rows_of.keys() == replica.batches.keys(), f"{name}: rows of batches"
+    for batch in replica.batches.values():
+        rows_of = [replica.residents[row] for row in batch_rows(batch)]
+        assert replica.rows_of[batch.id] == rows_of, f"{name}: rows of batch {batch.id}"
+    held = [row for batch in replica.batches.values() for row in batch_rows(batch)]
+    assert len(held) == len(set(held)), f"{name}: a row is in two batches"
     in_flight = {one.id for one in residents if one.state in IN_FLIGHT}
-    assert set(held) == in_flight, f"{name}: rows of its orders"
+    assert set(held) == in_flight, f"{name}: rows of its batches"
     if replica.draining:
         assert not ready, f"{name}: drains but keeps ready rows"
         assert not partial, f"{name}: drains but keeps rows filled in part"
         assert replica.claimed_by is None, f"{name}: drains but is claimed"
     if ready or partial:
-        assert replica.orders, f"{name}: rows that could go on and no order"
+        assert replica.batches, f"{name}: rows that could go on and no batch"
     if replica.claimed_by is not None:
         claimant = pool.waiting.get(replica.claimed_by)
         assert claimant is not None, f"{name}: claimed by nobody who waits"

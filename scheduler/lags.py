@@ -1,9 +1,9 @@
 """Who has had fewer steps than an equal share: each row's steps against its replica's rounds.
 
-Of the rows that step on a replica every one is due a step per round; an order of b of R rows is
+Of the rows that step on a replica every one is due a step per round; a batch of b of R rows is
 b / R of a round. That is the virtual time of fair queueing, and how far a row is behind it is its
 lag (Stoica and Abdel-Wahab, Earliest Eligible Virtual Deadline First, 1995). Rounds are counted in
-rows and not in orders, so that what nobody could help, a thin group, puts nobody behind.
+rows and not in batches, so that what nobody could help, a thin group, puts nobody behind.
 
 A bound on each single wait does not see who waits a little longer than the others before every one
 of its steps. A long prompt among short ones does: with 64 in flight on two replicas and prompts and
@@ -45,7 +45,7 @@ class Lags(Generic[Row]):
 
     def __init__(self) -> None:
         self.rounds = 0.0
-        """Rounds since the replica's first order."""
+        """Rounds since the replica's first batch."""
         self._served: dict[Row, float] = {}
         """Up to which round each row has had its steps, ready or not."""
         self._behind: list[tuple[float, int, Row]] = []

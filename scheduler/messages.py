@@ -1,7 +1,7 @@
 """Everything that crosses the scheduler's door: events in, actions out, and what they carry.
 
 All are frozen dataclasses without behaviour, so that Ray, the in-process engine and the simulator
-speak one language; those that every order needs are records, see `records`. Token ids are plain
+speak one language; those that every batch needs are records, see `records`. Token ids are plain
 ints, lengths are in tokens, times in seconds.
 """
 
@@ -49,12 +49,12 @@ class Pins:
     rows_max: int | None = None
     """It steps in groups of at most so many rows; 1: alone."""
     spread_max: int | None = None
-    """When an order with it begins, its group's longest row has at most so many tokens more than
+    """When a batch with it begins, its group's longest row has at most so many tokens more than
     the shortest."""
-    steps_per_order_max: int | None = None
+    steps_per_batch_max: int | None = None
     prefill_tokens_max: int | None = None
     """At most so many tokens of it are filled in one order, unless it has to be filled alone
-    because it may have broken an order (see `blame`); at least PREFILL_TOKENS_LEAST."""
+    because it may have broken a batch (see `blame`); at least PREFILL_TOKENS_LEAST."""
     trim_drafts: bool = True
     """False: all draft tokens of its groups are verified."""
 
@@ -88,10 +88,10 @@ class Request:
         return len(self.prompt) + self.max_new_tokens
 
 
-# --------------------------------------------------------------------------- orders
+# --------------------------------------------------------------------------- batches
 
 
-class OrderKind(StrEnum):
+class BatchKind(StrEnum):
     PREFILL = "prefill"
     SPECULATE = "speculate"
 
@@ -100,12 +100,12 @@ class OrderKind(StrEnum):
 class PrefillRow:
     """A sequence that becomes a resident: its KV cache is filled for all tokens but the last.
 
-    A long one is filled over several orders. Between them it is a resident that no step takes.
+    A long one is filled over several batches. Between them it is a resident that no step takes.
     """
 
     sequence_id: str
     tokens: tuple[int, ...]
-    """All content: prompt, then committed tokens. Empty in all its orders but the first."""
+    """All content: prompt, then committed tokens. Empty in all its batches but the first."""
     tokens_left: int
     """How many more tokens the sequence may commit, at least 1."""
     sampling: SamplingParams
@@ -113,45 +113,45 @@ class PrefillRow:
     blocks: int
     """KV blocks that the sequence owns from now on."""
     begin: int = 0
-    """KV positions that earlier orders have filled."""
+    """KV positions that earlier batches have filled."""
     until: int | None = None
-    """KV positions that are valid after this order. None: all of `tokens` but the last."""
+    """KV positions that are valid after this batch. None: all of `tokens` but the last."""
     salt: str = ""
     """KV blocks are shared only between sequences of the same salt."""
 
     @property
     def end(self) -> int:
-        """KV positions that are valid after this order, as a number."""
+        """KV positions that are valid after this batch, as a number."""
         return len(self.tokens) - 1 if self.until is None else self.until
 
 
 @record(frozen=True, slots=True)
 class StepRow:
-    """A resident that takes part in the steps of an order."""
+    """A resident that takes part in the steps of a batch."""
 
     sequence_id: str
     length: int
     """Content length before the first step; the replica checks it against its own."""
     draft_len: int
-    """Draft tokens of this row per step, at most the order's; the replica lowers it to
+    """Draft tokens of this row per step, at most the batch's; the replica lowers it to
     tokens_left - 1 so that no row ever drafts beyond its limit."""
     blocks: int
-    """KV blocks that the sequence owns from now on: enough for all steps of the order."""
+    """KV blocks that the sequence owns from now on: enough for all steps of the batch."""
 
 
 @record(frozen=True, slots=True)
-class Order:
+class Batch:
     """What the pool asks of a replica. `id` is never reused, so a late result is recognised."""
 
     id: int
     replica_id: str
-    kind: OrderKind
+    kind: BatchKind
     prefill: tuple[PrefillRow, ...] = ()
     rows: tuple[StepRow, ...] = ()
     draft_len: int = 0
     """k of the group: the largest draft_len of its rows."""
     steps: int = 1
-    """At most so many steps; the replica ends the order early once a row has finished, or when it
+    """At most so many steps; the replica ends the batch early once a row has finished, or when it
     is interrupted."""
     verify_tokens: int | None = None
     """Draft tokens of all rows together that the target checks per step, at least 0: those that
@@ -161,11 +161,11 @@ class Order:
 
 @record(frozen=True, slots=True)
 class RowResult:
-    """What one row committed over the steps of an order."""
+    """What one row committed over the steps of a batch."""
 
     sequence_id: str
     tokens: tuple[int, ...] = ()
-    """Committed tokens in order. The pool, not the replica, truncates at a stop token."""
+    """Committed tokens in batch. The pool, not the replica, truncates at a stop token."""
     steps: int = 0
     draft_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
@@ -175,13 +175,13 @@ class RowResult:
     that accepted_at[j] / tried_at[j] is the acceptance at j. Not of steps that the draft's
     confidence cut before j."""
     reused: int = 0
-    """In a sequence's first prefill order: KV positions from the beginning that the replica had
+    """In a sequence's first prefill batch: KV positions from the beginning that the replica had
     already, of another sequence with the same prefix."""
 
 
 @record(frozen=True, slots=True)
 class StepTimes:
-    """Where an order's time went."""
+    """Where a batch's time went."""
 
     prefill_s: float = 0.0
     """Filling KV caches: both models' in a prefill, in steps the draft's where it lags behind."""
@@ -192,9 +192,9 @@ class StepTimes:
 
 @record(frozen=True, slots=True)
 class StepResult:
-    """A replica's answer to one order."""
+    """A replica's answer to one batch."""
 
-    order_id: int
+    batch_id: int
     replica_id: str
     rows: tuple[RowResult, ...]
     steps: int = 0
@@ -208,7 +208,7 @@ class StepResult:
 
 @record(frozen=True, slots=True)
 class StepTiming:
-    """What one step took on a replica: the mean over an order's steps, or a trial before it joined.
+    """What one step took on a replica: the mean over a batch's steps, or a trial before it joined.
 
     Times are in seconds.
     """
@@ -262,7 +262,7 @@ class ReplicaSpec:
     attention: str = ""
     """How the target's attention reads its KV cache, for people."""
     trims_drafts: bool = False
-    """Whether it obeys an order's `verify_tokens`."""
+    """Whether it obeys a batch's `verify_tokens`."""
     reads_apart: bool = False
     """Whether a row of a group reads about as far as its own KV goes, not as far as the longest."""
     timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
@@ -286,15 +286,15 @@ class Blame:
     """
 
     failures: int = 0
-    """In a row without a new token: orders with it alone that failed, and replicas that died."""
+    """In a row without a new token: batches with it alone that failed, and replicas that died."""
     attempts: int = 0
-    """The same for all orders with it alone that failed."""
+    """The same for all batches with it alone that failed."""
     deaths: int = 0
     """Replicas that died with it in flight, ever."""
     kills: int = 0
     """Those of them that died with nothing else in flight."""
     rows_limit: int | None = None
-    """It runs in orders of at most so many rows, of suspects only; None: as all others do."""
+    """It runs in batches of at most so many rows, of suspects only; None: as all others do."""
     broke_at: int = 0
     """Longer content clears it of failures and attempts."""
     suspect_until: int = 0
@@ -331,7 +331,7 @@ class ReplicaJoined:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDraining:
-    """Gets no new sequence; its residents move to waiting once no order holds them."""
+    """Gets no new sequence; its residents move to waiting once no batch holds them."""
 
     replica_id: str
 
@@ -342,7 +342,7 @@ class ReplicaLost:
 
     replica_id: str
     blamed: bool = True
-    """Whether the order that it ran may have killed it; not so when it has left by itself."""
+    """Whether the batch that it ran may have killed it; not so when it has left by itself."""
 
 
 @record(frozen=True, slots=True)
@@ -352,13 +352,13 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The replica lives but could not run the order.
+    """The replica lives but could not run the batch.
 
-    The rows of a speculate order are as they were before it, those of a prefill are not there.
+    The rows of a speculate batch are as they were before it, those of a prefill are not there.
     """
 
     replica_id: str
-    order_id: int
+    batch_id: int
     message: str
 
 
@@ -401,12 +401,12 @@ class Usage:
     """Replicas that served it, in order of first use."""
     recovered: int = 0
     """How often it lost its place and was prefilled again: its replica was lost or drained, an
-    order with it failed, it was moved to a lighter replica, or KV blocks ran out."""
+    batch with it failed, it was moved to a lighter replica, or KV blocks ran out."""
 
 
 @record(frozen=True, slots=True)
 class Dispatch:
-    order: Order
+    batch: Batch
 
 
 @record(frozen=True, slots=True)
@@ -420,7 +420,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
-    """An order or a replica broke with this live request; `blame` goes with it to another pool."""
+    """A batch or a replica broke with this live request; `blame` goes with it to another pool."""
 
     request_id: str
     blame: Blame
@@ -458,20 +458,20 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """End this order after the step in hand: somebody waits for it, or a row of it has ended.
+    """End this batch after the step in hand: somebody waits for it, or a row of it has ended.
 
-    Only a wish: an order that goes on is right all the same.
+    Only a wish: a batch that goes on is right all the same.
     """
 
     replica_id: str
-    order_id: int
+    batch_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The replica frees the blocks of these sequences, after the orders it already has.
+    """The replica frees the blocks of these sequences, after the batches it already has.
 
-    No order in flight holds them. An id that it does not hold (its prefill failed) is ignored.
+    No batch in flight holds them. An id that it does not hold (its prefill failed) is ignored.
     """
 
     replica_id: str

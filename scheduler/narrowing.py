@@ -23,7 +23,7 @@ class Limits(NamedTuple):
 
     rows_max: int
     spread_max: float = math.inf
-    """Longest minus shortest row, in tokens, when an order begins."""
+    """Longest minus shortest row, in tokens, when a batch begins."""
 
     def as_wide_as(self, other: Limits) -> bool:
         """Whether a group that obeys the other limits obeys these, too."""
@@ -40,7 +40,7 @@ def limits_of(pins: Pins, config: SchedulerConfig) -> Limits | None:
 
 
 def narrow_groups(rows: Iterable[Limits], rows_max: int) -> int:
-    """How many orders at most hold all these rows, each order beginning with the oldest one left
+    """How many batches at most hold all these rows, each batch beginning with the oldest one left
     and its likes: by rows for equal limits of rows alone, else one for each, for lengths differ."""
     groups = 0
     for limits, count in Counter(rows).items():

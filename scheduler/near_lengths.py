@@ -1,6 +1,6 @@
 """Content lengths of a replica's residents, for how far the nearest of them is from another.
 
-Residents grow in every order and seldom anybody asks, so it is only noted who has grown, and the
+Residents grow in every batch and seldom anybody asks, so it is only noted who has grown, and the
 lengths are brought up to date when somebody does.
 """
 

@@ -1,6 +1,6 @@
 """The replicas that take sequences, by load: who looks for a place goes through the lightest first.
 
-Loads and places change in every order and are asked for when somebody comes or moves, so a replica
+Loads and places change in every batch and are asked for when somebody comes or moves, so a replica
 is only noted, and put where it belongs when somebody asks.
 """
 
@@ -20,7 +20,7 @@ class OpenReplicas:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._residents_max = config.residents_max
-        self._orders_max = config.orders_in_flight_max
+        self._batches_max = config.batches_in_flight_max
         self._open: list[_LoadKey] = []
         self._free: list[_LoadKey] = []
         self._changed: dict[Replica, None] = {}
@@ -28,7 +28,7 @@ class OpenReplicas:
         each have an entry to be put right."""
 
     def changed(self, replica: Replica) -> None:
-        """Its residents or orders are others, or it drains or is gone."""
+        """Its residents or batches are others, or it drains or is gone."""
         self._changed[replica] = None
 
     def open(self) -> list[_LoadKey]:
@@ -37,7 +37,7 @@ class OpenReplicas:
         return self._open
 
     def free(self) -> list[_LoadKey]:
-        """The same for those of them that have a place for an order."""
+        """The same for those of them that have a place for a batch."""
         self._update()
         return self._free
 
@@ -60,7 +60,7 @@ class OpenReplicas:
         if replica.draining or replica.load >= self._residents_max:
             return None, None
         key = (replica.load, replica.id)
-        return key, key if len(replica.orders) < self._orders_max else None
+        return key, key if len(replica.batches) < self._batches_max else None
 
     def _update(self) -> None:
         for replica in self._changed:

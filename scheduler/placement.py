@@ -1,10 +1,10 @@
 """Which replica a waiting sequence goes to, and which sequences a replica takes next.
 
-A sequence is placed at the moment a prefill order takes it, not before, so that whoever has a
+A sequence is placed at the moment a prefill batch takes it, not before, so that whoever has a
 place first serves it. The rule, in this order:
 
 1. Room: the replica is not draining, holds fewer than residents_max sequences, has a place for an
-   order, and has free blocks for the sequence and for `kv_reserve` of its tokens to come. Blocks
+   batch, and has free blocks for the sequence and for `kv_reserve` of its tokens to come. Blocks
    stay reserved until the release. Where sequences grow beyond that and blocks run out, the
    youngest of the lowest priority is sent back; it then waits until all that it may need is free.
 2. Balance: a replica with over `rows_max` residents more than the lightest one with room leaves
@@ -16,7 +16,7 @@ place first serves it. The rule, in this order:
    lengths make tight groups.
 5. Load: the fewest residents, then the lowest id.
 
-A sequence that is suspected of breaking orders (see `blame`) goes with other suspects only, to a
+A sequence that is suspected of breaking batches (see `blame`) goes with other suspects only, to a
 replica with nothing in flight, and not to one on which it failed while another could hold it. Where
 no other could, it lets all pass that did not fail there while the last prefill of that replica
 failed: if theirs does not, the replica is not to blame.
@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import OrderKind
+from scheduler.messages import BatchKind
 from scheduler.prefilling import Room
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
@@ -66,7 +66,7 @@ class Choice:
 
 
 def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> bool:
-    """Rule 1 without the place for an order."""
+    """Rule 1 without the place for a batch."""
     return (
         not replica.draining
         and replica.load < config.residents_max
@@ -96,7 +96,7 @@ def best_replica(
     replicas: Mapping[str, Replica],
     config: SchedulerConfig,
 ) -> Replica | None:
-    """The replica for one sequence, if any has room and a place for an order now.
+    """The replica for one sequence, if any has room and a place for a batch now.
 
     `open_replicas` and `free_replicas` are [(load, id), rising], without and with such a place.
     """
@@ -139,15 +139,15 @@ def next_rows(
     room: Room,
     again: bool = True,
 ) -> Choice:
-    """What this replica takes from the front of the queue for one prefill order.
+    """What this replica takes from the front of the queue for one prefill batch.
 
     `waiting` is the queue by id, front first; waiting_scan_max sequences at most are looked at, not
     counting SKIPS_FACTOR times as many that an empty replica of this spec could not hold. `room` is
-    what the order has for them: a row that is begun with what is left ends the order, and so does
+    what the batch has for them: a row that is begun with what is left ends the batch, and so does
     one for which nothing is left. `again`: also suspects that failed on this replica, if no other
     could hold them.
     """
-    if again and OrderKind.PREFILL in replica.fails:
+    if again and BatchKind.PREFILL in replica.fails:
         others = next_rows(replica, waiting, open_replicas, replicas, config, room, again=False)
         # A row that was begun shows it as well.
         if others.rows or others.claim is not None or replica.partial:
@@ -177,7 +177,7 @@ def next_rows(
             failed_here = replica.id in sequence.shuns
             if failed_here and (not again or shunned(replica, sequence, open_replicas, replicas)):
                 continue
-            if not choice.rows and replica.orders:
+            if not choice.rows and replica.batches:
                 # Suspects go alone: this replica finishes what it has and then takes this one.
                 if sequence.claim is None:
                     choice.claim = sequence
@@ -243,16 +243,16 @@ def _rivals(
 ) -> list[Replica]:
     """Replicas to which this one could leave a sequence whose prefix they have.
 
-    Those have orders in flight and this one has, or has rows for one: all look at the queue again
+    Those have batches in flight and this one has, or has rows for one: all look at the queue again
     soon.
     """
-    if not replica.spec.prefix_sharing or not (replica.orders or replica.ready):
+    if not replica.spec.prefix_sharing or not (replica.batches or replica.ready):
         return []
     others = (replicas[replica_id] for _, replica_id in islice(open_replicas, CANDIDATES_MAX))
     return [
         one
         for one in others
-        if one is not replica and len(one.prefixes) and one.orders and not one.suspects
+        if one is not replica and len(one.prefixes) and one.batches and not one.suspects
     ]
 
 

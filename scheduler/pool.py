@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, Order, ReplicaSpec, Request
+from scheduler.messages import Batch, FinishReason, ReplicaSpec, Request
 from scheduler.narrowing import limits_of
 from scheduler.open_replicas import OpenReplicas
 from scheduler.rates import RateMeter
@@ -21,7 +21,7 @@ from scheduler.waiting import WaitingQueue
 _HEAP_SLACK = 64
 
 # A member of an enum is found through its metaclass, which takes seven times as long as a name; and
-# these are asked for in every order.
+# these are asked for in every batch.
 _READY, _STEPPING = State.READY, State.STEPPING
 
 
@@ -79,7 +79,7 @@ class Pool:
 
     @property
     def free(self) -> list[tuple[int, str]]:
-        """The same for those of them that have a place for an order."""
+        """The same for those of them that have a place for a batch."""
         return self.by_load.free()
 
     def place(self, sequence: Sequence, replica: Replica) -> None:
@@ -103,16 +103,16 @@ class Pool:
         replica.lengths.add(sequence)
         self.by_load.changed(replica)
 
-    def fill(self, replica: Replica, given: list[tuple[Sequence, int, int]], order_id: int) -> None:
-        """A prefill order takes these placed sequences, (sequence, begin, until)."""
+    def fill(self, replica: Replica, given: list[tuple[Sequence, int, int]], batch_id: int) -> None:
+        """A prefill batch takes these placed sequences, (sequence, begin, until)."""
         for sequence, _, until in given:
             self.move(sequence, Move.PREFILL)
             sequence.filled = until
-            sequence.order_id = order_id
-        replica.rows_of[order_id] = [sequence for sequence, _, _ in given]
+            sequence.batch_id = batch_id
+        replica.rows_of[batch_id] = [sequence for sequence, _, _ in given]
 
     def filled(self, replica: Replica, sequence: Sequence, reused: int) -> None:
-        """A prefill order with it is done; its replica had `reused` positions before."""
+        """A prefill batch with it is done; its replica had `reused` positions before."""
         sequence.filled = max(sequence.filled, reused)
         if not sequence.recovered:
             sequence.cached_tokens += min(reused, len(sequence.request.prompt))
@@ -125,9 +125,9 @@ class Pool:
         replica: Replica,
         rows: list[Sequence],
         lacking: list[tuple[Sequence, int]],
-        order_id: int,
+        batch_id: int,
     ) -> None:
-        """A speculate order takes these ready rows, all suspects or none.
+        """A speculate batch takes these ready rows, all suspects or none.
 
         `lacking` are those of them that get more blocks, and how many they have then.
         """
@@ -139,8 +139,8 @@ class Pool:
         for sequence, blocks in lacking:
             replica.blocks_used += blocks - sequence.blocks
             sequence.blocks = blocks
-        move_all(rows, _READY, Move.STEP, order_id)
-        replica.rows_of[order_id] = rows
+        move_all(rows, _READY, Move.STEP, batch_id)
+        replica.rows_of[batch_id] = rows
         replica.rows_in[_READY] -= len(rows)
         replica.rows_in[_STEPPING] += len(rows)
 
@@ -175,7 +175,7 @@ class Pool:
         replica = self.replicas[sequence.replica_id]
         after = sequence.state
         if after not in IN_FLIGHT:
-            sequence.order_id = None
+            sequence.batch_id = None
         if before in RESIDENT:
             replica.rows_in[before] -= 1
         if after in RESIDENT:
@@ -204,7 +204,7 @@ class Pool:
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """The sequence ends; returns whether its blocks are free at once.
 
-        They are not while an order in flight holds its row: then it is leaving until `let_go`.
+        They are not while a batch in flight holds its row: then it is leaving until `let_go`.
         """
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
@@ -218,7 +218,7 @@ class Pool:
         return True
 
     def let_go(self, sequence: Sequence) -> None:
-        """The order that held a leaving row has ended."""
+        """The batch that held a leaving row has ended."""
         self.move(sequence, Move.LET_GO)
         self._forget(sequence)
 
@@ -241,7 +241,7 @@ class Pool:
         replica.ready.lags.forget(sequence)
         sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
-        sequence.order_id = None
+        sequence.batch_id = None
         self.by_load.changed(replica)
 
     # ----------------------------------------------------------------- claims
@@ -275,10 +275,10 @@ class Pool:
         self.by_load.changed(replica)
 
     def lose(self, replica: Replica) -> None:
-        """Forgets the replica and its orders; its live residents wait again. O(residents)."""
+        """Forgets the replica and its batches; its live residents wait again. O(residents)."""
         replica.draining = True
         self._clear_claim(replica)
-        replica.orders.clear()
+        replica.batches.clear()
         replica.rows_of.clear()
         residents = list(replica.residents.values())
         for sequence in residents:
@@ -288,26 +288,26 @@ class Pool:
         self.by_load.changed(replica)
         del self.replicas[replica.id]
 
-    def add_order(self, replica: Replica, order: Order, now_s: float) -> None:
-        """The order is in flight."""
-        if not replica.orders:
-            replica.sent_alone = (order.id, now_s)
-        replica.orders[order.id] = order
-        if order.steps > 1:
-            replica.long = order.id
-        replica.last_kind = order.kind
-        replica.last_alone = order.id == replica.alone
+    def add_batch(self, replica: Replica, batch: Batch, now_s: float) -> None:
+        """The batch is in flight."""
+        if not replica.batches:
+            replica.sent_alone = (batch.id, now_s)
+        replica.batches[batch.id] = batch
+        if batch.steps > 1:
+            replica.long = batch.id
+        replica.last_kind = batch.kind
+        replica.last_alone = batch.id == replica.alone
         self.by_load.changed(replica)
 
-    def end_order(self, replica: Replica, order_id: int) -> Order | None:
-        """Takes an order out of flight; None for one that is unknown."""
-        order = replica.orders.pop(order_id, None)
-        if replica.alone == order_id:
+    def end_batch(self, replica: Replica, batch_id: int) -> Batch | None:
+        """Takes a batch out of flight; None for one that is unknown."""
+        batch = replica.batches.pop(batch_id, None)
+        if replica.alone == batch_id:
             replica.alone = None
-        if replica.long == order_id:
+        if replica.long == batch_id:
             replica.long = None
         self.by_load.changed(replica)
-        return order
+        return batch
 
     # ----------------------------------------------------------------- deadlines
 

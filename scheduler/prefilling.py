@@ -1,6 +1,6 @@
-"""What the next prefill order of a replica fills, and whether it goes before a decode order.
+"""What the next prefill batch of a replica fills, and whether it goes before a decode batch.
 
-Prompts are filled in chunks of a budget of tokens, with decode orders between them, so that rows
+Prompts are filled in chunks of a budget of tokens, with decode batches between them, so that rows
 which step wait for one chunk at most and never for a whole long prompt. Of each budget
 
 1. the oldest row that was begun has the first half, so that it ends in bounded time;
@@ -12,9 +12,9 @@ A chunk that does not complete its row has at least CHUNK_SHARE of the budget, f
 model over a few tokens costs as much as one over many. A request may pin less for itself: then
 what it leaves goes to others.
 
-Where rows step in several groups, and more waits than one chunk takes, several chunks are one order
-after as many decode orders: a row still waits for a chunk per group of its round, and the fixed
-cost of an order, which on small ones is a quarter of it, is paid once.
+Where rows step in several groups, and more waits than one chunk takes, several chunks are one batch
+after as many decode batches: a row still waits for a chunk per group of its round, and the fixed
+cost of a batch, which on small ones is a quarter of it, is paid once.
 
 Knows lengths, ages and counts; nothing of blocks or of the queue.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from scheduler.config import SchedulerConfig
 from scheduler.grouping import groups_needed
-from scheduler.messages import OrderKind
+from scheduler.messages import BatchKind
 from scheduler.records import record
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
@@ -33,16 +33,16 @@ ENOUGH_SHARE = 16
 closed loops with prefills as dear as steps, waiting for more gained nothing with 16 rows, 4 % of
 throughput with 32 and 7 % with 64, and a share of 4 lost 3 % with 8."""
 CHUNK_SHARE = 4
-"""A part of a prompt has at least one in so many of the order's tokens."""
+"""A part of a prompt has at least one in so many of the batch's tokens."""
 CHUNKS_MAX = 3
-"""Chunks of one order at most. With 64 prompts at once, the demo pair's times and groups of 8 or 16
+"""Chunks of one batch at most. With 64 prompts at once, the demo pair's times and groups of 8 or 16
 in virtual time, 2 give 2 % of throughput, 3 give 3.5 % and 8 give 4 %; with more, tokens come in
 longer gaps at the worst."""
 
 
 @record(frozen=True, slots=True)
 class Room:
-    """What of a prefill order is left for rows that wait."""
+    """What of a prefill batch is left for rows that wait."""
 
     rows: int
     tokens: int
@@ -67,7 +67,7 @@ def oldest_partial(replica: Replica) -> Sequence | None:
 
 
 def room_for_waiting(replica: Replica, budget: int, config: SchedulerConfig) -> Room:
-    """What a prefill order of `budget` tokens has for rows that wait: at least one row."""
+    """What a prefill batch of `budget` tokens has for rows that wait: at least one row."""
     rows, tokens = config.prefill_rows_max, budget
     oldest = oldest_partial(replica)
     if oldest is not None:
@@ -84,7 +84,7 @@ def _first_of(oldest: Sequence, budget: int) -> int:
 def chunks(
     replica: Replica, chosen: list[Sequence], budget: int, config: SchedulerConfig
 ) -> list[tuple[Sequence, int, int]]:
-    """(row, begin, until) of the next prefill order, with `chosen` rows that waited.
+    """(row, begin, until) of the next prefill batch, with `chosen` rows that waited.
 
     Suspects are filled at once and by themselves (see `blame`).
     """
@@ -122,26 +122,26 @@ def chunks(
 
 
 def chunks_at_once(replica: Replica, rows_max: int) -> int:
-    """Of how many chunks the next order may be, as a chunk goes before each decode order."""
+    """Of how many chunks the next batch may be, as a chunk goes before each decode batch."""
     groups = groups_needed(len(replica.ready) + replica.stepping, rows_max)
     return max(min(groups, CHUNKS_MAX), 1)
 
 
-def orders_since(replica: Replica) -> int:
-    """Decode orders since the last prefill order, CHUNKS_MAX at most."""
+def batches_since(replica: Replica) -> int:
+    """Decode batches since the last prefill batch, CHUNKS_MAX at most."""
     if replica.prefilled_at is None:
         return CHUNKS_MAX
-    return min(replica.ready.orders - replica.prefilled_at, CHUNKS_MAX)
+    return min(replica.ready.batches - replica.prefilled_at, CHUNKS_MAX)
 
 
-def goes_first(replica: Replica, chosen: list[Sequence], budget: int, orders: int) -> bool:
-    """Whether a prefill order may go now, with `chosen` rows that waited.
+def goes_first(replica: Replica, chosen: list[Sequence], budget: int, batches: int) -> bool:
+    """Whether a prefill batch may go now, with `chosen` rows that waited.
 
     Never two in a row while rows are ready, so that neither those that wait nor those that are
     ready starve. And a few short prompts wait for others to share their order with, while rows
-    step: for `orders` decode orders at most. Not those that lost their place, nor suspects.
+    step: for `batches` decode batches at most. Not those that lost their place, nor suspects.
     """
-    if replica.ready and replica.last_kind is OrderKind.PREFILL:
+    if replica.ready and replica.last_kind is BatchKind.PREFILL:
         return False
     running = len(replica.ready) + replica.stepping
     if replica.partial or ENOUGH_SHARE * len(chosen) >= running:
@@ -151,5 +151,5 @@ def goes_first(replica: Replica, chosen: list[Sequence], budget: int, orders: in
     if any(one.recovered or one.rows_limit is not None for one in chosen):
         return True
     if replica.gathers_until is None:
-        replica.gathers_until = replica.ready.orders + orders
-    return replica.ready.orders >= replica.gathers_until
+        replica.gathers_until = replica.ready.batches + batches
+    return replica.ready.batches >= replica.gathers_until

@@ -1,7 +1,7 @@
-"""Frozen dataclasses that are made many times in every order.
+"""Frozen dataclasses that are made many times in every batch.
 
 `frozen=True` sets each field past `__setattr__`, so that making a record takes three times as long
-as without; and of an order's time a tenth went there. A `record` is frozen for the type checker,
+as without; and of a batch's time a tenth went there. A `record` is frozen for the type checker,
 which reads it as a dataclass like any other, and an ordinary one with a hash when it runs.
 """
 

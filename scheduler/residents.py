@@ -1,4 +1,4 @@
-"""What the pool knows of one replica: its residents, its blocks, its orders, its figures.
+"""What the pool knows of one replica: its residents, its blocks, its batches, its figures.
 
 A record, not a policy: grouping and placement read it, the pool writes it.
 """
@@ -9,27 +9,27 @@ import math
 from dataclasses import dataclass, field
 
 from scheduler.admission import blocks_needed
+from scheduler.batches import batch_spread
 from scheduler.cost_model import filled_tokens
 from scheduler.grouping import ReadyRows, groups_needed
-from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepTimes
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepTimes
 from scheduler.narrowing import Limits, groups_by_length, narrow_groups
 from scheduler.near_lengths import NearLengths
-from scheduler.orders import order_spread
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
 
 # For a quick look, as in `pool`.
 _READY, _STEPPING, _PREFILLING = State.READY, State.STEPPING, State.PREFILLING
 
-CAP_ORDERS = 64
-"""Orders after which a lowered number of rows is doubled again."""
+CAP_BATCHES = 64
+"""Batches after which a lowered number of rows is doubled again."""
 
 
 @dataclass(slots=True)
 class ReplicaFigures:
-    """Sums over the orders that a replica has answered."""
+    """Sums over the batches that a replica has answered."""
 
-    orders: int = 0
+    batches: int = 0
     busy_s: float = 0.0
     steps: int = 0
     row_steps: int = 0
@@ -37,26 +37,26 @@ class ReplicaFigures:
     accepted_tokens: int = 0
     committed_tokens: int = 0
     groups: int = 0
-    """Speculate orders, whose spreads are summed in `spread_sum`."""
+    """Speculate batches, whose spreads are summed in `spread_sum`."""
     spread_sum: int = 0
     kv_positions_own: int = 0
     kv_positions_read: int = 0
     prefill_tokens: int = 0
-    """KV positions that prefill orders computed."""
+    """KV positions that prefill batches computed."""
     reused_tokens: int = 0
     """KV positions that sequences found when they came."""
     last_times: StepTimes = field(default_factory=StepTimes)
 
-    def note(self, order: Order, result: StepResult, committed_tokens: int) -> None:
-        """An order was answered; `committed_tokens` are those that count."""
-        self.orders += 1
+    def note(self, batch: Batch, result: StepResult, committed_tokens: int) -> None:
+        """A batch was answered; `committed_tokens` are those that count."""
+        self.batches += 1
         self.busy_s += result.times.total_s
         self.last_times = result.times
-        if order.kind is OrderKind.PREFILL:
-            self.prefill_tokens += filled_tokens(order, result)
+        if batch.kind is BatchKind.PREFILL:
+            self.prefill_tokens += filled_tokens(batch, result)
             return
         self.groups += 1
-        self.spread_sum += order_spread(order)
+        self.spread_sum += batch_spread(batch)
         self.steps += result.steps
         self.committed_tokens += committed_tokens
         self.kv_positions_own += result.kv_positions_own
@@ -94,35 +94,35 @@ class Replica:
     suspects: dict[str, Sequence] = field(default_factory=dict)
     """Ready rows that may not run with others; see `blame`. The one that waits longest first."""
     partial: dict[str, Sequence] = field(default_factory=dict)
-    """Rows between two prefill orders. A suspect is never among them: it is filled in one."""
-    orders: dict[int, Order] = field(default_factory=dict)
-    """Orders in flight by id."""
+    """Rows between two prefill batches. A suspect is never among them: it is filled in one."""
+    batches: dict[int, Batch] = field(default_factory=dict)
+    """Batches in flight by id."""
     rows_of: dict[int, list[Sequence]] = field(default_factory=dict)
-    """Rows of those orders."""
+    """Rows of those batches."""
     rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
     """How many residents are in each state."""
-    fails: set[OrderKind] = field(default_factory=set)
-    """Kinds of order of which the last one failed."""
+    fails: set[BatchKind] = field(default_factory=set)
+    """Kinds of batch of which the last one failed."""
     rows_cap: int | None = None
-    """Orders of more rows have failed: memory may not last for them. None: none has."""
+    """Batches of more rows have failed: memory may not last for them. None: none has."""
     below_cap: int = 0
-    """Orders as large as the cap that were done since it was set."""
+    """Batches as large as the cap that were done since it was set."""
     alone: int | None = None
-    """The order in flight, if it is one of suspects: nothing goes beside it."""
+    """The batch in flight, if it is one of suspects: nothing goes beside it."""
     last_alone: bool = False
-    """Whether the last order that was sent was one of suspects."""
+    """Whether the last batch that was sent was one of suspects."""
     long: int | None = None
-    """An order in flight of several steps that was not interrupted."""
+    """A batch in flight of several steps that was not interrupted."""
     sent_alone: tuple[int, float] = (0, 0.0)
-    """The last order that was sent while nothing was in flight, and when."""
+    """The last batch that was sent while nothing was in flight, and when."""
     gathers_until: int | None = None
     """Prompts that wait are not filled before so many groups were dispatched; see `prefilling`."""
     cut: bool = False
     """Groups were cut lately, so two of them may step in turns; see `cutting`."""
-    last_kind: OrderKind | None = None
-    """Kind of the order dispatched last."""
+    last_kind: BatchKind | None = None
+    """Kind of the batch dispatched last."""
     prefilled_at: int | None = None
-    """Groups that were dispatched before the last prefill order. None: there was none."""
+    """Groups that were dispatched before the last prefill batch. None: there was none."""
     prefixes: PrefixSet = field(init=False)
     """Prefixes that it was given, for who shares them."""
     claimed_by: str | None = None
@@ -130,7 +130,7 @@ class Replica:
     open_key: tuple[int, str] | None = None
     """Its entry in the pool's index of open replicas."""
     free_key: tuple[int, str] | None = None
-    """Its entry in the index of those with a place for an order."""
+    """Its entry in the index of those with a place for a batch."""
     figures: ReplicaFigures = field(default_factory=ReplicaFigures)
 
     def __post_init__(self) -> None:
@@ -174,10 +174,10 @@ class Replica:
 
     @property
     def joining(self) -> int:
-        """Rows that are ready once the prefill orders in flight are done."""
+        """Rows that are ready once the prefill batches in flight are done."""
         if not self.prefilling:
             return 0
-        rows = (row for order_id in self.orders for row in self.rows_of[order_id])
+        rows = (row for batch_id in self.batches for row in self.rows_of[batch_id])
         return sum(one.state is State.PREFILLING and one.filled == one.fill for one in rows)
 
     def blocks_for(self, sequence: Sequence) -> int:
@@ -188,16 +188,16 @@ class Replica:
         return blocks_needed(length, self.spec.block_size)
 
     def lower_rows_cap(self, rows: int) -> None:
-        """An order of more rows has failed."""
+        """A batch of more rows has failed."""
         self.rows_cap = min(self.rows_cap or rows, rows)
         self.below_cap = 0
 
-    def raise_rows_cap(self, order: Order) -> None:
-        """An order was done; after many of the cap's size twice as many rows are tried again."""
-        if self.rows_cap is None or len(order.rows) < self.rows_cap:
+    def raise_rows_cap(self, batch: Batch) -> None:
+        """A batch was done; after many of the cap's size twice as many rows are tried again."""
+        if self.rows_cap is None or len(batch.rows) < self.rows_cap:
             return
         self.below_cap += 1
-        if self.below_cap >= CAP_ORDERS:
+        if self.below_cap >= CAP_BATCHES:
             self.rows_cap *= 2
             self.below_cap = 0
 
@@ -262,7 +262,7 @@ class Replica:
         return self.lengths.distance(length)
 
     def ready_again(self, sequences: list[Sequence]) -> None:
-        """No order holds them any more; the youngest of the ready rows, or of the suspects."""
+        """No batch holds them any more; the youngest of the ready rows, or of the suspects."""
         # Nearly always nothing of them is special.
         plain = [
             (one, one.length, one.kind)
@@ -280,5 +280,5 @@ class Replica:
                 self.suspects[one.id] = one
 
     def rows_in_flight(self) -> list[Sequence]:
-        """Rows that orders hold, leaving ones included."""
-        return [one for one in self.residents.values() if one.order_id is not None]
+        """Rows that batches hold, leaving ones included."""
+        return [one for one in self.residents.values() if one.batch_id is not None]

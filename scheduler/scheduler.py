@@ -15,20 +15,21 @@ from typing import Any
 
 from scheduler import balance, blame
 from scheduler.admission import check_request
+from scheduler.batches import batch_rows
 from scheduler.config import SchedulerConfig
 from scheduler.dispatching import Dispatcher
 from scheduler.errors import InvalidRequest
 from scheduler.integrity import check_pool
 from scheduler.messages import (
     Action,
+    Batch,
+    BatchKind,
     Blamed,
     Cancel,
     Emit,
     Event,
     Finish,
     FinishReason,
-    Order,
-    OrderKind,
     Reject,
     RejectCode,
     Release,
@@ -44,7 +45,6 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.orders import order_rows
 from scheduler.placement import best_replica
 from scheduler.pool import Pool
 from scheduler.residents import Replica
@@ -193,10 +193,10 @@ class Scheduler:
             return
         in_flight = replica.rows_in_flight()
         live = [one for one in in_flight if one.live]
-        orders = dict(replica.orders)
+        batches = dict(replica.batches)
         self._pool.lose(replica)
         if event.blamed:
-            blame.killed(live, len(in_flight), orders)
+            blame.killed(live, len(in_flight), batches)
             self._fail_the_guilty(live, len(in_flight), "the replicas that ran it died")
             self._tell_blame(live)
         self._policy.lost(replica.id)
@@ -205,45 +205,45 @@ class Scheduler:
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
         result = event.result
-        found = self._end_order(result.replica_id, result.order_id)
+        found = self._end_batch(result.replica_id, result.batch_id)
         if found is None:
             return
-        replica, order = found
+        replica, batch = found
         committed = 0
-        answers = _answers(self._rows_back(replica, order.id), result)
+        answers = _answers(self._rows_back(replica, batch.id), result)
         sent_id, sent_s = replica.sent_alone
-        trip_s = now_s - sent_s - result.times.total_s if sent_id == order.id else None
-        self._policy.observe(order, result, answers, trip_s)
-        if order.kind is OrderKind.SPECULATE:
+        trip_s = now_s - sent_s - result.times.total_s if sent_id == batch.id else None
+        self._policy.observe(batch, result, answers, trip_s)
+        if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(replica, answers)
             if committed:
                 self._pool.rate.add(committed, now_s)
         else:
             for sequence, row in answers:
                 self._pool.filled(replica, sequence, row.reused)
-        replica.figures.note(order, result, committed)
-        replica.fails.discard(order.kind)
-        replica.raise_rows_cap(order)
+        replica.figures.note(batch, result, committed)
+        replica.fails.discard(batch.kind)
+        replica.raise_rows_cap(batch)
         if replica.draining:
             self._hand_back(replica)
         else:
             self._balance(replica)
 
     def _step_failed(self, event: StepFailed, now_s: float) -> None:
-        found = self._end_order(event.replica_id, event.order_id)
+        found = self._end_batch(event.replica_id, event.batch_id)
         if found is None:
             return
-        replica, order = found
-        size = len(order_rows(order))
-        rows = self._rows_back(replica, order.id)
+        replica, batch = found
+        size = len(batch_rows(batch))
+        rows = self._rows_back(replica, batch.id)
         # Before they move: a suspect is ready apart from the others.
-        blame.failed(rows, size, replica.id, counts=order.kind not in replica.fails)
-        replica.fails.add(order.kind)
-        if order.kind is OrderKind.SPECULATE and size > 1:
+        blame.failed(rows, size, replica.id, counts=batch.kind not in replica.fails)
+        replica.fails.add(batch.kind)
+        if batch.kind is BatchKind.SPECULATE and size > 1:
             replica.lower_rows_cap(size // 2)
         guilty = [one for one in rows if blame.is_guilty(one, size, self.config.failures_max)]
         back = [one for one in rows if one not in guilty]
-        if order.kind is OrderKind.SPECULATE:
+        if batch.kind is BatchKind.SPECULATE:
             for sequence in rows:
                 self._pool.move(sequence, Move.STEPPED)
             # They are residents still; only one that failed alone goes elsewhere.
@@ -312,20 +312,20 @@ class Scheduler:
         specs = (replica.spec for replica in self._pool.replicas.values())
         self._specs = list(dict.fromkeys(specs))
 
-    def _end_order(self, replica_id: str, order_id: int) -> tuple[Replica, Order] | None:
-        """Takes an order out of flight; None for one that is unknown or was answered before."""
+    def _end_batch(self, replica_id: str, batch_id: int) -> tuple[Replica, Batch] | None:
+        """Takes a batch out of flight; None for one that is unknown or was answered before."""
         replica = self._pool.replicas.get(replica_id)
         if replica is None:
             return None
-        order = self._pool.end_order(replica, order_id)
-        if order is None:
+        batch = self._pool.end_batch(replica, batch_id)
+        if batch is None:
             return None
         self._dispatcher.touch(replica_id)
-        return replica, order
+        return replica, batch
 
-    def _rows_back(self, replica: Replica, order_id: int) -> list[Sequence]:
-        """The live rows of an order that has ended; leaving ones are let go."""
-        rows = replica.rows_of.pop(order_id)
+    def _rows_back(self, replica: Replica, batch_id: int) -> list[Sequence]:
+        """The live rows of a batch that has ended; leaving ones are let go."""
+        rows = replica.rows_of.pop(batch_id)
         if not replica.rows_in[State.LEAVING]:
             return rows
         live = []
@@ -338,7 +338,7 @@ class Scheduler:
         return live
 
     def _commit(self, replica: Replica, answers: list[Answer]) -> int:
-        """Books the tokens of an order's live rows; returns how many count."""
+        """Books the tokens of a batch's live rows; returns how many count."""
         out = self._out
         committed = 0
         for sequence, tokens, reason in self._pool.commit(replica, answers):
@@ -356,7 +356,7 @@ class Scheduler:
             self._dispatcher.touch(sequence.claim)
         if replica_id is not None:
             replica = self._pool.replicas[replica_id]
-            if sequence.order_id is not None and sequence.order_id == replica.long:
+            if sequence.batch_id is not None and sequence.batch_id == replica.long:
                 self._dispatcher.interrupt(replica, self._out)
         if self._pool.finish(sequence, reason) and replica_id is not None:
             self._release(replica_id, sequence.id)
@@ -373,7 +373,7 @@ class Scheduler:
             self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: Replica) -> None:
-        """A draining replica's rows wait again, but for those that orders hold."""
+        """A draining replica's rows wait again, but for those that batches hold."""
         rows = [*replica.partial.values(), *replica.ready, *replica.suspects.values()]
         self._send_back(replica, rows)
 
@@ -394,7 +394,7 @@ class Scheduler:
 
 
 def _answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
-    """These rows of an order, each with what came back of it."""
+    """These rows of a batch, each with what came back of it."""
     found: Iterable[RowResult] = result.rows
     # They stand as in the order, unless some are leaving.
     if [row.sequence_id for row in found] != [one.id for one in rows]:

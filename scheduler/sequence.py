@@ -23,16 +23,16 @@ class State(StrEnum):
     WAITING = "waiting"
     """In the queue, on no replica."""
     PREFILLING = "prefilling"
-    """In a prefill order in flight; its blocks are reserved."""
+    """In a prefill batch in flight; its blocks are reserved."""
     PARTIAL = "partial"
-    """A resident between two prefill orders: its KV cache is filled in part and no order in flight
+    """A resident between two prefill batches: its KV cache is filled in part and no batch in flight
     holds it."""
     READY = "ready"
-    """A resident, filled, that no order in flight holds."""
+    """A resident, filled, that no batch in flight holds."""
     STEPPING = "stepping"
-    """A resident in a speculate order in flight."""
+    """A resident in a speculate batch in flight."""
     LEAVING = "leaving"
-    """Its Finish is out, but an order in flight still holds its row and so its blocks."""
+    """Its Finish is out, but a batch in flight still holds its row and so its blocks."""
     FINISHED = "finished"
     """Gone: nothing changes it any more."""
 
@@ -41,22 +41,22 @@ class Move(StrEnum):
     """What can happen to a sequence."""
 
     PREFILL = "prefill"
-    """A prefill order with its row is dispatched."""
+    """A prefill batch with its row is dispatched."""
     CHUNK = "chunk"
-    """That order is done, and there is more to fill."""
+    """That batch is done, and there is more to fill."""
     FILLED = "filled"
-    """That order is done, and with it the prefill."""
+    """That batch is done, and with it the prefill."""
     STEP = "step"
-    """A speculate order with its row is dispatched."""
+    """A speculate batch with its row is dispatched."""
     STEPPED = "stepped"
-    """That order is done."""
+    """That batch is done."""
     RETURN = "return"
-    """It lost its place: its replica was lost or drains, its order failed, it is moved to a lighter
+    """It lost its place: its replica was lost or drains, its batch failed, it is moved to a lighter
     replica, or KV blocks ran out."""
     FINISH = "finish"
     """Its Finish goes out."""
     LET_GO = "let go"
-    """The order that held a leaving row has ended."""
+    """The batch that held a leaving row has ended."""
 
 
 LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
@@ -82,10 +82,10 @@ LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
 """The one table: (state, move) -> next state. What is not here cannot happen."""
 
 _OVER = frozenset({State.LEAVING, State.FINISHED})
-_AFTER = dict(LEGAL)  # it is asked twice per row and order, and the proxy takes its time
+_AFTER = dict(LEGAL)  # it is asked twice per row and batch, and the proxy takes its time
 
 IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
-"""States in which exactly one order in flight holds the row."""
+"""States in which exactly one batch in flight holds the row."""
 
 RESIDENT = frozenset({State.PREFILLING, State.PARTIAL, State.READY, State.STEPPING, State.LEAVING})
 """States in which blocks of a replica are reserved."""
@@ -93,23 +93,23 @@ RESIDENT = frozenset({State.PREFILLING, State.PARTIAL, State.READY, State.STEPPI
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Row:
-    """What every order reads or writes of its rows.
+    """What every batch reads or writes of its rows.
 
     Python lays out the slots of a base class first and together, those of one class by their names.
     Of many sequences none is in a cache when its turn comes, and three lines of memory are fetched
-    sooner than seven: an order misses every cache a seventh less often.
+    sooner than seven: a batch misses every cache a seventh less often.
     """
 
     state: State = State.WAITING
     committed: list[int] = field(default_factory=list)
-    order_id: int | None = None
-    """The order in flight that holds the row, else None."""
+    batch_id: int | None = None
+    """The batch in flight that holds the row, else None."""
     blocks: int = 0
     """Blocks reserved on its replica."""
     limits: Limits | None = None
     """What the groups that it steps in are limited to, beyond those of others."""
     rows_limit: int | None = None
-    """It is a suspect: it runs in orders of at most so many rows, of suspects only, with nothing
+    """It is a suspect: it runs in batches of at most so many rows, of suspects only, with nothing
     else in flight on the replica. None: it is not. See `blame`."""
     draft_tokens: int = 0
     runs: list[int] = field(default_factory=lambda: [0])
@@ -147,7 +147,7 @@ class Sequence(_Row):
     deadline_s: float | None = None
     replica_id: str | None = None
     filled: int = 0
-    """While it is being filled: its valid KV positions once the order in flight is done."""
+    """While it is being filled: its valid KV positions once the batch in flight is done."""
     overtaken: int = 0
     """How many later requests were placed while this one waited and did not fit."""
     claim: str | None = None
@@ -159,10 +159,10 @@ class Sequence(_Row):
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
     failures: int = 0
-    """Since it got further than where it broke something: orders with this row alone that failed on
+    """Since it got further than where it broke something: batches of it alone that failed on
     a replica that had run others before, and replicas that died with it in flight."""
     attempts: int = 0
-    """The same for all orders with this row alone that failed."""
+    """The same for all batches with this row alone that failed."""
     deaths: int = 0
     """Replicas that died with it in flight, ever."""
     kills: int = 0
@@ -218,7 +218,7 @@ class Sequence(_Row):
         return self.length - 1
 
     def chunk(self, tokens: int) -> int:
-        """How much of so many positions a prefill order fills of it at once."""
+        """How much of so many positions a prefill batch fills of it at once."""
         most = self.request.pins.prefill_tokens_max
         return tokens if most is None else min(tokens, most)
 
@@ -290,19 +290,19 @@ class Sequence(_Row):
 
 
 Answer = tuple[Sequence, RowResult]
-"""A live row of an order that was done, and what came back of it."""
+"""A live row of a batch that was done, and what came back of it."""
 
 
 def move_all(
-    sequences: Iterable[Sequence], before: State, move: Move, order_id: int | None
+    sequences: Iterable[Sequence], before: State, move: Move, batch_id: int | None
 ) -> None:
-    """The same move of sequences that are all in one state, to an order or from one; it costs less
+    """The same move of sequences that are all in one state, to a batch or from one; it costs less
     than one by one."""
     after = _AFTER[before, move]
     for sequence in sequences:
         assert sequence.state is before, f"{sequence.id}: '{move}' from '{sequence.state}'"
         sequence.state = after
-        sequence.order_id = order_id
+        sequence.batch_id = batch_id
 
 
 def truncate(

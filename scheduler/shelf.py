@@ -26,7 +26,7 @@ Row = TypeVar("Row", bound=Hashable)
 class Shelf(Generic[Row]):
     """Rows by length; of one length the oldest first.
 
-    An order looks at dozens of lengths and takes few rows. So lengths stand beside each other as
+    A batch looks at dozens of lengths and takes few rows. So lengths stand beside each other as
     plain numbers: nothing of a row that is not taken is fetched from memory.
     """
 

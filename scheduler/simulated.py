@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scheduler.messages import Order, Release, ReplicaSpec, StepResult
+from scheduler.messages import Batch, Release, ReplicaSpec, StepResult
 
 
 class SimulatedRun(Protocol):
-    """One order under way."""
+    """One batch under way."""
 
     def advance(self) -> bool:
         """Does a step and says whether there is another."""
@@ -23,17 +23,17 @@ class SimulatedReplica(Protocol):
     id: str
     spec: ReplicaSpec
 
-    def receive(self, order: Order) -> None:
-        """Takes an order into the queue."""
+    def receive(self, batch: Batch) -> None:
+        """Takes a batch into the queue."""
 
-    def begin(self, order: Order) -> SimulatedRun:
-        """Starts a received order."""
+    def begin(self, batch: Batch) -> SimulatedRun:
+        """Starts a received batch."""
 
-    def end(self, order: Order) -> None:
-        """The order is over, run or failed."""
+    def end(self, batch: Batch) -> None:
+        """The batch is over, run or failed."""
 
-    def fail(self, order: Order) -> None:
-        """The order could not be run."""
+    def fail(self, batch: Batch) -> None:
+        """The batch could not be run."""
 
     def release(self, action: Release) -> None:
         """Sequences leave it."""

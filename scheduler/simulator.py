@@ -16,18 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from scheduler.batches import batch_spread, prefill_tokens
 from scheduler.config import SchedulerConfig
 from scheduler.fake_replica import FakeReplica
 from scheduler.messages import (
     Action,
+    Batch,
+    BatchKind,
     Cancel,
     Dispatch,
     Emit,
     Event,
     Finish,
     Interrupt,
-    Order,
-    OrderKind,
     Reject,
     Release,
     ReplicaDraining,
@@ -40,13 +41,12 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.orders import order_spread, prefill_tokens
 from scheduler.scheduler import Scheduler
 from scheduler.simulated import SimulatedReplica
 from scheduler.virtual_clock import VirtualClock
 
-StepTime = Callable[[Order], float]
-"""Seconds that a replica takes for one step of an order (for all of it, if it is a prefill)."""
+StepTime = Callable[[Batch], float]
+"""Seconds that a replica takes for one step of a batch (for all of it, if it is a prefill)."""
 
 Watch = Callable[[float, Event, list[Action]], None]
 """Told of every event and its actions: (now_s, event, actions)."""
@@ -55,16 +55,16 @@ PoolCost = Callable[[Event], float]
 """Seconds for which an event occupies the pool; the next one waits, and its actions come after."""
 
 
-def linear_step_time(order: Order) -> float:
+def linear_step_time(batch: Batch) -> float:
     """A small fixed cost and a part per token, in seconds; for worlds that need just some time."""
-    if order.kind is OrderKind.PREFILL:
-        return 0.002 + 5e-6 * prefill_tokens(order)
-    return 0.004 + 2e-5 * sum(row.draft_len + 1 for row in order.rows)
+    if batch.kind is BatchKind.PREFILL:
+        return 0.002 + 5e-6 * prefill_tokens(batch)
+    return 0.004 + 2e-5 * sum(row.draft_len + 1 for row in batch.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """How bad the network and the replicas are; probabilities are per order."""
+    """How bad the network and the replicas are; probabilities are per batch."""
 
     delay_s: tuple[float, float] = (0.0005, 0.0015)
     """Least and most time of a message, uniform."""
@@ -76,9 +76,9 @@ class Trouble:
     """Probability that a result arrives only when its replica has long been declared lost and has
     joined again."""
     fail: float = 0.0
-    """Probability that an order ends in StepFailed."""
+    """Probability that a batch ends in StepFailed."""
     rows_max: int | None = None
-    """Speculate orders with more rows always end in StepFailed, as when memory runs out."""
+    """Speculate batches with more rows always end in StepFailed, as when memory runs out."""
     deadly: frozenset[str] = frozenset()
     """Requests that kill the replica in every step with them."""
     lease_s: float = 0.5
@@ -111,12 +111,12 @@ class Report:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     ended_s: float = 0.0
     events: int = 0
-    orders: int = 0
-    group_orders: int = 0
-    """Speculate orders."""
+    batches: int = 0
+    group_batches: int = 0
+    """Speculate batches."""
     spread_sum: int = 0
     rows_sum: int = 0
-    """Rows of all speculate orders."""
+    """Rows of all speculate batches."""
     killed: int = 0
     """Replicas killed by deadly requests."""
     pool_busy_s: float = 0.0
@@ -129,31 +129,31 @@ class Report:
 
     @property
     def spread_mean(self) -> float:
-        return self.spread_sum / self.group_orders if self.group_orders else 0.0
+        return self.spread_sum / self.group_batches if self.group_batches else 0.0
 
     @property
     def rows_mean(self) -> float:
-        return self.rows_sum / self.group_orders if self.group_orders else 0.0
+        return self.rows_sum / self.group_batches if self.group_batches else 0.0
 
     @property
     def utilisation(self) -> float:
-        """Share of the replicas' time in which they ran an order."""
+        """Share of the replicas' time in which they ran a batch."""
         return self.busy_s / self.alive_s if self.alive_s else 0.0
 
 
 class _Host:
-    """A fake replica in time: its queue of orders, its message channel, its life."""
+    """A fake replica in time: its queue of batches, its message channel, its life."""
 
     def __init__(self, replica: SimulatedReplica, name: str, born_s: float) -> None:
         self.replica = replica
         self.name = name
         self.born_s = born_s
-        self.queue: deque[Order] = deque()
+        self.queue: deque[Batch] = deque()
         self.busy = False
         self.interrupted = 0
-        """Orders up to this id end after the step in hand."""
+        """Batches up to this id end after the step in hand."""
         self.begun_s = 0.0
-        """When the order that it runs began."""
+        """When the batch that it runs began."""
         self.alive = True
         self.channel_s = born_s
         """When the last message to it arrives; the next one is not earlier."""
@@ -316,8 +316,8 @@ class World:
                 case Release() | Interrupt():
                     self._send(action.replica_id, action)
                 case Dispatch():
-                    self._note_order(action.order)
-                    self._send(action.order.replica_id, action)
+                    self._note_batch(action.batch)
+                    self._send(action.batch.replica_id, action)
         if self._watch is not None:
             self._watch(self.now_s, event, actions)
 
@@ -340,12 +340,12 @@ class World:
         if self._ended is not None:
             self._ended(action.request_id, outcome)
 
-    def _note_order(self, order: Order) -> None:
-        self.report.orders += 1
-        if order.kind is OrderKind.SPECULATE:
-            self.report.group_orders += 1
-            self.report.rows_sum += len(order.rows)
-            self.report.spread_sum += order_spread(order)
+    def _note_batch(self, batch: Batch) -> None:
+        self.report.batches += 1
+        if batch.kind is BatchKind.SPECULATE:
+            self.report.group_batches += 1
+            self.report.rows_sum += len(batch.rows)
+            self.report.spread_sum += batch_spread(batch)
 
     # ----------------------------------------------------------------- the replicas' side
 
@@ -394,49 +394,49 @@ class World:
             host.replica.release(action)
             return
         if isinstance(action, Interrupt):
-            host.interrupted = action.order_id
+            host.interrupted = action.batch_id
             return
-        host.replica.receive(action.order)
-        host.queue.append(action.order)
+        host.replica.receive(action.batch)
+        host.queue.append(action.batch)
         if not host.busy:
             self._start(host)
 
     def _start(self, host: _Host) -> None:
         host.busy = True
         host.begun_s = self.now_s
-        order = host.queue.popleft()
-        step_s = self._step_time(order)
+        batch = host.queue.popleft()
+        step_s = self._step_time(batch)
         trouble = self.trouble
-        if any(row.sequence_id in trouble.deadly for row in order.rows):
+        if any(row.sequence_id in trouble.deadly for row in batch.rows):
             self.report.killed += 1
             self._die(host, trouble.lease_s, rejoin=True)
             return
-        too_many = trouble.rows_max is not None and len(order.rows) > trouble.rows_max
+        too_many = trouble.rows_max is not None and len(batch.rows) > trouble.rows_max
         if too_many or self._rng.random() < trouble.fail:
-            failed = StepFailed(host.replica.id, order.id, "the step failed")
-            self._after(step_s, lambda: self._done(host, order, failed))
+            failed = StepFailed(host.replica.id, batch.id, "the step failed")
+            self._after(step_s, lambda: self._done(host, batch, failed))
             return
-        run = host.replica.begin(order)
+        run = host.replica.begin(batch)
 
         def advance() -> None:
             # The work of a step is done at its end; who dies in it has done nothing.
             if not host.alive:
                 return
-            if run.advance() and order.id > host.interrupted:
+            if run.advance() and batch.id > host.interrupted:
                 self._after(step_s, advance)
             else:
-                self._done(host, order, StepDone(run.result(step_s)))
+                self._done(host, batch, StepDone(run.result(step_s)))
 
         self._after(step_s, advance)
 
-    def _done(self, host: _Host, order: Order, answer: StepDone | StepFailed) -> None:
+    def _done(self, host: _Host, batch: Batch, answer: StepDone | StepFailed) -> None:
         if not host.alive:
             return
         self.report.busy_s += self.now_s - host.begun_s
         host.busy = False
-        host.replica.end(order)
+        host.replica.end(batch)
         if isinstance(answer, StepFailed):
-            host.replica.fail(order)
+            host.replica.fail(batch)
         if host.queue:
             self._start(host)
         trouble = self.trouble

@@ -1,6 +1,6 @@
-"""How a step is run: how many tokens the draft proposes, and how many steps an order has.
+"""How a step is run: how many tokens the draft proposes, and how many steps a batch has.
 
-A policy is asked per order and told every result. Its choice never changes what a request receives,
+A policy is asked per batch and told every result. Its choice never changes what a request receives,
 only how fast. It has no clock and draws nothing at random, or the scheduler would no longer replay.
 """
 
@@ -29,26 +29,26 @@ from scheduler.goodput import (
     expected_accepted,
     verify_tokens,
 )
-from scheduler.messages import Order, OrderKind, ReplicaSpec, StepResult, StepRow
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.records import record
 from scheduler.sequence import Answer, Sequence
 
 FALLBACK = 4
 """Draft tokens while nothing is known of the times."""
 TRIALS = (FALLBACK, 0, 2)
-"""Draft lengths of the first orders on a replica that measured nothing before it joined."""
+"""Draft lengths of the first batches on a replica that measured nothing before it joined."""
 TRY_TRIMMED = 64
-"""Orders that could be trimmed and are not, until one is, to see what that costs and keeps."""
+"""Batches that could be trimmed and are not, until one is, to see what that costs and keeps."""
 TRY_TRIMMED_MOST = 1024
 """The same at most: they double with each that has not led to more."""
 PROBE_SHARE = 0.01
 """Share of the time without drafting that may go into finding out whether it would pay again."""
 TRIP_SHARE = 0.02
-"""Share of an order that its round trip may cost before it gets more steps."""
+"""Share of a batch that its round trip may cost before it gets more steps."""
 CHUNK_FIXED_SHARE = 0.25
 """Most that the fixed cost of a prefill chunk may be beside the cost of its tokens."""
-ORDER_S_MAX = 0.1
-"""Steps of one order last no longer than that together, in seconds: tokens arrive per order."""
+BATCH_S_MAX = 0.1
+"""Steps of one batch last no longer than that together, in seconds: tokens arrive per batch."""
 
 
 @record(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StepPlan:
 
 
 class DraftPolicy(Protocol):
-    """Plans each speculate order."""
+    """Plans each speculate batch."""
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
         """A replica is there; called once per incarnation."""
@@ -87,14 +87,14 @@ class DraftPolicy(Protocol):
     def prefill_tokens(
         self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
     ) -> int:
-        """KV positions that the next prefill order may fill, in [1, most], while so many rows are
+        """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
         ready or step: each of them waits for it. It goes in place of so many chunks, and begins
         behind so many positions of its row."""
 
     def observe(
-        self, order: Order, result: StepResult, answers: Rows[Answer], trip_s: float | None
+        self, batch: Batch, result: StepResult, answers: Rows[Answer], trip_s: float | None
     ) -> None:
-        """An order is done: its times, and what its live rows accepted. `trip_s` is what passed
+        """A batch is done: its times, and what its live rows accepted. `trip_s` is what passed
         beside its run, where nothing else was in flight."""
 
     def beliefs(self, replica_id: str) -> Beliefs:
@@ -112,22 +112,22 @@ class _Known:
     choice: Choice
     belief: DraftBelief = field(default_factory=DraftBelief)
     untrimmed: int = 0
-    """Orders that could have been trimmed, since one was."""
+    """Batches that could have been trimmed, since one was."""
     try_trimmed: int = TRY_TRIMMED
     """Of them, those until the next one is."""
     shares_tried: int = 0
     reach: int = 0
-    """How far a row of the last order read."""
+    """How far a row of the last batch read."""
     apart: float = math.inf
     """As of when verifications were last found to cost something else."""
     apart_by: LinearCost = field(default_factory=LinearCost)
     """What they cost then."""
     planned: tuple[int, int, int | None] = (0, 0, None)
-    """Rows, draft tokens and verified tokens of the last order."""
+    """Rows, draft tokens and verified tokens of the last batch."""
     steps: int = 1
     trip_s: float | None = None
     trials: int = 0
-    """Orders planned while the model was of no use."""
+    """Batches planned while the model was of no use."""
     probes: int = 0
     """Probes planned whose results are not there."""
     credit_s: float = 0.0
@@ -142,7 +142,7 @@ class _Known:
         return rows[-1].length
 
     def step_s(self) -> float:
-        """Expected time of a step of the last order; 0 while nothing is known."""
+        """Expected time of a step of the last batch; 0 while nothing is known."""
         _, draft_len, verified = self.planned
         return self._expected_s(draft_len, verified)
 
@@ -165,7 +165,7 @@ class GoodputPolicy:
     row, at most that of the config, is followed; all drafted tokens are then verified where it is
     the config's or the longest of its group, and where a request of a row wants it.
 
-    Steps of an order: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
+    Steps of a batch: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
     much as takes the time of a step where a full group steps, of more where fewer rows do.
     """
 
@@ -218,7 +218,7 @@ class GoodputPolicy:
         return StepPlan(choice.draft_len, known.steps, verified, least)
 
     def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
-        """By the rows per second of both, with the last order's draft length."""
+        """By the rows per second of both, with the last batch's draft length."""
         if self._config.half_groups is not None:
             return self._config.half_groups
         known = self._replicas[replica_id]
@@ -261,21 +261,21 @@ class GoodputPolicy:
         return max(1, min(most, max(tokens, least)))
 
     def observe(
-        self, order: Order, result: StepResult, answers: Rows[Answer], trip_s: float | None
+        self, batch: Batch, result: StepResult, answers: Rows[Answer], trip_s: float | None
     ) -> None:
         known = self._replicas[result.replica_id]
-        if trip_s is not None and order.kind is OrderKind.SPECULATE:
+        if trip_s is not None and batch.kind is BatchKind.SPECULATE:
             before = trip_s if known.trip_s is None else known.trip_s
             # The least is what matters: a trip is long by chance only.
             known.trip_s = min(trip_s, before + 0.1 * (trip_s - before))
-        known.model.observe(order, result)
-        if order.verify_tokens is not None and result.steps:
-            self._learn_belief(known, order, result, answers)
-        if order.kind is OrderKind.SPECULATE and not order.draft_len:
+        known.model.observe(batch, result)
+        if batch.verify_tokens is not None and result.steps:
+            self._learn_belief(known, batch, result, answers)
+        if batch.kind is BatchKind.SPECULATE and not batch.draft_len:
             known.credit_s += PROBE_SHARE * result.times.total_s
-        if known.probes and order.draft_len == 1 and result.steps:
+        if known.probes and batch.draft_len == 1 and result.steps:
             known.probes -= 1
-            step_s = known.model.step_s(len(order.rows), 0, known.reach_of(order.rows))
+            step_s = known.model.step_s(len(batch.rows), 0, known.reach_of(batch.rows))
             filled_s, plain_s = result.times.prefill_s, result.steps * step_s
             run_s = min(result.times.total_s - filled_s, OUTLIER * plain_s)
             known.probe_s = max(filled_s + run_s - plain_s, 0.0)
@@ -358,18 +358,18 @@ class GoodputPolicy:
         return Choice(min(round(known.choice.draft_len / share), most), share)
 
     def _learn_belief(
-        self, known: _Known, order: Order, result: StepResult, answers: Rows[Answer]
+        self, known: _Known, batch: Batch, result: StepResult, answers: Rows[Answer]
     ) -> None:
-        """What a trimmed order accepted, against what an even share of it would have."""
-        checked = (order.verify_tokens or 0) / (len(order.rows) * order.draft_len)
+        """What a trimmed batch accepted, against what an even share of it would have."""
+        checked = (batch.verify_tokens or 0) / (len(batch.rows) * batch.draft_len)
         share = min(SHARES, key=lambda one: abs(one - checked))
         rows = [sequence for sequence, _ in answers]
         accepted = sum(sum(row.accepted_at) for _, row in answers)
-        most = order.draft_len
+        most = batch.draft_len
         limits = row_draft_lens(rows, most)
         expected = expected_accepted(self._acceptance.of(rows), limits, most)
         known.belief.observe(
-            list(expected), Choice(order.draft_len, share), accepted / result.steps
+            list(expected), Choice(batch.draft_len, share), accepted / result.steps
         )
 
     def _probe_is_due(self, known: _Known, prices: StepPrices) -> bool:
@@ -387,7 +387,7 @@ class GoodputPolicy:
         if known.trip_s is None or step_s <= 0.0:
             return steps_most
         wanted = math.ceil(known.trip_s / (TRIP_SHARE * step_s))
-        return max(1, min(wanted, steps_most, int(ORDER_S_MAX / step_s)))
+        return max(1, min(wanted, steps_most, int(BATCH_S_MAX / step_s)))
 
 
 def row_draft_lens(sequences: Iterable[Sequence], draft_len: int) -> list[int]:

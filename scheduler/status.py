@@ -22,13 +22,13 @@ class ReplicaStatus:
     residents: int
     """Sequences with reserved blocks: prefilling (or between two chunks), ready, stepping and
     leaving."""
-    orders_in_flight: int
+    batches_in_flight: int
     kv_blocks_used: int
     """Reserved blocks: what sequences own, and what is set aside for their next tokens."""
     kv_blocks_total: int
-    orders: int
+    batches: int
     busy_s: float
-    """Time in which it ran orders; committed_tokens over this is what it commits under load."""
+    """Time in which it ran batches; committed_tokens over this is what it commits under load."""
     steps: int
     row_steps: int
     """Steps times rows; committed_tokens over this is the tokens per row and step."""
@@ -36,15 +36,15 @@ class ReplicaStatus:
     accepted_tokens: int
     committed_tokens: int
     spread_mean: float
-    """Tokens between the longest and the shortest row of a group, over its speculate orders."""
+    """Tokens between the longest and the shortest row of a group, over its speculate batches."""
     kv_positions_own: int
     kv_positions_read: int
     last_times: StepTimes
     groups: int = 0
-    """Speculate orders answered, and the sum of their groups' spreads in tokens."""
+    """Speculate batches answered, and the sum of their groups' spreads in tokens."""
     spread_sum: int = 0
     prefill_tokens: int = 0
-    """KV positions that prefill orders computed, and those that sequences found when they came."""
+    """KV positions that prefill batches computed, and those that sequences found when they came."""
     reused_tokens: int = 0
     beliefs: Beliefs = field(default_factory=Beliefs)
 
@@ -97,10 +97,10 @@ def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
         spec=replica.spec,
         draining=replica.draining,
         residents=len(replica.residents),
-        orders_in_flight=len(replica.orders),
+        batches_in_flight=len(replica.batches),
         kv_blocks_used=replica.blocks_used,
         kv_blocks_total=replica.spec.kv_blocks,
-        orders=figures.orders,
+        batches=figures.batches,
         busy_s=figures.busy_s,
         steps=figures.steps,
         row_steps=figures.row_steps,

@@ -33,19 +33,19 @@ class PoolTimes(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    order_s: float = Field(ge=0, description="A replica's result and the next order.")
-    order_row_s: float = Field(default=0, ge=0, description="The same per row.")
+    batch_s: float = Field(ge=0, description="A replica's result and the next batch.")
+    batch_row_s: float = Field(default=0, ge=0, description="The same per row.")
     other_s: float = Field(ge=0, description="Any other event: a request that comes or goes.")
 
     def of(self, event: Event) -> float:
         """Seconds for one event."""
         if isinstance(event, StepDone):
-            return self.order_s + self.order_row_s * len(event.result.rows)
+            return self.batch_s + self.batch_row_s * len(event.result.rows)
         return self.other_s
 
 
-MEASURED_POOL = PoolTimes(order_s=0.6e-3, other_s=0.0)
-"""All CPU time of a pool's process over the orders that it gave out, requests and news included, as
+MEASURED_POOL = PoolTimes(batch_s=0.6e-3, other_s=0.0)
+"""All CPU time of a pool's process over the batches that it gave out, requests included, as
 `benchmarks.cluster` measures it on two cores with 64 requests in flight: 0.50 to 0.61 ms with 4
 replicas, 0.39 to 0.45 with 16, 0.95 to 1.03 with one; a pool that is never idle takes 0.25. So near
 the limit of a pool this is pessimistic."""
@@ -109,7 +109,7 @@ class Figures:
     ended_s: float = 0.0
     """When the last one ended."""
     events: int = 0
-    orders: int = 0
+    batches: int = 0
     rows_mean: float = 0.0
     spread_mean: float = 0.0
     padding: float = 0.0
@@ -128,7 +128,7 @@ class Figures:
         return _over(last.committed_tokens - first.committed_tokens, last.at_s - first.at_s)
 
     def utilisation(self, replicas: int) -> float:
-        """Share of the replicas' time in which they ran orders, over the same span."""
+        """Share of the replicas' time in which they ran batches, over the same span."""
         first, last = self._span()
         return _over(last.busy_s - first.busy_s, (last.at_s - first.at_s) * replicas)
 
@@ -190,10 +190,10 @@ class Study:
         reports = [world.end() for world in self._worlds]
         statuses = [world.scheduler.snapshot() for world in self._worlds]
         replicas = [one for status in statuses for one in status.replicas]
-        groups = sum(report.group_orders for report in reports)
+        groups = sum(report.group_batches for report in reports)
         figures.pool_behind_s_most = max(report.pool_behind_s_most for report in reports)
         figures.events = sum(report.events for report in reports)
-        figures.orders = sum(report.orders for report in reports)
+        figures.batches = sum(report.batches for report in reports)
         figures.rows_mean = _over(sum(report.rows_sum for report in reports), groups)
         figures.spread_mean = _over(sum(report.spread_sum for report in reports), groups)
         own = sum(one.kv_positions_own for one in replicas)
@@ -276,7 +276,7 @@ class Study:
         return World(
             rng,
             setup.config,
-            step_time=lambda order: setup.times(order).total_s,
+            step_time=lambda batch: setup.times(batch).total_s,
             trouble=Trouble(delay_s=setup.message_s),
             watch=lambda now_s, event, actions: self._note_waiting(shard),
             clock=self._clock,

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from random import Random
 
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     Release,
     ReplicaSpec,
     RowResult,
@@ -26,8 +26,8 @@ TOKEN = 1
 Acceptance = Callable[[str], float]
 """Probability, by request, that a draft token is accepted if those before it were."""
 
-Times = Callable[[Order], StepTimes]
-"""What one step of an order takes, or all of a prefill."""
+Times = Callable[[Batch], StepTimes]
+"""What one step of a batch takes, or all of a prefill."""
 
 
 class TimedReplica:
@@ -44,19 +44,19 @@ class TimedReplica:
         self.tokens_left: dict[str, int] = {}
         """Of its residents."""
 
-    def receive(self, order: Order) -> None:
-        for row in order.prefill:
+    def receive(self, batch: Batch) -> None:
+        for row in batch.prefill:
             if row.tokens:
                 self.tokens_left[row.sequence_id] = row.tokens_left
 
-    def begin(self, order: Order) -> TimedRun:
-        return TimedRun(self, order)
+    def begin(self, batch: Batch) -> TimedRun:
+        return TimedRun(self, batch)
 
-    def end(self, order: Order) -> None:
+    def end(self, batch: Batch) -> None:
         """It holds no rows."""
 
-    def fail(self, order: Order) -> None:
-        for row in order.prefill:
+    def fail(self, batch: Batch) -> None:
+        for row in batch.prefill:
             self.tokens_left.pop(row.sequence_id, None)
 
     def release(self, action: Release) -> None:
@@ -67,24 +67,24 @@ class TimedReplica:
 class TimedRun:
     """Implements `SimulatedRun`."""
 
-    def __init__(self, replica: TimedReplica, order: Order) -> None:
+    def __init__(self, replica: TimedReplica, batch: Batch) -> None:
         self._replica = replica
-        self._order = order
-        self._times = replica.times(order)
-        self._committed = [0] * len(order.rows)
-        self._drafted = [0] * len(order.rows)
-        self._accepted_at = [[0] * order.draft_len for _ in order.rows]
-        self._tried_at = [[0] * order.draft_len for _ in order.rows]
+        self._batch = batch
+        self._times = replica.times(batch)
+        self._committed = [0] * len(batch.rows)
+        self._drafted = [0] * len(batch.rows)
+        self._accepted_at = [[0] * batch.draft_len for _ in batch.rows]
+        self._tried_at = [[0] * batch.draft_len for _ in batch.rows]
         self._steps = self._own = self._read = 0
 
     def advance(self) -> bool:
         self._steps += 1
-        order, replica = self._order, self._replica
-        if order.kind is OrderKind.PREFILL:
+        batch, replica = self._batch, self._replica
+        if batch.kind is BatchKind.PREFILL:
             return False
         finished = False
         widest = 0
-        for index, row in enumerate(order.rows):
+        for index, row in enumerate(batch.rows):
             left = replica.tokens_left[row.sequence_id]
             draft_len = min(row.draft_len, left - 1)
             accepted = self._accepted(replica.acceptance(row.sequence_id), draft_len)
@@ -101,8 +101,8 @@ class TimedRun:
                 tried_at[accepted] += 1
             replica.tokens_left[row.sequence_id] = left - accepted - 1
             finished = finished or left == accepted + 1
-        self._read += widest * len(order.rows)
-        return self._steps < order.steps and not finished
+        self._read += widest * len(batch.rows)
+        return self._steps < batch.steps and not finished
 
     def _accepted(self, acceptance: float, draft_len: int) -> int:
         """Draft tokens before the first that is refused: geometric, cut at the draft length."""
@@ -114,10 +114,10 @@ class TimedRun:
         return min(int(drawn), draft_len)
 
     def result(self, step_s: float) -> StepResult:
-        order, times = self._order, self._times
-        if order.kind is OrderKind.PREFILL:
-            filled = tuple(RowResult(row.sequence_id) for row in order.prefill)
-            return StepResult(order.id, order.replica_id, filled, times=times)
+        batch, times = self._batch, self._times
+        if batch.kind is BatchKind.PREFILL:
+            filled = tuple(RowResult(row.sequence_id) for row in batch.prefill)
+            return StepResult(batch.id, batch.replica_id, filled, times=times)
         rows = tuple(
             RowResult(
                 row.sequence_id,
@@ -127,7 +127,7 @@ class TimedRun:
                 tuple(self._accepted_at[index]),
                 tuple(self._tried_at[index]),
             )
-            for index, row in enumerate(order.rows)
+            for index, row in enumerate(batch.rows)
         )
         whole = StepTimes(
             draft_s=times.draft_s * self._steps,
@@ -135,5 +135,5 @@ class TimedRun:
             total_s=step_s * self._steps,
         )
         return StepResult(
-            order.id, order.replica_id, rows, self._steps, whole, self._own, self._read
+            batch.id, batch.replica_id, rows, self._steps, whole, self._own, self._read
         )

@@ -32,7 +32,7 @@ POOLS: dict[str, Any] = {"shards": 4, "replicas": 8, "requests": 192, "step_s": 
 HEADER = (
     *("replicas", "in flight", "base tokens/s", "base p50 s"),
     *(f"{way} {what}" for way in WAYS for what in ("/ base", "p50 s", "p99 s")),
-    "pool us/order",
+    "pool us/batch",
 )
 
 
@@ -45,7 +45,7 @@ def rows_of(entries: list[dict[str, Any]]) -> list[tuple[object, ...]]:
         for way in WAYS:
             last = entry[way]["rounds"][-1]
             row += [entry[way]["ratio"], *last["latency_s"].values()]
-        rows.append((*row, entry["unary"]["rounds"][-1]["pool_cpu_us_per_order"]))
+        rows.append((*row, entry["unary"]["rounds"][-1]["pool_cpu_us_per_batch"]))
     return rows
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--prefill-token-ms", type=float, default=0.03, help="the same")
     parser.add_argument("--acceptance", type=float, default=0.7, help="the same")
     parser.add_argument("--shards", type=int, default=1)
-    parser.add_argument("--through-ray", action="store_true", help="orders and news take no line")
+    parser.add_argument("--through-ray", action="store_true", help="batches and news take no line")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads, everywhere")
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="demo")

@@ -68,8 +68,8 @@ class Served:
     """New tokens by request."""
     cpu_s: Mapping[str, float]
     """CPU time by kind of process; `client` is this one. Empty where it was not asked for."""
-    orders: int = 0
-    """Orders that the pool gave meanwhile."""
+    batches: int = 0
+    """Batches that the pool gave meanwhile."""
     first_s: tuple[float, ...] = ()
     """From a request's sending to its first token, of streams."""
     chunks: int = 0
@@ -85,12 +85,12 @@ class Served:
         if self.chunks:
             found["first_token_s"] = percentiles(self.first_s)
             found["chunks_per_request"] = round(self.chunks / requests, 1)
-        if self.orders:
-            found["orders"] = self.orders
+        if self.batches:
+            found["batches"] = self.batches
             found["cpu_ms_per_request"] = {
                 kind: round(1000 * seconds / requests, 3) for kind, seconds in self.cpu_s.items()
             }
-            found["pool_cpu_us_per_order"] = round(1e6 * self.cpu_s["pool"] / self.orders)
+            found["pool_cpu_us_per_batch"] = round(1e6 * self.cpu_s["pool"] / self.batches)
         return found
 
 
@@ -99,7 +99,7 @@ async def compare(
     load: Load,
     base: Callable[[], Base],
     rounds: int,
-    count_orders: Callable[[], int],
+    count_batches: Callable[[], int],
 ) -> dict[str, Any]:
     """The load in all ways, in turn, over its base of the same round; what is written of it.
 
@@ -110,7 +110,7 @@ async def compare(
     for _ in range(rounds):
         bases.append(base())
         for way in WAYS:
-            served = await through_grpc(client, load, way == "stream", count_orders)
+            served = await through_grpc(client, load, way == "stream", count_batches)
             assert served.tokens == bases[-1].tokens, f"{way}: a wrong token"
             runs[way].append(served)
     entry: dict[str, Any] = {
@@ -131,14 +131,14 @@ async def compare(
     return entry
 
 
-def order_counter(config: ClusterConfig) -> Callable[[], int]:
-    """Asks the pool's actors how many orders they have given to the replicas of now."""
+def batch_counter(config: ClusterConfig) -> Callable[[], int]:
+    """Asks the pool's actors how many batches they have given to the replicas of now."""
     namespace = config.pool.namespace
     actors = [ray.get_actor(name, namespace=namespace) for name in config.pool_names]
 
     def count() -> int:
         views = ray.get([actor.status.remote() for actor in actors])
-        return sum(replica.orders for view in views for replica in view.status.replicas)
+        return sum(replica.batches for view in views for replica in view.status.replicas)
 
     return count
 
@@ -160,9 +160,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 async def through_grpc(
-    client: AsyncClient, load: Load, stream: bool, count_orders: Callable[[], int] | None = None
+    client: AsyncClient, load: Load, stream: bool, count_batches: Callable[[], int] | None = None
 ) -> Served:
-    """The load once, over one client; with the processes' CPU time if orders are counted."""
+    """The load once, over one client; with the processes' CPU time if batches are counted."""
     places = asyncio.Semaphore(load.in_flight)
     latencies: dict[int, float] = {}
     first: dict[int, float] = {}
@@ -191,8 +191,8 @@ async def through_grpc(
             latencies[number] = perf_counter() - start
             return tokens
 
-    processes = _processes() if count_orders else {}
-    orders = count_orders() if count_orders else 0
+    processes = _processes() if count_batches else {}
+    batches = count_batches() if count_batches else 0
     before = _cpu_s(processes)
     start = perf_counter()
     outputs = list(await asyncio.gather(*(one(*each) for each in enumerate(load.prompts))))
@@ -203,7 +203,7 @@ async def through_grpc(
         tuple(latencies[number] for number in range(len(load.prompts))),
         outputs,
         {kind: after[kind] - before[kind] for kind in after},
-        count_orders() - orders if count_orders else 0,
+        count_batches() - batches if count_batches else 0,
         tuple(first.values()),
         chunks,
     )

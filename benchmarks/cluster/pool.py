@@ -1,8 +1,8 @@
-"""What pool processes take of the CPU per order and per request.
+"""What pool processes take of the CPU per batch and per request.
 
 The pools run in processes of their own, as their Ray actors do, but without Ray; they are reached
-over lines. This process is all replicas and one ingress. Where steps take no time, orders come as
-fast as two cores allow, and one core over the CPU time per order is what one pool can give. Where
+over lines. This process is all replicas and one ingress. Where steps take no time, batches come as
+fast as two cores allow, and one core over the CPU time per batch is what one pool can give. Where
 they take some, each of several pools has the load that one has alone, and the busiest one's CPU
 time says how much more they give together, with a core for each.
 """
@@ -96,11 +96,11 @@ async def drive(
         Request("", tuple(rng.randrange(SPEC.vocab_size) for _ in range(64)), NEW_TOKENS)
         for _ in range(requests)
     ]
-    orders, cpu_s, seconds = [0] * len(pools), [0.0] * len(pools), 0.0
+    batches, cpu_s, seconds = [0] * len(pools), [0.0] * len(pools), 0.0
     for some in (asked[: requests // 4], asked):
         while len((await links.status()).status.replicas) < replicas:
             await asyncio.sleep(0.05)
-        orders_before, cpu_before_s = await _orders(pools), [process_cpu_s(pid) for pid in pids]
+        batches_before, cpu_before_s = await _batches(pools), [process_cpu_s(pid) for pid in pids]
         start = time.perf_counter()
         lives = [links.submit(request, 600.0) for request in some]
         for live in lives:
@@ -109,8 +109,8 @@ async def drive(
         cpu_s = [
             process_cpu_s(pid) - before for pid, before in zip(pids, cpu_before_s, strict=True)
         ]
-        after = await _orders(pools)
-        orders = [now - before for now, before in zip(after, orders_before, strict=True)]
+        after = await _batches(pools)
+        batches = [now - before for now, before in zip(after, batches_before, strict=True)]
         for request, live in zip(some, lives, strict=True):
             assert tuple(live.tokens) == perfect_world(request, SPEC.vocab_size)[0], "a wrong token"
     await links.close()
@@ -121,18 +121,18 @@ async def drive(
         "replicas": replicas,
         "step_s": step_s,
         "requests": requests,
-        "orders": orders,
-        "orders_per_s": round(sum(orders) / seconds),
+        "batches": batches,
+        "batches_per_s": round(sum(batches) / seconds),
         "cpu_s": [round(each, 2) for each in cpu_s],
-        "cpu_us_per_order": round(1e6 * sum(cpu_s) / sum(orders)),
+        "cpu_us_per_batch": round(1e6 * sum(cpu_s) / sum(batches)),
         "cpu_us_per_request": round(1e6 * sum(cpu_s) / requests),
-        "orders_per_cpu_s_of_the_busiest": round(sum(orders) / max(*cpu_s, _TICK_S)),
+        "batches_per_cpu_s_of_the_busiest": round(sum(batches) / max(*cpu_s, _TICK_S)),
     }
 
 
-async def _orders(pools: Sequence[PoolPort]) -> list[int]:
+async def _batches(pools: Sequence[PoolPort]) -> list[int]:
     views = [await pool.status() for pool in pools]
-    return [sum(replica.orders for replica in view.status.replicas) for view in views]
+    return [sum(replica.batches for replica in view.status.replicas) for view in views]
 
 
 def measure_pool(shards: int, replicas: int, requests: int, step_s: float) -> dict[str, Any]:
@@ -161,13 +161,13 @@ def measure_pools(shards: int, replicas: int, requests: int, step_s: float) -> d
     limit = measure_pool(1, replicas, requests, 0.0)
     one = measure_pool(1, replicas, requests, step_s)
     several = measure_pool(shards, shards * replicas, shards * requests, step_s)
-    key = "orders_per_cpu_s_of_the_busiest"
+    key = "batches_per_cpu_s_of_the_busiest"
     return {
         "limit": limit,
         "one": one,
         "several": several,
         # Were all pools alike, and a core for each: how evenly requests and replicas are shared.
-        "several_over_one_by_orders": round(sum(several["orders"]) / max(several["orders"]), 2),
+        "several_over_one_by_batches": round(sum(several["batches"]) / max(several["batches"]), 2),
         # The same with what each took, here, where they share the cores with each other.
         "several_over_one_by_cpu": round(several[key] / one[key], 2),
     }

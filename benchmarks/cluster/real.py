@@ -11,10 +11,10 @@ from typing import Any
 from benchmarks.cluster.load import (
     Base,
     Load,
+    batch_counter,
     clients_of,
     compare,
     fresh_salt,
-    order_counter,
     through_grpc,
 )
 from benchmarks.prompts import benchmark_tokens
@@ -77,7 +77,7 @@ def measure_real(
                     load,
                     lambda: in_process(replica, config, load),  # noqa: B023
                     rounds,
-                    order_counter(config),
+                    batch_counter(config),
                 )
                 entries.append({"replicas": config.replicas, **entry})
                 print(entries[-1], flush=True)

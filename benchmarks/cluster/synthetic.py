@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.cluster.ideal import ideal
-from benchmarks.cluster.load import Load, clients_of, compare, order_counter, through_grpc
+from benchmarks.cluster.load import Load, batch_counter, clients_of, compare, through_grpc
 from benchmarks.synthetic import Speed, synthetic_loader
 from cluster import app
 from cluster.config import ClusterConfig
@@ -61,7 +61,7 @@ def measure_synthetic(
             for number in in_flight:
                 load = load_of(spec, number, requests_per_client * number, new_tokens)
                 best = ideal(load, spec, speed, config.replicas, config.scheduler)
-                entry = await compare(client, load, lambda: best, rounds, order_counter(config))  # noqa: B023
+                entry = await compare(client, load, lambda: best, rounds, batch_counter(config))  # noqa: B023
                 entries.append({"replicas": config.replicas, **entry})
                 print(entries[-1], flush=True)
         return entries

@@ -22,7 +22,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 
 Way = Callable[[Sequence[Request]], list[list[int]]]
-"""New tokens of each request, in the requests' order. May raise DoesNotRun."""
+"""New tokens of each request, in the requests' batch. May raise DoesNotRun."""
 Note = Callable[[str, int], None]
 """Called with the way that runs next and how many runs are done."""
 

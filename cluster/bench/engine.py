@@ -1,8 +1,8 @@
 """Load for the engine of this process: one replica, the scheduler, no Ray and no network.
 
-Requests enter between two orders, so one that is due while an order runs waits for its end; the
+Requests enter between two batches, so one that is due while a batch runs waits for its end; the
 latency counts from when it was due all the same. A place of a closed loop whose request is refused
-asks again after the next order, or after a pause where nothing runs.
+asks again after the next batch, or after a pause where nothing runs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def drive(
                 refused += 1
         if live:
             progressed = engine.advance()
-            assert progressed, "the scheduler left requests without an order"
+            assert progressed, "the scheduler left requests without a batch"
             now_s = clock() - begun_s
             live = [(record, output) for record, output in live if not _look(record, output, now_s)]
             note(len(records) - len(live))

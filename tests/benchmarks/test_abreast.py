@@ -1,4 +1,4 @@
-"""Proves: ways that run side by side take turns to their end, each pays for its own orders only,
+"""Proves: ways that run side by side take turns to their end, each pays for its own batches only,
 and each is compared with what was expected."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REQUESTS = [Request(str(n), tuple(range(3, 9 + n)), 10) for n in range(3)]
 
 
 class Steps:
-    """A clock that goes on by a way's own seconds with each of its orders, and who ran when."""
+    """A clock that goes on by a way's own seconds with each of its batches, and who ran when."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,7 +26,7 @@ class Steps:
     def clock(self) -> float:
         return self.now_s
 
-    def way(self, name: str, draft_len: int, order_s: float) -> MeasuredWay:
+    def way(self, name: str, draft_len: int, batch_s: float) -> MeasuredWay:
         steps = self
 
         class Noted(MeasuredWay):
@@ -35,9 +35,9 @@ class Steps:
                 advance = self._engine.advance  # type: ignore[union-attr]
 
                 def noted() -> bool:
-                    steps.order.append(name)
+                    steps.batch.append(name)
                     more = advance()
-                    steps.now_s += order_s if more else 0.0
+                    steps.now_s += batch_s if more else 0.0
                     return more
 
                 self._engine.advance = noted  # type: ignore[union-attr, method-assign]
@@ -49,16 +49,16 @@ REPLICA = tiny_replica("llama")
 EXPECTED = MeasuredWay(REPLICA, SchedulerConfig(rows_max=1, draft_len=0))(REQUESTS)
 
 
-def test_ways_take_turns_and_pay_for_their_own_orders() -> None:
+def test_ways_take_turns_and_pay_for_their_own_batches() -> None:
     steps = Steps()
     ways = {"a": steps.way("a", 0, 1.0), "b": steps.way("b", 0, 2.0)}
     a, b = abreast(ways, REQUESTS, 2, EXPECTED, slice_s=2.0)
     assert a.tokens_per_s == pytest.approx([2 * value for value in b.tokens_per_s])
     assert a.tokens_per_s[0] == a.tokens_per_s[1] == 30 / ways["a"].seconds
     assert (a.identical, b.identical, a.prompts) == (3, 3, 3)
-    # Two orders of a for each of b, and every other turn the other way round.
-    assert "".join(steps.order).startswith("aabbaaaabbaa")
-    assert steps.order.count("a") == steps.order.count("b")
+    # Two batches of a for each of b, and every other turn the other way round.
+    assert "".join(steps.batch).startswith("aabbaaaabbaa")
+    assert steps.batch.count("a") == steps.batch.count("b")
 
 
 def test_every_way_runs_to_its_end_with_its_own_requests() -> None:
@@ -77,11 +77,11 @@ def test_what_differs_from_the_expected_is_told() -> None:
 
 
 def test_what_others_do_is_no_time_of_a_way() -> None:
-    """A scheduler that took the others' turns for slow trips of its orders would decide by them."""
+    """A scheduler that took turns of others for slow trips of its batches would decide by them."""
     steps = Steps()
     ways = {name: steps.way(name, 0, 1.0) for name in "ab"}
     abreast(ways, REQUESTS, 1, EXPECTED, slice_s=1.0)
     for way in ways.values():
         finished = [output.finished_s for output in way.outputs if output.finished_s is not None]
-        # The clock above goes on after an order has been answered; the last turn finds none.
-        assert max(finished) == way.seconds - 1.0 == steps.order.count("a") - 2
+        # The clock above goes on after a batch has been answered; the last turn finds none.
+        assert max(finished) == way.seconds - 1.0 == steps.batch.count("a") - 2

@@ -53,7 +53,7 @@ def test_percentiles_are_of_the_values() -> None:
     assert percentiles([float(n) for n in range(101)]) == {"p50": 50.0, "p99": 99.0}
 
 
-def test_pools_in_processes_of_their_own_share_the_orders() -> None:
+def test_pools_in_processes_of_their_own_share_the_batches() -> None:
     found = measure_pool(shards=2, replicas=4, requests=24, step_s=0.0)
-    assert len(found["orders"]) == 2
-    assert min(found["orders"]) > 0.3 * sum(found["orders"])
+    assert len(found["batches"]) == 2
+    assert min(found["batches"]) > 0.3 * sum(found["batches"])

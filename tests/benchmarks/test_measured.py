@@ -39,9 +39,9 @@ def step(names: str) -> StepResult:
     [
         # All in one group: nobody is passed over, a step per round.
         ([prefill("ab"), step("ab"), step("ab")], 1.0),
-        # Two groups in turn: c and d wait for one order, a round for everyone.
+        # Two groups in turn: c and d wait for one batch, a round for everyone.
         ([prefill("abcd"), *[step("ab"), step("cd")] * 3], 1.0),
-        # b steps in the fourth order, where a round is one order.
+        # b steps in the fourth batch, where a round is one batch.
         ([prefill("ab"), step("a"), step("a"), step("a"), step("b"), step("a")], 4.0),
         # The same is half as many rounds where four residents need two groups.
         ([prefill("abcd"), step("cd"), step("ad"), step("ac"), step("bd")], 2.0),
@@ -50,12 +50,12 @@ def step(names: str) -> StepResult:
     ],
 )
 def test_the_longest_wait_is_counted_in_rounds(results: list[StepResult], expected: float) -> None:
-    assert longest_wait(results, rows_max=2, orders_in_flight=1) == expected
+    assert longest_wait(results, rows_max=2, batches_in_flight=1) == expected
 
 
-def test_orders_that_were_there_before_are_no_wait() -> None:
+def test_batches_that_were_there_before_are_no_wait() -> None:
     results = [prefill("abcd"), *[step("ab"), step("cd")] * 3]
-    assert longest_wait(results, rows_max=2, orders_in_flight=2) == 0.5
+    assert longest_wait(results, rows_max=2, batches_in_flight=2) == 0.5
 
 
 def test_every_easy_request_has_a_hard_one_of_its_length() -> None:
@@ -80,7 +80,7 @@ def test_a_run_remembers_what_its_results_say() -> None:
     assert 1 <= figures.committed_per_step <= 4
     assert figures.acceptance is not None
     assert 0 < figures.acceptance < 1
-    for share in (figures.overhead, figures.padding, figures.between_orders):
+    for share in (figures.overhead, figures.padding, figures.between_batches):
         assert 0 <= share < 1
     assert 0 < figures.wait_rounds <= SchedulerConfig().wait_rounds
     alone = MeasuredWay(tiny_replica("llama"), SchedulerConfig(rows_max=1, draft_len=0))
@@ -127,7 +127,7 @@ def test_the_summary_is_of_all_rounds_and_not_of_the_last() -> None:
     args = Namespace(batches=[8], draft_lens=[None, 0, 4])
     figures = summary(contenders, contenders, contenders, ways, args)
     assert figures["neither draft nor target forward, batch 8"] == 0.06
-    assert figures["between orders, batch 8"] == 0.02
+    assert figures["between batches, batch 8"] == 0.02
     assert figures["padding, batch 8"] == 0.2
     assert figures["longest wait in rounds, batch 8"] == 2.5
 

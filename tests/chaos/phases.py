@@ -56,7 +56,7 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
         # Few enough blocks that they run out now and then.
         kv_blocks=150,
         ingress={"number": 2},
-        scheduler={"steps_per_order_max": 2},
+        scheduler={"steps_per_batch_max": 2},
     )
     plan = Plan(config, fake_loader(step_s=0.03, prefill_s=0.02), load_fake_text)
     text = load_fake_text(config.replica)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.processes import lives
 from replicas.config import ReplicaConfig
-from scheduler.messages import Order, OrderKind, StepResult
+from scheduler.messages import Batch, BatchKind, StepResult
 from tests.cluster.fakes import VOCAB, FakeReplica
 
 SLOW_PREFILL, SLOW_STEP, HANG_ONCE, POISON = range(VOCAB - 4, VOCAB)
@@ -31,9 +31,9 @@ class Doing:
     what: str
     """"prefill", "speculate" or "idle"."""
     firsts: tuple[int, ...] = ()
-    """First tokens of the prompts of the order's rows."""
+    """First tokens of the prompts of the batch's rows."""
     serial: int = 0
-    """Orders begun by this process."""
+    """Batches begun by this process."""
 
 
 class Stage:
@@ -63,11 +63,11 @@ class Stage:
             time.sleep(0.002)
 
     def limit_rows(self, rows: int | None) -> None:
-        """Orders of more rows raise MemoryError from now on; None: they do not."""
+        """Batches of more rows raise MemoryError from now on; None: they do not."""
         self._tell("rows_max", rows)
 
     def break_process(self, pid: int | None) -> None:
-        """All orders of this process raise from now on."""
+        """All batches of this process raise from now on."""
         self._tell("broken", pid)
 
     def _tell(self, name: str, value: int | None) -> None:
@@ -117,20 +117,20 @@ class TroubledReplica(FakeReplica):
         self._slow_s = slow_s
         self._serial = 0
 
-    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
-        firsts = [row.tokens[0] for row in order.prefill if row.tokens]
-        held = [row for row in (*order.prefill, *order.rows) if row.sequence_id in self._residents]
+    def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+        firsts = [row.tokens[0] for row in batch.prefill if row.tokens]
+        held = [row for row in (*batch.prefill, *batch.rows) if row.sequence_id in self._residents]
         firsts += [self._residents[row.sequence_id].content[0] for row in held]
         self._serial += 1
-        self._stage.write_doing(order.kind.value, firsts, self._serial)
+        self._stage.write_doing(batch.kind.value, firsts, self._serial)
         try:
-            self._suffer(order, firsts)
-            return super().step(order, interrupted)
+            self._suffer(batch, firsts)
+            return super().step(batch, interrupted)
         finally:
             self._stage.write_doing("idle", [], self._serial)
 
-    def _suffer(self, order: Order, firsts: list[int]) -> None:
-        prefill = order.kind is OrderKind.PREFILL
+    def _suffer(self, batch: Batch, firsts: list[int]) -> None:
+        prefill = batch.kind is BatchKind.PREFILL
         if self._stage.told("broken") == os.getpid():
             self._stage.note("failed")
             raise RuntimeError("this replica is broken")

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     ReplicaSpec,
     RowResult,
     StepResult,
@@ -79,32 +79,32 @@ class FakeReplica:
         for sequence_id in sequence_ids:
             self._residents.pop(sequence_id, None)
 
-    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+    def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
         start = time.perf_counter()
-        if order.kind is OrderKind.PREFILL:
+        if batch.kind is BatchKind.PREFILL:
             time.sleep(self._prefill_s)
-            for row in order.prefill:
+            for row in batch.prefill:
                 known = row.sequence_id in self._residents
                 assert known != bool(row.tokens), "content comes with the first chunk, and once"
                 if not known:
                     self._residents[row.sequence_id] = _Resident(
                         list(row.tokens), row.tokens_left, row.stop_token_ids
                     )
-            rows = tuple(RowResult(row.sequence_id) for row in order.prefill)
-            return StepResult(order.id, order.replica_id, rows)
-        taken = {row.sequence_id: _Row(row.draft_len) for row in order.rows}
-        for row in order.rows:
+            rows = tuple(RowResult(row.sequence_id) for row in batch.prefill)
+            return StepResult(batch.id, batch.replica_id, rows)
+        taken = {row.sequence_id: _Row(row.draft_len) for row in batch.rows}
+        for row in batch.rows:
             assert len(self._residents[row.sequence_id].content) == row.length, "length"
         steps = 0
         finished = False
-        while steps < order.steps and not finished and not (steps and interrupted()):
+        while steps < batch.steps and not finished and not (steps and interrupted()):
             time.sleep(self._step_s)
             steps += 1
             for sequence_id, row in taken.items():
                 finished |= row.advance(self._residents[sequence_id])
         return StepResult(
-            order.id,
-            order.replica_id,
+            batch.id,
+            batch.replica_id,
             tuple(
                 RowResult(sequence_id, tuple(row.tokens), steps, row.drafted, tuple(row.accepted))
                 for sequence_id, row in taken.items()

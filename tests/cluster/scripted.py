@@ -1,4 +1,4 @@
-"""A real gRPC server in this process that breaks its calls to order.
+"""A real gRPC server in this process that breaks its calls to batch.
 
 Its answers are made by the ingress's own text code from the tokens of its script.
 """

@@ -46,7 +46,7 @@ def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
-    """What `lockstep generate` would have sent, in order."""
+    """What `lockstep generate` would have sent, in batch."""
     requests: list[pb.GenerateRequest] = []
 
     def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
@@ -59,7 +59,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
 
 def test_generate_sends_what_is_pinned_and_nothing_else(sent: list[pb.GenerateRequest]) -> None:
     all_of_them = [
-        *("--rows-max", "1", "--spread-max", "0", "--steps-per-order-max", "2"),
+        *("--rows-max", "1", "--spread-max", "0", "--steps-per-batch-max", "2"),
         *("--prefill-tokens-max", "40", "--no-trim-drafts"),
     ]
     for args in ([], all_of_them, ["--rows-max", "3"]):
@@ -68,7 +68,7 @@ def test_generate_sends_what_is_pinned_and_nothing_else(sent: list[pb.GenerateRe
     assert sent[1].pins == pb.Pins(
         rows_max=1,
         spread_max=0,
-        steps_per_order_max=2,
+        steps_per_batch_max=2,
         prefill_tokens_max=40,
         trim_drafts=False,
     )

@@ -128,7 +128,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
     assert "deterministic output needs" in refused.output
 
 
-def test_options_win_over_the_orders_that_a_file_plans_for(tmp_path: Path) -> None:
+def test_options_win_over_the_batches_that_a_file_plans_for(tmp_path: Path) -> None:
     path = written(tmp_path, "replica: {device: cpu, memory: 100MiB, plan_rows: 6}\n")
     assert plan_of("--config", path)["wanted"]["rows"] == 6
     assert plan_of("--config", path, "--rows", "3")["wanted"]["rows"] == 3

@@ -145,7 +145,7 @@ def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
     assert lanes.reached == reached
 
 
-def test_overload_is_asked_again_only_by_order_and_not_before_its_time() -> None:
+def test_overload_is_asked_again_only_by_batch_and_not_before_its_time() -> None:
     full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
     assert Attempts(RetryPolicy(), 0.0).pause_s(full, 0.0, streaming=True, reached=True) is None
     patient = RetryPolicy(overloaded=True, backoff_s=0.1)

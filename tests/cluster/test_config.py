@@ -161,7 +161,7 @@ def test_a_default_deadline_that_no_request_may_have_is_refused(
         from_args(settings)
 
 
-def test_a_replicas_memory_is_to_last_for_the_schedulers_orders() -> None:
+def test_a_replicas_memory_is_to_last_for_the_schedulers_batches() -> None:
     config = from_args({"batch_size": 3, "draft_len": 2, "scheduler": {"draft_len_max": 5}})
     planned = config.planned_replica
     # No request gets more than a length that the server fixes.

@@ -162,8 +162,8 @@ INVALID = [
     (pb.GenerateRequest(prompt="x", pins=pb.Pins(rows_max=0)), "pins.rows_max"),
     (pb.GenerateRequest(prompt="x", pins=pb.Pins(spread_max=-1)), "pins.spread_max"),
     (
-        pb.GenerateRequest(prompt="x", pins=pb.Pins(steps_per_order_max=0)),
-        "pins.steps_per_order_max",
+        pb.GenerateRequest(prompt="x", pins=pb.Pins(steps_per_batch_max=0)),
+        "pins.steps_per_batch_max",
     ),
     (
         pb.GenerateRequest(prompt="x", pins=pb.Pins(prefill_tokens_max=31)),

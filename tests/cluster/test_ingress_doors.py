@@ -20,7 +20,7 @@ from cluster.http import http_app
 from cluster.ingress import Ingress
 from cluster.keys import add
 from protos import lockstep_pb2 as pb
-from scheduler.messages import Order, Priority, Request, StepResult
+from scheduler.messages import Batch, Priority, Request, StepResult
 from tests.cluster import test_ingress
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_http import http
@@ -250,7 +250,7 @@ def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with
 class Breaking(FakeReplica):
     """Fails every step, as a model that runs out of memory does."""
 
-    def step(self, order: Order, *args: Any, **options: Any) -> StepResult:
+    def step(self, batch: Batch, *args: Any, **options: Any) -> StepResult:
         raise MemoryError("out of memory")
 
 

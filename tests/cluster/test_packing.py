@@ -10,13 +10,13 @@ import pytest
 from cluster import protocol
 from cluster.packing import _BY_FIELDS, pack, unpack
 from scheduler.messages import (
+    Batch,
+    BatchKind,
     Blame,
     Blamed,
     Finish,
     FinishReason,
     Interrupt,
-    Order,
-    OrderKind,
     PrefillRow,
     Priority,
     Reject,
@@ -35,17 +35,17 @@ from scheduler.messages import (
 REQUEST = Request(
     "a-1", (1, 2, 3), 9, SamplingParams(0.5, 3, 0.9, 0.1, 2**62), (7,), 2, 1.5, (4,), Priority.LOW
 )
-ORDER = Order(
+BATCH = Batch(
     2**40,
     "r",
-    OrderKind.SPECULATE,
+    BatchKind.SPECULATE,
     rows=(StepRow("a-1", 5, 4, 1),),
     draft_len=4,
     steps=3,
     verify_tokens=2,
 )
-PREFILL = Order(
-    3, "r", OrderKind.PREFILL, prefill=(PrefillRow("a-1", (1, 2), 3, SamplingParams(), (), 1),)
+PREFILL = Batch(
+    3, "r", BatchKind.PREFILL, prefill=(PrefillRow("a-1", (1, 2), 3, SamplingParams(), (), 1),)
 )
 RESULT = StepResult(
     1,
@@ -61,7 +61,7 @@ MESSAGES = [
     ("submit", ("i", [Submit(REQUEST, True, Blame(1, 2, 3, 4, 5, 6, 7))], ["a-2"])),
     ("pull", ("r", 4, [RESULT, StepFailed("r", 2, "no")], 1.0)),
     protocol.PullReply(
-        True, 5, (ORDER, PREFILL, protocol.ReleaseNote(("a-1",)), Interrupt("r", 1)), 2, True
+        True, 5, (BATCH, PREFILL, protocol.ReleaseNote(("a-1",)), Interrupt("r", 1)), 2, True
     ),
     protocol.NewsReply("x", True, 2, (("a-1", 0, (5, 6)), FINISH), 1, load=protocol.PoolLoad(1, 9)),
     protocol.SubmitReply("x", (Reject("a-1", RejectCode.OVERLOADED, "f", "m", 1.0),)),
@@ -77,8 +77,8 @@ def test_what_is_packed_comes_out_equal_and_of_the_same_types(message: object) -
     assert repr(out) == repr(message)
 
 
-def test_fields_in_the_order_of_the_constructor_are_all_there_is() -> None:
-    assert {Order, StepResult, protocol.NewsReply} <= set(_BY_FIELDS)
+def test_fields_in_the_batch_of_the_constructor_are_all_there_is() -> None:
+    assert {Batch, StepResult, protocol.NewsReply} <= set(_BY_FIELDS)
     for cls in _BY_FIELDS:
         assert all(field.init and not field.kw_only for field in fields(cls)), cls
 

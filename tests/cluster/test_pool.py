@@ -27,7 +27,7 @@ from cluster.pool_link import PoolLink
 from cluster.pool_peers import ReplicaPeer
 from cluster.protocol import PoolUnreachable, ReleaseNote
 from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
-from scheduler.messages import FinishReason, OrderKind, RejectCode, Request, Submit
+from scheduler.messages import BatchKind, FinishReason, RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
 
 CONFIG = from_args(
@@ -486,8 +486,8 @@ def test_a_silent_replica_loses_its_residents_to_another() -> None:
     asyncio.run(test())
 
 
-def test_an_order_takes_one_pull_where_no_other_can_be_given_meanwhile() -> None:
-    settings = {"pool": {"lease_s": 30, "poll_s": 10}, "scheduler": {"steps_per_order_max": 1}}
+def test_a_batch_takes_one_pull_where_no_other_can_be_given_meanwhile() -> None:
+    settings = {"pool": {"lease_s": 30, "poll_s": 10}, "scheduler": {"steps_per_batch_max": 1}}
 
     async def test() -> None:
         async with world(config=from_args(settings)) as w:
@@ -566,7 +566,7 @@ def test_a_process_whose_connection_has_ended_is_asked_for_at_once() -> None:
     asyncio.run(test())
 
 
-def test_a_long_order_keeps_its_lease() -> None:
+def test_a_long_batch_keeps_its_lease() -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica(step_s=0.8)
@@ -750,18 +750,18 @@ def test_committed_tokens_of_a_client_are_not_generated_again() -> None:
 
 
 class Broken(FakeReplica):
-    """Raises on the orders whose numbers are in `bad`."""
+    """Raises on the batches whose numbers are in `bad`."""
 
     bad: range = range(0)
-    bad_kinds: tuple[OrderKind, ...] = tuple(OrderKind)
+    bad_kinds: tuple[BatchKind, ...] = tuple(BatchKind)
 
-    def step(self, order: Any, *rest: Any) -> Any:
-        if order.id in self.bad and order.kind in self.bad_kinds:
+    def step(self, batch: Any, *rest: Any) -> Any:
+        if batch.id in self.bad and batch.kind in self.bad_kinds:
             raise MemoryError("too much")
-        return super().step(order, *rest)
+        return super().step(batch, *rest)
 
 
-def test_an_order_that_fails_is_tried_again() -> None:
+def test_a_batch_that_fails_is_tried_again() -> None:
     async def test() -> None:
         async with world() as w:
             fake = Broken()
@@ -777,9 +777,9 @@ def test_an_order_that_fails_is_tried_again() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("kinds", [(OrderKind.PREFILL,), (OrderKind.SPECULATE,)])
-def test_a_replica_whose_orders_of_a_kind_all_fail_is_unhealthy(
-    kinds: tuple[OrderKind, ...],
+@pytest.mark.parametrize("kinds", [(BatchKind.PREFILL,), (BatchKind.SPECULATE,)])
+def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
+    kinds: tuple[BatchKind, ...],
 ) -> None:
     async def test() -> None:
         async with world() as w:
@@ -809,15 +809,15 @@ class Breaking(FakeReplica):
         self.begun = 0
         self.runner: ReplicaRunner | None = None
 
-    def step(self, order: Any, *rest: Any) -> Any:
+    def step(self, batch: Any, *rest: Any) -> Any:
         self.begun += 1
         if self.begun >= self.at:
             assert self.runner is not None
-            # What the pool has said meanwhile is behind the order.
+            # What the pool has said meanwhile is behind the batch.
             self.runner._jobs.put(ReleaseNote(("somebody",)))
             self.broken = RuntimeError("rank 1 has ended")
             raise self.broken
-        return super().step(order, *rest)
+        return super().step(batch, *rest)
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         if self.broken is not None:
@@ -826,7 +826,7 @@ class Breaking(FakeReplica):
 
 
 async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
-    """The replica, and of each time that it leaves whether an order was blamed."""
+    """The replica, and of each time that it leaves whether a batch was blamed."""
     fake = Breaking(at)
     fake.runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "breaking")
     await fake.runner.start()
@@ -843,7 +843,7 @@ async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
     return fake, left
 
 
-def test_a_replica_that_breaks_in_an_order_leaves_at_once_with_all_it_holds() -> None:
+def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> None:
     async def test() -> None:
         async with world() as w:
             fake, left = await add_breaking(w, at=3)
@@ -854,7 +854,7 @@ def test_a_replica_that_breaks_in_an_order_leaves_at_once_with_all_it_holds() ->
             with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
                 runner.check()
             assert raised.value.blames
-            assert fake.begun == 3, "no order was tried on what is broken"
+            assert fake.begun == 3, "no batch was tried on what is broken"
             assert left == [True]
             assert not w.wire.actor._replicas
             await w.add_replica()
@@ -891,18 +891,18 @@ def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> None:
             begins = fake.step
             held = threading.Event()
 
-            def step(order: Any, *rest: Any) -> Any:
+            def step(batch: Any, *rest: Any) -> Any:
                 while fake.begun == 2 and not runner._draining:
                     held.set()
                     time.sleep(0.001)
-                return begins(order, *rest)
+                return begins(batch, *rest)
 
             fake.step = step  # type: ignore[method-assign]
             live = w.submit([7, 8], 400)
             await w.until(held.is_set)
             async with asyncio.timeout(CONFIG.actors.drain_s / 2):
                 await runner.close()
-            assert left[0], "the order in hand broke it"
+            assert left[0], "the batch in hand broke it"
             await w.add_replica()
             await finish([live])
             assert_perfect([live])
@@ -917,9 +917,9 @@ class Hanging(FakeReplica):
         super().__init__()
         self.go = threading.Event()
 
-    def step(self, order: Any, *rest: Any) -> Any:
+    def step(self, batch: Any, *rest: Any) -> Any:
         self.go.wait(120)
-        return super().step(order, *rest)
+        return super().step(batch, *rest)
 
 
 async def add_hanging(w: World) -> tuple[Hanging, ReplicaRunner]:
@@ -935,9 +935,9 @@ def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
         async with world() as w:
             fake, runner = await add_hanging(w)
             live = w.submit([7, 8], 10)
-            await w.until(lambda: runner._order_began_s is not None)
+            await w.until(lambda: runner._batch_began_s is not None)
             runner.check()
-            runner._order_s_max = 0.3
+            runner._batch_s_max = 0.3
             await w.until(lambda: not w.wire.actor._replicas)
             with pytest.raises(ReplicaUnhealthy, match="runs for over"):
                 runner.check()
@@ -955,19 +955,19 @@ def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
     asyncio.run(test())
 
 
-def test_an_order_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the_present_one() -> (
+def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the_present_one() -> (
     None
 ):
     async def test() -> None:
         async with world() as w:
             fake, runner = await add_hanging(w)
             w.submit([7, 8], 10)
-            await w.until(lambda: runner._order_began_s is not None)
+            await w.until(lambda: runner._batch_began_s is not None)
             # Its client has left when the pool begins anew.
             first = runner.replica_id
             w.wire.restart()
             await w.until(lambda: runner.replica_id != first and runner.replica_id != "")
-            runner._order_s_max = 0.0
+            runner._batch_s_max = 0.0
             with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
                 runner.check()
             assert not raised.value.blames
@@ -977,11 +977,11 @@ def test_an_order_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the
 
 
 def _wait_for_idle(runner: ReplicaRunner) -> None:
-    while runner._order_began_s is not None:
+    while runner._batch_began_s is not None:
         time.sleep(0.01)
 
 
-def test_a_replica_whose_orders_fail_leaves_the_queue_to_others() -> None:
+def test_a_replica_whose_batches_fail_leaves_the_queue_to_others() -> None:
     async def test() -> None:
         async with world() as w:
             fake = Broken()

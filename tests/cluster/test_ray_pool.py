@@ -1,4 +1,4 @@
-"""Proves: what comes with every order takes the line, a lost line is a pool that does not answer,
+"""Proves: what comes with every batch takes the line, a lost line is a pool that does not answer,
 and is opened again, and where there is none everything goes through the actor's handle.
 
 The handle is a fake one in front of a real PoolActor; no Ray runs.
@@ -85,7 +85,7 @@ async def serve_one(pool: RayPool) -> None:
     assert news.known
 
 
-def test_what_comes_with_every_order_takes_the_line() -> None:
+def test_what_comes_with_every_batch_takes_the_line() -> None:
     async def test() -> None:
         handle = Handle()
         async with pool_behind(handle) as pool:

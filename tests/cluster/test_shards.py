@@ -23,7 +23,7 @@ from cluster.protocol import PoolUnreachable, PoolView
 from cluster.replica_runner import ReplicaRunner, _Stop
 from cluster.shard_links import ShardLinks
 from cluster.wire import to_status
-from scheduler.messages import FinishReason, Order, OrderKind, Request, StepResult, Usage
+from scheduler.messages import Batch, BatchKind, FinishReason, Request, StepResult, Usage
 from scheduler.residents import Replica
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
@@ -36,16 +36,16 @@ PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
 
 
 class Stuck(FakeReplica):
-    """Ends no order before it is let go."""
+    """Ends no batch before it is let go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.let_go = threading.Event()
 
-    def step(self, order: Order, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
-        if order.kind is OrderKind.SPECULATE:
+    def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
+        if batch.kind is BatchKind.SPECULATE:
             self.let_go.wait(timeout=120)
-        return super().step(order, interrupted)
+        return super().step(batch, interrupted)
 
 
 class Shards:
@@ -191,7 +191,7 @@ def test_requests_that_came_before_any_replica_go_where_the_first_one_is() -> No
     asyncio.run(test())
 
 
-def test_a_replica_that_changes_sides_finishes_its_order_and_loses_nothing() -> None:
+def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing() -> None:
     async def test() -> None:
         async with shards(2, 0) as s:
             lives = [s.submit(prompt, 200) for prompt in PROMPTS]
@@ -348,7 +348,7 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         await s.add_replica(shard, stuck[-1])
 
     async def kill(s: Shards, live: LiveRequest) -> None:
-        """The only replica of the shard that holds the request dies, in an order with it."""
+        """The only replica of the shard that holds the request dies, in a batch with it."""
         actor = s.wires[live.shard].actor
         async with asyncio.timeout(BOUND_S):
             while not any(replica.rows_in_flight() for replica in _replicas(actor)):

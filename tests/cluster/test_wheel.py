@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 from cluster import protocol
 from scheduler.beliefs import Beliefs
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Action, Event, FinishReason, Order, StepResult
+from scheduler.messages import Action, Batch, Event, FinishReason, StepResult
 from scheduler.status import PoolStatus
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_what_processes_send_each_other_is_not_compiled() -> None:
     replies = [one for one in vars(protocol).values() if is_dataclass(one)]
     for kind in (Event, Action, PoolStatus, SchedulerConfig, *replies):
         _classes_within(kind, sent)
-    assert {Beliefs, Order, StepResult, FinishReason} <= sent
+    assert {Beliefs, Batch, StepResult, FinishReason} <= sent
     assert not {kind.__module__ for kind in sent} & {f"scheduler.{name}" for name in names}
     for name in names:
         assert (ROOT / "scheduler" / f"{name}.py").exists(), name

@@ -35,7 +35,7 @@ PATIENT = RetryPolicy(give_up_s=100.0, attempts_max=1000)
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[HostedCluster]:
     # Two, so that one ingress is left when the other is killed.
-    config = cluster_config(replicas=2, ingress={"number": 2}, scheduler={"steps_per_order_max": 2})
+    config = cluster_config(replicas=2, ingress={"number": 2}, scheduler={"steps_per_batch_max": 2})
     plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
     with HostedCluster(plan) as running:
         yield running

@@ -29,7 +29,7 @@ from tests.cluster.fakes import load_fake_text
 
 pytestmark = pytest.mark.ray
 
-ORDER_S_MAX = 4.0
+BATCH_S_MAX = 4.0
 DRAINS_MAX = 10
 """Attempts at seeing a drain, which lasts for a part of one slow step."""
 
@@ -44,8 +44,8 @@ def hosted(stage: Stage) -> Iterator[HostedCluster]:
     config = cluster_config(
         replicas=2,
         batch_size=4,
-        actors={"order_s_max": ORDER_S_MAX, "drain_s": 10.0},
-        scheduler={"steps_per_order_max": 2},
+        actors={"batch_s_max": BATCH_S_MAX, "drain_s": 10.0},
+        scheduler={"steps_per_batch_max": 2},
     )
     plan = Plan(config, troubled_loader(stage.directory, slow_s=0.3), load_fake_text)
     with HostedCluster(plan) as running:
@@ -170,15 +170,15 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_finish_elsewhere(
     )
     all_right(outcomes)
     longest_s = max(outcome.total_s for outcome in outcomes)
-    print(f"replica hung (order_s_max {ORDER_S_MAX} s): all answered after {longest_s:.2f} s")
-    assert longest_s > ORDER_S_MAX, "it did not hang"
+    print(f"replica hung (batch_s_max {BATCH_S_MAX} s): all answered after {longest_s:.2f} s")
+    assert longest_s > BATCH_S_MAX, "it did not hang"
     deadline_s = time.monotonic() + 60
     while any(process.pid in hung for process in hosted.processes("replica")):
         assert time.monotonic() < deadline_s, "the hanging process was not replaced"
         time.sleep(0.1)
 
 
-def test_orders_too_large_for_the_model_are_halved_and_no_request_fails(
+def test_batches_too_large_for_the_model_are_halved_and_no_request_fails(
     hosted: HostedCluster, stage: Stage
 ) -> None:
     before = {process.pid for process in hosted.processes("replica")}
@@ -188,11 +188,11 @@ def test_orders_too_large_for_the_model_are_halved_and_no_request_fails(
     finally:
         stage.limit_rows(None)
     all_right(outcomes)
-    assert stage.count("failed") > 0, "no order was too large"
+    assert stage.count("failed") > 0, "no batch was too large"
     assert {process.pid for process in hosted.processes("replica")} == before
 
 
-def test_a_replica_whose_orders_all_fail_is_replaced_and_no_request_fails(
+def test_a_replica_whose_batches_all_fail_is_replaced_and_no_request_fails(
     hosted: HostedCluster, stage: Stage
 ) -> None:
     broken = hosted.processes("replica")[0].pid

@@ -108,7 +108,7 @@ FIELDS: dict[str, st.SearchStrategy[object]] = {
     "priority": INT32,
     "pins.rows_max": INT32,
     "pins.spread_max": INT32,
-    "pins.steps_per_order_max": INT32,
+    "pins.steps_per_batch_max": INT32,
     "pins.prefill_tokens_max": INT32,
     "pins.trim_drafts": st.booleans(),
 }

@@ -32,7 +32,7 @@ def hosted() -> Iterator[HostedCluster]:
     config = cluster_config(
         replicas=2,
         actors={"replica_gpus": 1.0, "ingress_cpus": 3.0},
-        scheduler={"steps_per_order_max": 2},
+        scheduler={"steps_per_batch_max": 2},
         # Ray's 15 s and what the pool takes to begin, on a machine that stands still at times.
         pool={"unreachable_s": 90.0},
     )

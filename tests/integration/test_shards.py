@@ -29,7 +29,7 @@ def hosted() -> Iterator[HostedCluster]:
     config = cluster_config(
         replicas=2,
         pool={"shards": 2, "poll_s": 0.2},
-        scheduler={"rows_max": 4, "steps_per_order_max": 2},
+        scheduler={"rows_max": 4, "steps_per_batch_max": 2},
     )
     plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
     with HostedCluster(plan) as running:

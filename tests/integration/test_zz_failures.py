@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 PROMPTS = [f"héllo {'wörld ' * (n % 5)}{n}" for n in range(24)]
 TOKENS = 400
-ONE_STEP = pb.Pins(steps_per_order_max=1)
+ONE_STEP = pb.Pins(steps_per_batch_max=1)
 SILENCE_S_MAX = 25.0
 """Ten times what it is here, and less than what the links wait for a pool."""
 

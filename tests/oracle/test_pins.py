@@ -1,6 +1,6 @@
 """The oracle where requests pin how they are scheduled: outputs are those of plain decoding.
 
-Every order that the replica runs is checked against the pins of its rows.
+Every batch that the replica runs is checked against the pins of its rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from cluster.local_engine import LocalEngine, Output
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Order, OrderKind, Pins, Request, SamplingParams, StepResult
+from scheduler.messages import Batch, BatchKind, Pins, Request, SamplingParams, StepResult
 from tests.oracle.worlds import mixed_requests, sampled
 from tests.reference import plain_greedy
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
@@ -30,16 +30,16 @@ SETTINGS = {
 
 
 class Watched:
-    """A replica that notes the orders it runs."""
+    """A replica that notes the batches it runs."""
 
     def __init__(self, replica: Replica) -> None:
         self.spec = replica.spec
-        self.orders: list[Order] = []
+        self.batches: list[Batch] = []
         self._replica = replica
 
-    def step(self, order: Order) -> StepResult:
-        self.orders.append(order)
-        return self._replica.step(order)
+    def step(self, batch: Batch) -> StepResult:
+        self.batches.append(batch)
+        return self._replica.step(batch)
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         self._replica.release(sequence_ids)
@@ -59,19 +59,19 @@ def run(architecture: str, requests: list[Request], **config: object) -> list[Ou
     replica.check_integrity()
     pins = {request.id: request.pins for request in requests}
     together = 0
-    for order in watched.orders:
-        for row in order.prefill:
+    for batch in watched.batches:
+        for row in batch.prefill:
             most = pins[row.sequence_id].prefill_tokens_max
             assert most is None or (row.until or 0) - row.begin <= most
-        if order.kind is not OrderKind.SPECULATE:
+        if batch.kind is not BatchKind.SPECULATE:
             continue
-        spread = order.rows[-1].length - order.rows[0].length
-        together += len(order.rows) > 1
-        for one in (pins[row.sequence_id] for row in order.rows):
-            assert len(order.rows) <= (one.rows_max or 5)
+        spread = batch.rows[-1].length - batch.rows[0].length
+        together += len(batch.rows) > 1
+        for one in (pins[row.sequence_id] for row in batch.rows):
+            assert len(batch.rows) <= (one.rows_max or 5)
             assert one.spread_max is None or spread <= one.spread_max
-            assert order.steps <= (one.steps_per_order_max or order.steps)
-            assert one.trim_drafts or order.verify_tokens is None
+            assert batch.steps <= (one.steps_per_batch_max or batch.steps)
+            assert one.trim_drafts or batch.verify_tokens is None
     alone = all(one.rows_max == 1 for one in pins.values())
     assert (together == 0) == alone, "rows step together unless all pin otherwise"
     return outputs
@@ -113,7 +113,7 @@ def test_neither_do_pins_that_differ_from_run_to_run_change_it() -> None:
         pins = Pins(
             rows_max=rng.choice([None, 1, 2]),
             spread_max=rng.choice([None, 0, 9]),
-            steps_per_order_max=rng.choice([None, 1, 3]),
+            steps_per_batch_max=rng.choice([None, 1, 3]),
             trim_drafts=rng.random() < 0.5,
         )
         tokens = run(ARCHITECTURES[0], [replace(one, pins=pins), *others])[0].tokens

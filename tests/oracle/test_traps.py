@@ -82,7 +82,7 @@ def test_trap_04_the_draft_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) -> N
 def test_trap_05_realignment_moves_no_kv_data() -> None:
     """Rows accept different numbers of tokens; each KV position is written where it will stay."""
     replica = tiny_replica("llama")
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=3, steps_per_order_max=1))
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=3, steps_per_batch_max=1))
     for i in range(4):
         engine.submit(Request(str(i), prompt(10 + i), 40))
     engine.advance()

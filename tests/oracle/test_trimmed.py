@@ -1,6 +1,6 @@
 """The oracle where the target checks only the draft tokens that the draft believes in most.
 
-Whatever number of them an order lets through, outputs are those of plain decoding.
+Whatever number of them a batch lets through, outputs are those of plain decoding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from cluster.local_engine import LocalEngine, Output
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Order, OrderKind, Request, StepResult
+from scheduler.messages import Batch, BatchKind, Request, StepResult
 from tests.oracle.worlds import sampled, world
 from tests.tiny_pairs import ARCHITECTURES, tiny_replica
 
@@ -23,23 +23,23 @@ SEED = 80
 
 
 class Trimming:
-    """A replica whose orders are given a number of draft tokens to verify; None draws one."""
+    """A replica whose batches are given a number of draft tokens to verify; None draws one."""
 
     def __init__(self, replica: Replica, verify: int | None) -> None:
         self.spec = replica.spec
-        self.orders: list[tuple[Order, StepResult]] = []
+        self.batches: list[tuple[Batch, StepResult]] = []
         self._replica = replica
         self._verify = verify
         self._rng = random.Random(0 if verify is None else verify)
 
-    def step(self, order: Order) -> StepResult:
-        if order.kind is not OrderKind.SPECULATE:
-            return self._replica.step(order)
-        most = len(order.rows) * order.draft_len
+    def step(self, batch: Batch) -> StepResult:
+        if batch.kind is not BatchKind.SPECULATE:
+            return self._replica.step(batch)
+        most = len(batch.rows) * batch.draft_len
         verify = self._rng.randint(0, most) if self._verify is None else self._verify
-        order = replace(order, verify_tokens=verify)
-        result = self._replica.step(order)
-        self.orders.append((order, result))
+        batch = replace(batch, verify_tokens=verify)
+        result = self._replica.step(batch)
+        self.batches.append((batch, result))
         return result
 
     def release(self, sequence_ids: Iterable[str]) -> None:
@@ -51,9 +51,9 @@ def run(replica: Replica, requests: list[Request], verify: int | None) -> list[O
     config = SchedulerConfig(rows_max=ROWS, draft_len=K)
     outputs = LocalEngine(trimming, config, check=True).generate(requests)
     replica.check_integrity()
-    for order, result in trimming.orders:
-        assert order.verify_tokens is not None
-        most = result.steps * order.verify_tokens
+    for batch, result in trimming.batches:
+        assert batch.verify_tokens is not None
+        most = result.steps * batch.verify_tokens
         assert sum(sum(row.tried_at) for row in result.rows) <= most
         for row in result.rows:
             assert all(a <= t for a, t in zip(row.accepted_at, row.tried_at, strict=True))

@@ -55,7 +55,7 @@ def run_staggered(
     draft_len: int | None,
     seed: int = 0,
 ) -> list[Output]:
-    """Submit in bursts between orders, in an order that `seed` draws; outputs as asked."""
+    """Submit in bursts between batches, in a batch that `seed` draws; outputs as asked."""
     engine = LocalEngine(
         replica,
         SchedulerConfig(rows_max=rows_max, draft_len=draft_len, prefill_rows_max=4),

@@ -139,7 +139,7 @@ def test_every_mistake_shows_in_the_trial(mistake: str, dtype: torch.dtype) -> N
 
 
 def test_the_widest_verification_is_tried() -> None:
-    """A kernel that has no room for so many queries is found at load, and not by an order."""
+    """A kernel that has no room for so many queries is found at load, and not by a batch."""
     one = model(True)
     checked(one, lambda: Plain(of_width(12)), replace(PLACE, draft_len=10))
     one.attend(None)

@@ -13,8 +13,8 @@ from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, cali
 from replicas.replica import Replica
 from scheduler.cost_model import CostModel
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     PrefillTiming,
     StepResult,
     StepTimes,
@@ -34,15 +34,15 @@ def prefills_of(replica: Trial) -> list[PrefillTiming]:
 def retime(
     monkeypatch: pytest.MonkeyPatch,
     replica: Replica,
-    kind: OrderKind,
-    times: Callable[[Order], StepTimes],
+    kind: BatchKind,
+    times: Callable[[Batch], StepTimes],
 ) -> None:
-    """Orders of this kind report these times."""
+    """Batches of this kind report these times."""
     step = replica.step
 
-    def stepped(order: Order) -> StepResult:
-        result = step(order)
-        return replace(result, times=times(order)) if order.kind is kind else result
+    def stepped(batch: Batch) -> StepResult:
+        result = step(batch)
+        return replace(result, times=times(batch)) if batch.kind is kind else result
 
     monkeypatch.setattr(replica, "step", stepped)
 
@@ -65,13 +65,13 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
 
 def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = tiny_replica("llama")
-    orders = itertools.count()
+    batches = itertools.count()
 
-    def hiccupping(order: Order) -> StepTimes:
-        slow = 100.0 if next(orders) % 4 == 0 else 1e-3
-        return StepTimes(0.0, order.draft_len * slow, slow, (order.draft_len + 2) * slow)
+    def hiccupping(batch: Batch) -> StepTimes:
+        slow = 100.0 if next(batches) % 4 == 0 else 1e-3
+        return StepTimes(0.0, batch.draft_len * slow, slow, (batch.draft_len + 2) * slow)
 
-    retime(monkeypatch, replica, OrderKind.SPECULATE, hiccupping)
+    retime(monkeypatch, replica, BatchKind.SPECULATE, hiccupping)
     timings = steps_of(replica)
     assert len(timings) == len(ROWS) * len(DRAFT_LENS)
     for one in timings:
@@ -100,9 +100,9 @@ def test_prefills_of_few_and_many_tokens_are_timed_and_find_nothing_filled(
     free = replica.free_blocks
     step, reused = replica.step, []
 
-    def watched(order: Order) -> StepResult:
-        result = step(order)
-        if len(order.prefill) == 1 and len(order.prefill[0].tokens) - 1 in sizes:
+    def watched(batch: Batch) -> StepResult:
+        result = step(batch)
+        if len(batch.prefill) == 1 and len(batch.prefill[0].tokens) - 1 in sizes:
             reused.append(result.rows[0].reused)
         return result
 
@@ -129,14 +129,14 @@ def test_a_prefill_that_takes_long_is_the_largest_one_tried(
 
 def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = tiny_replica("llama")
-    orders = itertools.count()
+    batches = itertools.count()
 
-    def hiccupping(order: Order) -> StepTimes:
-        seconds = 1e-3 if next(orders) % (PREFILLS + 1) == PREFILLS else 100.0
+    def hiccupping(batch: Batch) -> StepTimes:
+        seconds = 1e-3 if next(batches) % (PREFILLS + 1) == PREFILLS else 100.0
         return StepTimes(seconds, total_s=seconds)
 
     monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
-    retime(monkeypatch, replica, OrderKind.PREFILL, hiccupping)
+    retime(monkeypatch, replica, BatchKind.PREFILL, hiccupping)
     assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
 
 

@@ -98,7 +98,7 @@ def run(
 
 
 SCHEDULES = [(1, 4, None), (3, 0, None), (6, 8, None), (6, 1, 2), (4, 5, 3), (2, 2, 4)]
-"""Rows per order, draft length, seed of the arrivals (None: all at once)."""
+"""Rows per batch, draft length, seed of the arrivals (None: all at once)."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -238,8 +238,8 @@ def test_weights_that_only_lie_in_one_storage_are_joined_anew() -> None:
     model = uneven_model("llama")
     expected = passes(paged(copy.deepcopy(model), fuse=True))
     attention = model.model.layers[0].self_attn
-    for order in (("v_proj", "k_proj", "q_proj"), ("q_proj", "v_proj", "k_proj")):
-        parts = [getattr(attention, name) for name in order]
+    for batch in (("v_proj", "k_proj", "q_proj"), ("q_proj", "v_proj", "k_proj")):
+        parts = [getattr(attention, name) for name in batch]
         whole = torch.cat([part.weight.detach() for part in parts])
         for part, weight in zip(parts, whole.split([p.out_features for p in parts]), strict=True):
             part.weight = nn.Parameter(weight, requires_grad=False)

@@ -102,7 +102,7 @@ def test_trimmed_steps_are_of_few_kinds_and_say_what_was_checked(
     asked: set[tuple[int, int, int | None]] = set()
 
     def noted(group: Group, watch: Stopwatch) -> Outcome:
-        # The last steps of an order have fewer draft tokens than it says.
+        # The last steps of a batch have fewer draft tokens than it says.
         share = group.verify_tokens
         some = None if share is None else min(share, sum(group.draft_lens))
         asked.add((len(group.contents), max(group.draft_lens), some))
@@ -121,7 +121,7 @@ def test_trimmed_steps_are_of_few_kinds_and_say_what_was_checked(
     # How many there are is chance; none is of a number of its own.
     for rows, k, verified in trimmed:
         assert verified in {verify_bucket(one, rows * k) for one in range(rows * k + 1)}
-    for _, result in trimming.orders:
+    for _, result in trimming.batches:
         for row in result.rows:
             assert len(row.tokens) == row.steps + sum(row.accepted_at)
             for accepted, tried in zip(row.accepted_at, row.tried_at, strict=True):
@@ -241,8 +241,8 @@ def test_a_padded_step_reads_the_device_once(hot: bool, monkeypatch: pytest.Monk
     assert steps > 5
 
 
-def test_tables_and_parameters_are_written_once_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of the rows of one order never serve another."""
+def test_tables_and_parameters_are_written_once_an_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of the rows of one batch never serve another."""
     replica = bucketed()
     runner = replica._runner
     assert runner is not None
@@ -277,7 +277,7 @@ def test_tables_and_parameters_are_written_once_an_order(monkeypatch: pytest.Mon
     monkeypatch.setattr(runner, "step", stepped)
     outputs = run_staggered(replica, sampled(requests()), 5, 2)
     assert [output.tokens for output in outputs] == sampled_reference()
-    assert len(written) < held, "orders of several steps, and rows that come again"
+    assert len(written) < held, "batches of several steps, and rows that come again"
     assert held > 20
 
 

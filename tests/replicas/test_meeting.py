@@ -46,8 +46,8 @@ def test_ranks_are_in_order_whoever_calls_first(meeting: Meeting) -> None:
     ours = meeting.gather(4, within_s=10)
     theirs = dict(zip((3, 1, 2), [each.result(10) for each in calls], strict=True))
     for rank, connection in enumerate(ours, start=1):
-        connection.send(("order", rank))
-        assert theirs[rank].recv() == ("order", rank)
+        connection.send(("batch", rank))
+        assert theirs[rank].recv() == ("batch", rank)
         theirs[rank].send({"answer": rank})
         assert connection.recv() == {"answer": rank}
     theirs[2].close()
@@ -75,7 +75,7 @@ class _Bomb:
 
 
 def stranger(meeting: Meeting) -> socket.socket:
-    return socket.create_connection((LOOPBACK, meeting.address.orders_port))
+    return socket.create_connection((LOOPBACK, meeting.address.batches_port))
 
 
 @pytest.mark.parametrize("how", ["guesses", "silent", "slow", "gone", "wrong secret", "uncalled"])
@@ -185,7 +185,7 @@ def test_a_machine_that_vanishes_is_noticed(
     theirs = known.result(10)
     drop_everything(ours)
     if sent:
-        ours.send("an order")
+        ours.send("a batch")
     assert ours.poll(30)
     with pytest.raises(OSError, match="timed out"):
         ours.recv()

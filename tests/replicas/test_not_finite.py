@@ -21,7 +21,7 @@ from replicas.eqspec import NotFinite, _of_numbers
 from replicas.pair import Pair
 from replicas.replica import Replica
 from replicas.sampling import SamplingBatch, choose
-from scheduler.messages import Order, OrderKind, PrefillRow, SamplingParams, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
 from tests.tiny_pairs import tiny_pair
 
 BEYOND = 90
@@ -57,17 +57,17 @@ class Client:
             for name, tokens in prompts.items()
         )
         self.contents |= {name: list(tokens) for name, tokens in prompts.items()}
-        self.replica.step(Order(0, "r", OrderKind.PREFILL, prefill=rows))
+        self.replica.step(Batch(0, "r", BatchKind.PREFILL, prefill=rows))
 
     def steps(self, k: int, names: str, verify: int | None = None) -> None:
         rows = tuple(
             StepRow(one, len(self.contents[one]), k, -(-(len(self.contents[one]) + 20) // 4))
             for one in names
         )
-        order = Order(
-            0, "r", OrderKind.SPECULATE, rows=rows, draft_len=k, steps=2, verify_tokens=verify
+        batch = Batch(
+            0, "r", BatchKind.SPECULATE, rows=rows, draft_len=k, steps=2, verify_tokens=verify
         )
-        for row in self.replica.step(order).rows:
+        for row in self.replica.step(batch).rows:
             self.contents[row.sequence_id] += row.tokens
 
     def finite(self) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replicas.paged_cache import OutOfBlocks
 from replicas.prefix import Chain, SharedBlocks, root_key
 from replicas.replica import Replica
-from scheduler.messages import Order, OrderKind, PrefillRow, SamplingParams, StepResult, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepResult, StepRow
 from tests.reference import plain_greedy
 from tests.tiny_pairs import target_model, tiny_replica
 
@@ -179,7 +179,7 @@ def test_two_that_computed_the_same_keep_one_each_and_the_first_is_found() -> No
     assert blocks.cached_blocks == 1
 
 
-def test_who_shares_with_another_of_the_same_order_comes_second_if_it_pays() -> None:
+def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> None:
     blocks = SharedBlocks(blocks=64, block_size=BLOCK)
     system, other = [1] * 12, [2] * 12
     contents = [[*system, *[n] * 4] for n in range(5, 9)] + [[*other, *[9] * 4]]
@@ -201,11 +201,11 @@ class Chats:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self._orders = 0
+        self._batches = 0
 
-    def order(self, **fields: object) -> Order:
-        self._orders += 1
-        return Order(self._orders, "r", **fields)  # type: ignore[arg-type]
+    def batch(self, **fields: object) -> Batch:
+        self._batches += 1
+        return Batch(self._batches, "r", **fields)  # type: ignore[arg-type]
 
     def prefill(
         self, name: str, tokens: list[int], new: int, salt: str = "", until: int | None = None
@@ -214,7 +214,7 @@ class Chats:
         row = PrefillRow(
             name, tuple(tokens), new, SamplingParams(), (), blocks, until=until, salt=salt
         )
-        return self.replica.step(self.order(kind=OrderKind.PREFILL, prefill=(row,)))
+        return self.replica.step(self.batch(kind=BatchKind.PREFILL, prefill=(row,)))
 
     def run(self, name: str, tokens: list[int], new: int, k: int = 3, salt: str = "") -> int:
         """Runs it to its end and checks it; returns the positions that were found."""
@@ -222,8 +222,8 @@ class Chats:
         content = list(tokens)
         while len(content) < len(tokens) + new:
             row = StepRow(name, len(content), k, -(-(len(tokens) + new) // BLOCK))
-            order = self.order(kind=OrderKind.SPECULATE, rows=(row,), draft_len=k)
-            content += self.replica.step(order).rows[0].tokens
+            batch = self.batch(kind=BatchKind.SPECULATE, rows=(row,), draft_len=k)
+            content += self.replica.step(batch).rows[0].tokens
             self.replica.check_integrity()
         reference = plain_greedy(target_model("llama"), tokens, new)
         assert content[len(tokens) :][:new] == reference
@@ -292,11 +292,11 @@ def test_a_found_prefix_goes_beyond_the_chunk_that_was_asked_for(chats: Chats) -
     result = chats.prefill("b", PROMPT, 4, until=3)
     assert result.rows[0].reused == 16
     row = PrefillRow("b", (), 4, SamplingParams(), (), 7, begin=16, until=20)
-    assert chats.replica.step(chats.order(kind=OrderKind.PREFILL, prefill=(row,))).rows
+    assert chats.replica.step(chats.batch(kind=BatchKind.PREFILL, prefill=(row,))).rows
     chats.replica.check_integrity()
 
 
-def test_prompts_of_one_order_share_what_the_first_of_them_computes() -> None:
+def test_prompts_of_one_batch_share_what_the_first_of_them_computes() -> None:
     replica = tiny_replica("llama", block_size=BLOCK)
     system = PROMPT * 3
     contents = {f"{n}": [*system, n, n + 1, n] for n in range(4)}
@@ -305,17 +305,17 @@ def test_prompts_of_one_order_share_what_the_first_of_them_computes() -> None:
         PrefillRow(name, tuple(tokens), 20, SamplingParams(), (), -(-(len(tokens) + 20) // BLOCK))
         for name, tokens in contents.items()
     )
-    result = replica.step(Order(1, "r", OrderKind.PREFILL, prefill=rows))
+    result = replica.step(Batch(1, "r", BatchKind.PREFILL, prefill=rows))
     replica.check_integrity()
-    assert [row.sequence_id for row in result.rows] == list(contents), "in the order's order"
+    assert [row.sequence_id for row in result.rows] == list(contents), "in the order's batch"
     assert [row.reused for row in result.rows] == [0, 60, 60, 60, 0]
     for number in range(4):
         steps = sorted(
             (StepRow(name, len(tokens), 3, 40) for name, tokens in contents.items()),
             key=lambda row: row.length,
         )
-        order = Order(number + 2, "r", OrderKind.SPECULATE, rows=tuple(steps), draft_len=3)
-        for row in replica.step(order).rows:
+        batch = Batch(number + 2, "r", BatchKind.SPECULATE, rows=tuple(steps), draft_len=3)
+        for row in replica.step(batch).rows:
             contents[row.sequence_id] += row.tokens
     model = target_model("llama")
     for row in rows:

@@ -1,4 +1,4 @@
-"""Proves that a replica keeps its residents' state right through orders of every kind.
+"""Proves that a replica keeps its residents' state right through batches of every kind.
 
 Output is compared with transformers' `generate` of the target alone, token for token, in float32.
 """
@@ -12,8 +12,8 @@ import torch
 
 from replicas.replica import Replica
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     PrefillRow,
     SamplingParams,
     StepResult,
@@ -26,7 +26,7 @@ NEW = 20
 
 
 class Client:
-    """Plays the pool by hand: keeps contents, numbers orders."""
+    """Plays the pool by hand: keeps contents, numbers batches."""
 
     def __init__(self, replica: Replica, stop: tuple[int, ...] = ()) -> None:
         self.replica = replica
@@ -35,7 +35,7 @@ class Client:
         self.blocks: dict[str, int] = {}
         self.filled: dict[str, int] = {}
         self._stop = stop
-        self._orders = 0
+        self._batches = 0
 
     def prefill(self, new: int = NEW, **prompts: list[int]) -> StepResult:
         rows = tuple(
@@ -51,8 +51,8 @@ class Client:
         )
         self.contents.update({name: list(tokens) for name, tokens in prompts.items()})
         self.prompts.update({name: len(tokens) for name, tokens in prompts.items()})
-        self._orders += 1
-        return self.replica.step(Order(self._orders, "r", OrderKind.PREFILL, prefill=rows))
+        self._batches += 1
+        return self.replica.step(Batch(self._batches, "r", BatchKind.PREFILL, prefill=rows))
 
     def prefill_until(self, new: int = NEW, **untils: int) -> StepResult:
         """Fill each of `prompts` up to this position, from where it stands."""
@@ -63,9 +63,9 @@ class Client:
             blocks = self._blocks(name, tokens, new)
             sent = () if begin else tuple(tokens)
             rows.append(PrefillRow(name, sent, new, SamplingParams(), (), blocks, begin, until))
-        self._orders += 1
-        order = Order(self._orders, "r", OrderKind.PREFILL, prefill=tuple(rows))
-        result = self.replica.step(order)
+        self._batches += 1
+        batch = Batch(self._batches, "r", BatchKind.PREFILL, prefill=tuple(rows))
+        result = self.replica.step(batch)
         self.filled.update(untils)
         self.replica.check_integrity()
         return result
@@ -75,9 +75,9 @@ class Client:
             StepRow(name, len(self.contents[name]), k, self.blocks[name])
             for name in names or list(self.contents)
         )
-        self._orders += 1
-        order = Order(self._orders, "r", OrderKind.SPECULATE, rows=rows, draft_len=k, steps=n)
-        result = self.replica.step(order)
+        self._batches += 1
+        batch = Batch(self._batches, "r", BatchKind.SPECULATE, rows=rows, draft_len=k, steps=n)
+        result = self.replica.step(batch)
         for row in result.rows:
             self.contents[row.sequence_id].extend(row.tokens)
         self.replica.check_integrity()
@@ -97,7 +97,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_draft_lengths_may_change_from_order_to_order(architecture: str) -> None:
+def test_draft_lengths_may_change_from_batch_to_batch(architecture: str) -> None:
     """Steps without drafting leave the draft behind; it catches up by itself."""
     client = Client(tiny_replica(architecture))
     names = {"a": prompt(1), "b": prompt(30), "c": prompt(7)}
@@ -119,7 +119,7 @@ def test_a_draft_of_another_architecture_changes_nothing() -> None:
         assert tokens == plain_greedy(target_model("qwen3"), prompt(length), NEW)[: len(tokens)]
 
 
-def test_a_prefill_over_several_orders_is_prefill_whoever_steps_in_between() -> None:
+def test_a_prefill_over_several_batches_is_prefill_whoever_steps_in_between() -> None:
     client = Client(tiny_replica("llama"))
     names = {"a": prompt(23), "b": prompt(9)}
     client.prefill(new=60, c=prompt(4))
@@ -174,7 +174,7 @@ def test_pad_and_eos_ids_in_the_content_are_ordinary_tokens() -> None:
         assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
 
 
-def test_an_order_ends_early_once_a_row_has_reached_its_limit() -> None:
+def test_a_batch_ends_early_once_a_row_has_reached_its_limit() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(new=5, a=prompt(4))
     client.prefill(new=50, b=prompt(8))
@@ -184,7 +184,7 @@ def test_an_order_ends_early_once_a_row_has_reached_its_limit() -> None:
     assert len(client.new_tokens("b")) <= 3 * result.steps
 
 
-def test_an_order_ends_early_once_a_row_has_met_a_stop_token() -> None:
+def test_a_batch_ends_early_once_a_row_has_met_a_stop_token() -> None:
     reference = plain_greedy(target_model("llama"), prompt(6), 30)
     stop = next(t for t in reference[4:] if t not in reference[:4])
     client = Client(tiny_replica("llama"), stop=(stop,))
@@ -196,7 +196,7 @@ def test_an_order_ends_early_once_a_row_has_met_a_stop_token() -> None:
     assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
 
 
-def test_a_failed_order_leaves_the_residents_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_batch_leaves_the_residents_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = tiny_replica("llama")
     client = Client(replica)
     names = {"a": prompt(5), "b": prompt(12)}
@@ -328,13 +328,13 @@ def test_torch_keeps_no_graph() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_blocks_may_grow_from_order_to_order() -> None:
+def test_blocks_may_grow_from_batch_to_batch() -> None:
     client = Client(tiny_replica("llama"))
     rows = tuple(
         PrefillRow(name, tuple(prompt(length)), 60, SamplingParams(), (), -(-length // 4))
         for name, length in (("c", 9), ("d", 3))
     )
-    client.replica.step(Order(10, "r", OrderKind.PREFILL, prefill=rows))
+    client.replica.step(Batch(10, "r", BatchKind.PREFILL, prefill=rows))
     free = client.replica.free_blocks
     client.contents = {"c": prompt(9), "d": prompt(3)}
     client.prompts = {"c": 9, "d": 3}
@@ -348,7 +348,7 @@ def test_blocks_may_grow_from_order_to_order() -> None:
         assert len(tokens) >= 8
 
 
-def test_an_order_with_too_few_blocks_is_refused_before_anything_is_written() -> None:
+def test_a_batch_with_too_few_blocks_is_refused_before_anything_is_written() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(new=60, a=prompt(9))
     client.blocks["a"] = 3
@@ -357,7 +357,7 @@ def test_an_order_with_too_few_blocks_is_refused_before_anything_is_written() ->
     client.replica.check_integrity()
 
 
-def test_an_interrupted_order_ends_after_the_step_in_hand() -> None:
+def test_an_interrupted_batch_ends_after_the_step_in_hand() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(new=60, a=prompt(9))
     asked = 0
@@ -368,8 +368,8 @@ def test_an_interrupted_order_ends_after_the_step_in_hand() -> None:
         return asked == 2
 
     row = StepRow("a", 9, 3, client.blocks["a"])
-    order = Order(9, "r", OrderKind.SPECULATE, rows=(row,), draft_len=3, steps=8)
-    result = client.replica.step(order, interrupted)
+    batch = Batch(9, "r", BatchKind.SPECULATE, rows=(row,), draft_len=3, steps=8)
+    result = client.replica.step(batch, interrupted)
     assert result.steps == 2
     tokens = list(result.rows[0].tokens)
     assert tokens == plain_greedy(target_model("llama"), prompt(9), 60)[: len(tokens)]

@@ -323,8 +323,8 @@ def test_the_mass_of_a_nucleus_does_not_depend_on_the_order_of_its_sum() -> None
     exact = sum(int(p * 2.0**40) for p in probability[probability > beyond].tolist())
     assert mass.item() == exact / 2.0**40
     for seed in range(5):
-        order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(_mass(probability[..., order], beyond), mass)
+        batch = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(_mass(probability[..., batch], beyond), mass)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

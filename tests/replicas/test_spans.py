@@ -50,7 +50,7 @@ def contents_of(spans: Sequence[Span]) -> list[list[int]]:
 
 
 def table_of(spans: Sequence[Span]) -> torch.Tensor:
-    """As many blocks as each row needs, in no order; those of shorter rows are padded."""
+    """As many blocks as each row needs, in no batch; those of shorter rows are padded."""
     counts = [-(-end // SHAPE.block_size) for _, end in spans]
     generator = torch.Generator().manual_seed(5)
     blocks = 1 + torch.randperm(sum(counts), generator=generator)

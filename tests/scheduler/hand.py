@@ -7,6 +7,8 @@ from typing import TypeVar
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
+    Batch,
+    BatchKind,
     Blame,
     Blamed,
     Cancel,
@@ -14,8 +16,6 @@ from scheduler.messages import (
     Emit,
     Event,
     Finish,
-    Order,
-    OrderKind,
     Release,
     ReplicaDraining,
     ReplicaJoined,
@@ -40,10 +40,10 @@ class Hand:
 
     def __init__(self, **config: object) -> None:
         # Most tests are about other things than blocks that run out or what is chosen by cost.
-        settings = {"kv_reserve": 1.0, "draft_len": 4, "steps_per_order_max": 4, **config}
+        settings = {"kv_reserve": 1.0, "draft_len": 4, "steps_per_batch_max": 4, **config}
         self.scheduler = Scheduler(SchedulerConfig(**settings))
         self.now_s = 0.0
-        self.orders: dict[int, Order] = {}
+        self.batches: dict[int, Batch] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
         self.blames: dict[str, Blame] = {}
@@ -54,8 +54,8 @@ class Hand:
         self.scheduler.check_integrity()
         for action in actions:
             if isinstance(action, Dispatch):
-                assert action.order.id not in self.orders
-                self.orders[action.order.id] = action.order
+                assert action.batch.id not in self.batches
+                self.batches[action.batch.id] = action.batch
             elif isinstance(action, Emit):
                 tokens = self.tokens.setdefault(action.request_id, [])
                 tokens.extend(action.tokens)
@@ -95,27 +95,27 @@ class Hand:
         self.now_s = now_s
         return self.tell(Tick())
 
-    def done(self, order: Order, **tokens: tuple[int, ...]) -> list[Action]:
-        """The order's result: one token (1) per row where none are given."""
-        rows = tuple(RowResult(row.sequence_id) for row in order.prefill)
-        if order.kind is OrderKind.SPECULATE:
+    def done(self, batch: Batch, **tokens: tuple[int, ...]) -> list[Action]:
+        """The batch's result: one token (1) per row where none are given."""
+        rows = tuple(RowResult(row.sequence_id) for row in batch.prefill)
+        if batch.kind is BatchKind.SPECULATE:
             rows = tuple(
                 RowResult(row.sequence_id, tokens.get(row.sequence_id, (1,)), 1, row.draft_len)
-                for row in order.rows
+                for row in batch.rows
             )
-        return self.tell(StepDone(StepResult(order.id, order.replica_id, rows, steps=1)))
+        return self.tell(StepDone(StepResult(batch.id, batch.replica_id, rows, steps=1)))
 
-    def fail(self, order: Order, message: str = "out of memory") -> list[Action]:
-        return self.tell(StepFailed(order.replica_id, order.id, message))
+    def fail(self, batch: Batch, message: str = "out of memory") -> list[Action]:
+        return self.tell(StepFailed(batch.replica_id, batch.id, message))
 
-    def in_flight(self, replica_id: str = "r") -> list[Order]:
+    def in_flight(self, replica_id: str = "r") -> list[Batch]:
         replica = self.scheduler._pool.replicas[replica_id]
-        return list(replica.orders.values())
+        return list(replica.batches.values())
 
-    def settle(self, replica_id: str = "r") -> list[Order]:
-        """Answers prefill orders until none is in flight; returns what is then."""
+    def settle(self, replica_id: str = "r") -> list[Batch]:
+        """Answers prefill batches until none is in flight; returns what is then."""
         while True:
-            prefills = [o for o in self.in_flight(replica_id) if o.kind is OrderKind.PREFILL]
+            prefills = [o for o in self.in_flight(replica_id) if o.kind is BatchKind.PREFILL]
             if not prefills:
                 return self.in_flight(replica_id)
             self.done(prefills[0])
@@ -130,12 +130,12 @@ class Hand:
         return self.scheduler._pool.replicas[replica_id].blocks_used
 
 
-def orders_of(actions: list[Action]) -> list[Order]:
-    return [action.order for action in actions if isinstance(action, Dispatch)]
+def batches_of(actions: list[Action]) -> list[Batch]:
+    return [action.batch for action in actions if isinstance(action, Dispatch)]
 
 
-def rows_of(order: Order) -> list[str]:
-    return [row.sequence_id for row in order.prefill or order.rows]
+def rows_of(batch: Batch) -> list[str]:
+    return [row.sequence_id for row in batch.prefill or batch.rows]
 
 
 def of_kind(actions: list[Action], kind: type[T]) -> list[T]:

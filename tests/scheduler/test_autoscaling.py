@@ -26,8 +26,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.elastic_world import Autoscaler
 from scheduler.fake_replica import perfect_world
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     ReplicaSpec,
     Request,
     SamplingParams,
@@ -287,7 +287,7 @@ def test_until_something_was_measured_the_default_stands() -> None:
 def test_full_groups_say_what_a_replica_commits_and_idle_time_does_not_count() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     meter.look(status(0, seen("a", 0.0, 0, 0, 0)))
-    # However much time passes between the looks: only time in orders is divided by.
+    # However much time passes between the looks: only time in batches is divided by.
     assert meter.look(status(0, seen("a", 2.0, 200, 20, 8))) == 100.0
 
 
@@ -338,9 +338,9 @@ def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
 # ------------------------------------------------------------------------- in simulated worlds
 
 
-def step_time(order: Order) -> float:
+def step_time(batch: Batch) -> float:
     """8 rows at 3 tokens per row and step: about 400 tokens/s."""
-    return 0.01 if order.kind is OrderKind.PREFILL else 0.06
+    return 0.01 if batch.kind is BatchKind.PREFILL else 0.06
 
 
 def tide(rng: Random, seconds: float, peak_per_s: float) -> list[tuple[float, Request]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from scheduler.dispatching import Dispatcher
-from scheduler.messages import OrderKind, Pins
+from scheduler.messages import BatchKind, Pins
 from tests.scheduler.hand import Hand, rows_of
 
 
@@ -19,7 +19,7 @@ def loaded(
     **config: object,
 ) -> Hand:
     """That many rows on replica r, none waiting; the first of them with these pins."""
-    hand = Hand(rows_max=4, draft_len=0, steps_per_order_max=1, **config)
+    hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=1, **config)
     hand.join(kv_blocks=10_000)
     for index in range(count):
         pinned = pins[index] if index < len(pins) else Pins()
@@ -40,12 +40,12 @@ def test_a_new_replica_gets_work_though_nobody_waits() -> None:
     hand.join("s", kv_blocks=10_000)
     assert not hand.in_flight("s")
     step(hand)
-    (order,) = hand.in_flight("s")
-    assert order.kind is OrderKind.PREFILL
-    moved = rows_of(order)
+    (batch,) = hand.in_flight("s")
+    assert batch.kind is BatchKind.PREFILL
+    moved = rows_of(batch)
     assert 4 <= len(moved) <= 8
     assert hand.scheduler.snapshot().moved == len(moved)
-    for row in order.prefill:
+    for row in batch.prefill:
         assert len(row.tokens) == 3 + len(hand.tokens.get(row.sequence_id, ()))
 
 
@@ -61,7 +61,7 @@ def test_the_imbalance_settles_and_nobody_goes_back() -> None:
     assert hand.scheduler.snapshot().moved <= 8
 
 
-def test_a_row_longer_than_a_prefill_order_moves_too() -> None:
+def test_a_row_longer_than_a_prefill_batch_moves_too() -> None:
     hand = loaded(16, length=60, prefill_tokens_max=32)
     hand.join("s", kv_blocks=10_000)
     for _ in range(60):
@@ -88,13 +88,13 @@ def test_what_a_chunk_has_no_room_for_stays(monkeypatch: pytest.MonkeyPatch) -> 
             hand.submit(f"p{index}", length=60, max_new_tokens=300)
         while hand.scheduler.snapshot().waiting or hand.scheduler._pool.replicas["s"].partial:
             step(hand, "s")
-    seen = set(hand.orders)
+    seen = set(hand.batches)
     for _ in range(75):
         step(hand, "r")
         step(hand, "s")
     assert hand.scheduler.snapshot().moved > 0
-    later = [order for number, order in hand.orders.items() if number not in seen]
-    assert not any(order.prefill for order in later if order.replica_id == "r")
+    later = [batch for number, batch in hand.batches.items() if number not in seen]
+    assert not any(batch.prefill for batch in later if batch.replica_id == "r")
 
 
 def test_nobody_moves_where_all_fit_into_one_group() -> None:
@@ -118,8 +118,8 @@ def test_nobody_moves_to_a_replica_without_room() -> None:
     assert hand.scheduler.snapshot().moved == 0
 
 
-def play(hand: Hand, orders: int) -> None:
-    for _ in range(orders):
+def play(hand: Hand, batches: int) -> None:
+    for _ in range(batches):
         step(hand, "r")
         if hand.in_flight("s"):
             step(hand, "s")
@@ -150,8 +150,8 @@ def test_free_rows_leave_those_that_step_alone() -> None:
 
 
 def test_no_free_row_goes_where_rows_step_alone() -> None:
-    """It would step once in four orders there, as it does here."""
-    hand = loaded(14, orders_in_flight_max=8)
+    """It would step once in four batches there, as it does here."""
+    hand = loaded(14, batches_in_flight_max=8)
     hand.join("s", kv_blocks=10_000)
     for index in range(3):
         hand.submit(f"alone{index}", max_new_tokens=400, pins=Pins(rows_max=1))

@@ -1,42 +1,42 @@
-"""Proves that a row which breaks orders or replicas is found and fails alone, the others living."""
+"""Proves that a row which breaks batches or replicas is found and fails alone."""
 
 from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import Blame, FinishReason, Order, OrderKind, Request, Submit
+from scheduler.messages import Batch, BatchKind, Blame, FinishReason, Request, Submit
 from tests.scheduler.hand import Hand, rows_of
 
 
 def crowd(count: int, **config: object) -> Hand:
     """That many rows, filled and stepping on replica r; steps of single tokens."""
-    hand = Hand(rows_max=count, draft_len=0, steps_per_order_max=1, **config)
+    hand = Hand(rows_max=count, draft_len=0, steps_per_batch_max=1, **config)
     hand.join()
     for index in range(count):
         hand.submit(f"q{index}", length=3 + index % 2)
-    while [len(order.rows) for order in hand.settle()] != [count]:
+    while [len(batch.rows) for batch in hand.settle()] != [count]:
         hand.done(hand.in_flight()[0])
     return hand
 
 
 def play(hand: Hand, breaks: set[str], rows_max: int = 1000, rounds: int = 400) -> list[int]:
-    """Answers orders; those with a row of `breaks`, or with too many rows, fail. Sizes of those."""
+    """Answers batches; those with a row of `breaks`, or with too many rows, fail. Their sizes."""
     sizes = []
     for _ in range(rounds):
-        orders = [one for name in list(hand.replicas()) for one in hand.in_flight(name)]
-        if not orders:
+        batches = [one for name in list(hand.replicas()) for one in hand.in_flight(name)]
+        if not batches:
             break
-        order = min(orders, key=lambda one: one.id)
-        bad = breaks.intersection(rows_of(order)) and order.kind is OrderKind.SPECULATE
-        if bad or len(order.rows) > rows_max:
-            sizes.append(len(order.rows))
-            hand.fail(order)
+        batch = min(batches, key=lambda one: one.id)
+        bad = breaks.intersection(rows_of(batch)) and batch.kind is BatchKind.SPECULATE
+        if bad or len(batch.rows) > rows_max:
+            sizes.append(len(batch.rows))
+            hand.fail(batch)
         else:
-            hand.done(order)
+            hand.done(batch)
     return sizes
 
 
-def test_an_order_that_is_too_large_is_halved_until_it_fits() -> None:
+def test_a_batch_that_is_too_large_is_halved_until_it_fits() -> None:
     hand = crowd(8)
     sizes = play(hand, set(), rows_max=3, rounds=12)
     assert sizes[:2] == [8, 4]
@@ -46,14 +46,14 @@ def test_an_order_that_is_too_large_is_halved_until_it_fits() -> None:
 
 def test_halved_rows_keep_their_place_on_the_replica() -> None:
     hand = crowd(8)
-    (order,) = hand.in_flight()
-    hand.fail(order)
+    (batch,) = hand.in_flight()
+    hand.fail(batch)
     (half,) = hand.in_flight()
-    assert half.kind is OrderKind.SPECULATE, "nothing is prefilled again"
+    assert half.kind is BatchKind.SPECULATE, "nothing is prefilled again"
     assert len(half.rows) == 4
 
 
-def test_a_row_that_breaks_every_order_fails_alone() -> None:
+def test_a_row_that_breaks_every_batch_fails_alone() -> None:
     hand = crowd(8, failures_max=3)
     sizes = play(hand, {"q5"}, rounds=80)
     assert sizes == [8, 4, 2, 1, 1, 1]
@@ -63,16 +63,16 @@ def test_a_row_that_breaks_every_order_fails_alone() -> None:
 
 
 def play_prefills(hand: Hand, breaks: str, times: int, rounds: int) -> list[list[str]]:
-    """Answers orders, the first `times` prefills of that row by failures; rows of each order."""
+    """Answers batches, the first `times` prefills of that row by failures; rows of each batch."""
     played = []
     for _ in range(rounds):
-        order = hand.in_flight()[0]
-        played.append(rows_of(order))
-        if order.kind is OrderKind.PREFILL and breaks in rows_of(order) and times:
+        batch = hand.in_flight()[0]
+        played.append(rows_of(batch))
+        if batch.kind is BatchKind.PREFILL and breaks in rows_of(batch) and times:
             times -= 1
-            hand.fail(order)
+            hand.fail(batch)
         else:
-            hand.done(order)
+            hand.done(batch)
     return played
 
 
@@ -85,7 +85,7 @@ def test_nobody_waits_long_for_a_prefill_that_failed_once() -> None:
     prefilled = [at for at, rows in enumerate(played) if not rows[0].startswith("q")]
     assert {name for at in prefilled for name in played[at]} >= {"broken", "next", "last"}
     assert not hand.scheduler.snapshot().waiting
-    assert len(hand.in_flight()) == 2, "an order is prepared beside the running one again"
+    assert len(hand.in_flight()) == 2, "a batch is prepared beside the running one again"
 
 
 def test_a_prompt_that_breaks_every_prefill_lets_the_others_pass_and_fails_after_three() -> None:
@@ -95,13 +95,13 @@ def test_a_prompt_that_breaks_every_prefill_lets_the_others_pass_and_fails_after
     waiting = iter(range(50))
     failures = 0
     while "broken" not in hand.finishes:
-        order = hand.in_flight()[0]
-        if order.kind is OrderKind.PREFILL and "broken" in rows_of(order):
+        batch = hand.in_flight()[0]
+        if batch.kind is BatchKind.PREFILL and "broken" in rows_of(batch):
             failures += 1
             hand.submit(f"next{next(waiting)}", length=8)
-            hand.fail(order)
+            hand.fail(batch)
         else:
-            hand.done(order)
+            hand.done(batch)
     assert hand.finishes["broken"].reason is FinishReason.FAILED
     assert failures == 3
 
@@ -111,19 +111,19 @@ def test_a_prompt_that_was_begun_shows_as_well_that_prefills_work() -> None:
     hand.submit("broken", length=8)
     failures = 0
     while "broken" not in hand.finishes:
-        order = hand.in_flight()[0]
-        if order.kind is OrderKind.PREFILL and "broken" in rows_of(order):
+        batch = hand.in_flight()[0]
+        if batch.kind is BatchKind.PREFILL and "broken" in rows_of(batch):
             failures += 1
             if failures == 1:
                 hand.submit("long", length=200)
-            hand.fail(order)
+            hand.fail(batch)
         else:
-            hand.done(order)
+            hand.done(batch)
     assert hand.finishes["broken"].reason is FinishReason.FAILED
     assert failures <= 4, "a chunk of the long one is filled between any two"
 
 
-def test_rows_that_nobody_suspects_step_between_any_two_orders_of_suspects() -> None:
+def test_rows_that_nobody_suspects_step_between_any_two_batches_of_suspects() -> None:
     hand = crowd(4)
     hand.join("s")
     for index in range(12):
@@ -132,18 +132,18 @@ def test_rows_that_nobody_suspects_step_between_any_two_orders_of_suspects() -> 
     hand.lose("s")
     alone: list[bool] = []
     while hand.scheduler.snapshot().waiting:
-        order = hand.in_flight()[0]
-        alone.append(hand.scheduler._pool.replicas["r"].alone == order.id)
+        batch = hand.in_flight()[0]
+        alone.append(hand.scheduler._pool.replicas["r"].alone == batch.id)
         assert alone[-2:] != [True, True]
-        hand.done(order)
+        hand.done(batch)
     assert 4 <= sum(alone) < len(alone) <= 60, "suspects come in, in turns with the others"
 
 
 def test_a_row_that_failed_alone_goes_to_another_replica() -> None:
     hand = crowd(1)
     hand.join("s")
-    (order,) = hand.in_flight()
-    hand.fail(order)
+    (batch,) = hand.in_flight()
+    hand.fail(batch)
     assert not hand.in_flight("r")
     assert rows_of(hand.in_flight("s")[0]) == ["q0"]
 
@@ -151,12 +151,12 @@ def test_a_row_that_failed_alone_goes_to_another_replica() -> None:
 def test_a_row_that_failed_alone_stays_if_no_other_replica_could_hold_it() -> None:
     hand = crowd(1)
     hand.join("s", context_len=50)
-    (order,) = hand.in_flight()
-    hand.fail(order)
+    (batch,) = hand.in_flight()
+    hand.fail(batch)
     assert rows_of(hand.in_flight("r")[0]) == ["q0"]
 
 
-def test_nothing_goes_beside_an_order_of_suspects() -> None:
+def test_nothing_goes_beside_a_batch_of_suspects() -> None:
     hand = Hand(rows_max=2, draft_len=0)
     hand.join()
     for name in "abcd":
@@ -182,22 +182,22 @@ def kill(hand: Hand, name: str, number: int) -> str:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 16])
 def test_a_deadly_row_is_known_after_three_deaths(count: int) -> None:
-    hand = Hand(rows_max=8, draft_len=0, steps_per_order_max=1, failures_max=3)
+    hand = Hand(rows_max=8, draft_len=0, steps_per_batch_max=1, failures_max=3)
     name = "r0"
     hand.join(name)
     for index in range(count):
         hand.submit(f"q{index}", max_new_tokens=5)
     deaths = 0
     for _ in range(500):
-        orders = hand.in_flight(name)
-        if not orders:
+        batches = hand.in_flight(name)
+        if not batches:
             break
-        order = orders[0]
-        if order.kind is OrderKind.SPECULATE and "q0" in rows_of(order):
+        batch = batches[0]
+        if batch.kind is BatchKind.SPECULATE and "q0" in rows_of(batch):
             deaths += 1
             name = kill(hand, name, deaths)
         else:
-            hand.done(order)
+            hand.done(batch)
     assert deaths == 3
     assert hand.finishes["q0"].reason is FinishReason.FAILED
     assert "3 in all" in hand.finishes["q0"].message
@@ -207,7 +207,7 @@ def test_a_deadly_row_is_known_after_three_deaths(count: int) -> None:
 
 
 def test_the_row_queued_second_is_a_suspect_too() -> None:
-    """The result of the order before it may have died with the replica."""
+    """The result of the batch before it may have died with the replica."""
     hand = Hand(rows_max=2, draft_len=0)
     hand.join()
     for name in "abcd":
@@ -229,16 +229,16 @@ def test_a_replica_that_leaves_by_itself_blames_nobody() -> None:
 def test_a_token_clears_a_suspect() -> None:
     hand = crowd(1, failures_max=2)
     for round_number in range(6):
-        order: Order = hand.settle()[0]
-        hand.fail(order)
+        batch: Batch = hand.settle()[0]
+        hand.fail(batch)
         hand.settle()
-        order = hand.in_flight()[0]
-        hand.done(order, q0=(round_number,))
+        batch = hand.in_flight()[0]
+        hand.done(batch, q0=(round_number,))
     assert "q0" not in hand.finishes
 
 
 def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> None:
-    hand = Hand(failures_max=2, draft_len=0, steps_per_order_max=1)
+    hand = Hand(failures_max=2, draft_len=0, steps_per_batch_max=1)
     name = "r0"
     hand.join(name)
     for one in ("a", "b", "c"):
@@ -246,14 +246,14 @@ def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> 
     deaths = rounds = 0
     while "a" not in hand.finishes:
         rounds += 1
-        order = hand.in_flight(name)[0]
+        batch = hand.in_flight(name)[0]
         # It kills at every fifth token of its content.
-        row = next((one for one in order.rows if one.sequence_id == "a"), None)
+        row = next((one for one in batch.rows if one.sequence_id == "a"), None)
         if row is not None and row.length % 5 == 0 and rounds % 3:
             deaths += 1
             name = kill(hand, name, deaths)
         else:
-            hand.done(order)
+            hand.done(batch)
         assert rounds < 1000
     assert hand.finishes["a"].reason is FinishReason.FAILED
     assert set(hand.finishes) == {"a"}, "the others live"
@@ -265,22 +265,22 @@ def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> 
 def test_a_row_that_kills_at_one_place_is_known_after_three_deaths(
     steps: int, companions: int
 ) -> None:
-    """Orders of several steps lose more tokens than one when they die."""
+    """Batches of several steps lose more tokens than one when they die."""
     for place in range(20, 20 + steps):
-        hand = Hand(rows_max=8, draft_len=0, steps_per_order_max=steps)
+        hand = Hand(rows_max=8, draft_len=0, steps_per_batch_max=steps)
         name = "r0"
         hand.join(name)
         for one in ("poison", *(f"q{index}" for index in range(companions))):
             hand.submit(one, max_new_tokens=60)
         deaths = 0
-        while orders := hand.in_flight(name):
-            order = min(orders, key=lambda one: one.id)
-            row = next((one for one in order.rows if one.sequence_id == "poison"), None)
-            if row is not None and row.length + order.steps > place:
+        while batches := hand.in_flight(name):
+            batch = min(batches, key=lambda one: one.id)
+            row = next((one for one in batch.rows if one.sequence_id == "poison"), None)
+            if row is not None and row.length + batch.steps > place:
                 deaths += 1
                 name = kill(hand, name, deaths)
                 continue
-            hand.done(order, **{one.sequence_id: (1,) * order.steps for one in order.rows})
+            hand.done(batch, **{one.sequence_id: (1,) * batch.steps for one in batch.rows})
         assert deaths == 3
         failed = [one for one, end in hand.finishes.items() if end.reason is FinishReason.FAILED]
         assert failed == ["poison"]
@@ -291,14 +291,14 @@ def test_a_broken_replica_costs_no_request_while_another_is_sound() -> None:
     hand = crowd(8)
     hand.join("s")
     for _ in range(300):
-        orders = [order for name in hand.replicas() for order in hand.in_flight(name)]
-        if not orders:
+        batches = [batch for name in hand.replicas() for batch in hand.in_flight(name)]
+        if not batches:
             break
-        order = min(orders, key=lambda one: one.id)
-        if order.replica_id == "r" and order.kind is OrderKind.SPECULATE:
-            hand.fail(order)
+        batch = min(batches, key=lambda one: one.id)
+        if batch.replica_id == "r" and batch.kind is BatchKind.SPECULATE:
+            hand.fail(batch)
         else:
-            hand.done(order)
+            hand.done(batch)
     assert not any(one.reason is FinishReason.FAILED for one in hand.finishes.values())
 
 
@@ -306,8 +306,8 @@ def test_a_row_that_always_fails_on_the_only_replica_fails_in_the_end() -> None:
     hand = crowd(1, failures_max=2)
     attempts = 0
     while not hand.finishes:
-        order = hand.settle()[0]
-        hand.fail(order, "out of memory")
+        batch = hand.settle()[0]
+        hand.fail(batch, "out of memory")
         attempts += 1
         assert attempts <= 8
     assert hand.finishes["q0"].message == "out of memory"
@@ -315,7 +315,7 @@ def test_a_row_that_always_fails_on_the_only_replica_fails_in_the_end() -> None:
 
 def test_who_claimed_the_only_replica_and_failed_there_goes_to_the_next_one() -> None:
     """A claim may not hold a replica for a sequence that will never go there."""
-    hand = Hand(draft_len=0, steps_per_order_max=1)
+    hand = Hand(draft_len=0, steps_per_batch_max=1)
     for name, old in (("d1", "old1"), ("d2", "old2")):
         hand.join(name)
         hand.submit(old, max_new_tokens=60)
@@ -331,8 +331,8 @@ def test_who_claimed_the_only_replica_and_failed_there_goes_to_the_next_one() ->
     hand.join("t")
     for number in range(200):
         for name in hand.replicas():
-            for order in hand.in_flight(name)[:1]:
-                hand.done(order)
+            for batch in hand.in_flight(name)[:1]:
+                hand.done(batch)
         if "s" in hand.finishes:
             break
         hand.submit(f"q{number}", max_new_tokens=5)
@@ -369,16 +369,16 @@ def test_deaths_count_on_in_another_pool(steps: int, companions: int) -> None:
         new = dict.fromkeys(names, 60)
 
         def pool(steps: int = steps) -> Hand:
-            return Hand(rows_max=8, draft_len=0, steps_per_order_max=steps, failures_max=3)
+            return Hand(rows_max=8, draft_len=0, steps_per_batch_max=steps, failures_max=3)
 
         hand = pool()
         move(Hand(), hand, new)
         hand.join()
         deaths = 0
-        while orders := hand.in_flight():
-            order = orders[0]
-            row = next((one for one in order.rows if one.sequence_id == "poison"), None)
-            if row is not None and row.length + order.steps > place:
+        while batches := hand.in_flight():
+            batch = batches[0]
+            row = next((one for one in batch.rows if one.sequence_id == "poison"), None)
+            if row is not None and row.length + batch.steps > place:
                 deaths += 1
                 assert deaths <= 3
                 hand.lose()
@@ -387,7 +387,7 @@ def test_deaths_count_on_in_another_pool(steps: int, companions: int) -> None:
                 hand = after
                 hand.join()
                 continue
-            hand.done(order, **{one.sequence_id: (1,) * order.steps for one in order.rows})
+            hand.done(batch, **{one.sequence_id: (1,) * batch.steps for one in batch.rows})
         assert deaths == 3
         failed = [one for one, end in hand.finishes.items() if end.reason is FinishReason.FAILED]
         assert failed == ["poison"]
@@ -395,7 +395,7 @@ def test_deaths_count_on_in_another_pool(steps: int, companions: int) -> None:
         assert len(hand.finishes) == companions + 1
 
 
-def test_orders_that_failed_alone_count_on_in_another_pool() -> None:
+def test_batches_that_failed_alone_count_on_in_another_pool() -> None:
     hand = Hand()
     move(Hand(), hand, {"q": 100})
     for failures in range(3):

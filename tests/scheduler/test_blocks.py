@@ -5,26 +5,26 @@ With kv_reserve below 1 a replica takes more sequences than would fit at their l
 
 from __future__ import annotations
 
-from scheduler.messages import FinishReason, OrderKind, Priority, Release
-from tests.scheduler.hand import Hand, of_kind, orders_of, rows_of
+from scheduler.messages import BatchKind, FinishReason, Priority, Release
+from tests.scheduler.hand import Hand, batches_of, of_kind, rows_of
 
 
 def tight(**config: object) -> Hand:
     """One replica of 12 blocks of 4 positions; nothing is set aside for tokens to come."""
-    hand = Hand(kv_reserve=0.0, draft_len=0, steps_per_order_max=1, **config)
+    hand = Hand(kv_reserve=0.0, draft_len=0, steps_per_batch_max=1, **config)
     hand.join(kv_blocks=12)
     return hand
 
 
 def run(hand: Hand, rounds: int = 500) -> int:
-    """Answers orders until none is left; returns how many were prefills."""
+    """Answers batches until none is left; returns how many were prefills."""
     prefills = 0
     for _ in range(rounds):
-        orders = hand.in_flight()
-        if not orders:
+        batches = hand.in_flight()
+        if not batches:
             return prefills
-        prefills += orders[0].kind is OrderKind.PREFILL
-        hand.done(orders[0])
+        prefills += batches[0].kind is BatchKind.PREFILL
+        hand.done(batches[0])
     raise AssertionError("it does not end")
 
 
@@ -50,18 +50,18 @@ def test_all_finish_though_blocks_run_out() -> None:
 
 
 def preempted(hand: Hand) -> list[str]:
-    """Whoever is sent back first, answering orders until somebody is."""
+    """Whoever is sent back first, answering batches until somebody is."""
     for _ in range(200):
         actions = hand.done(hand.in_flight()[0])
         gone = [one for release in of_kind(actions, Release) for one in release.sequence_ids]
         gone = [one for one in gone if one not in hand.finishes]
         if gone:
             release = next(one for one in actions if isinstance(one, Release))
-            dispatched = orders_of(actions)
+            dispatched = batches_of(actions)
             if dispatched:
                 last = max(actions.index(one) for one in actions if isinstance(one, Release))
-                first = min(i for i, one in enumerate(actions) if hasattr(one, "order"))
-                assert last < first, "blocks are released before the order that needs them"
+                first = min(i for i, one in enumerate(actions) if hasattr(one, "batch"))
+                assert last < first, "blocks are released before the batch that needs them"
             assert release.replica_id == "r"
             return gone
     raise AssertionError("nobody was sent back")
@@ -88,10 +88,10 @@ def test_who_was_sent_back_keeps_its_tokens_and_waits_until_all_that_it_needs_is
         hand.submit(name, length=4, max_new_tokens=24)
     preempted(hand)
     committed = len(hand.tokens["c"])
-    while not any("c" in rows_of(order) for order in hand.in_flight()):
+    while not any("c" in rows_of(batch) for batch in hand.in_flight()):
         hand.done(hand.in_flight()[0])
-    (order,) = [one for one in hand.in_flight() if "c" in rows_of(one)]
-    (row,) = order.prefill
+    (batch,) = [one for one in hand.in_flight() if "c" in rows_of(one)]
+    (row,) = batch.prefill
     assert len(row.tokens) == 4 + committed
     assert row.blocks == 7, "all of its 28 tokens are set aside"
     run(hand)
@@ -118,10 +118,10 @@ def test_a_sequence_that_could_never_fit_is_refused_at_the_door() -> None:
 
 
 def test_steps_are_given_up_before_a_sequence_is() -> None:
-    hand = Hand(kv_reserve=0.0, draft_len=3, steps_per_order_max=4)
+    hand = Hand(kv_reserve=0.0, draft_len=3, steps_per_batch_max=4)
     hand.join(kv_blocks=5)
     hand.submit("a", length=4, max_new_tokens=12)
     hand.submit("b", length=4, max_new_tokens=3)
-    orders = hand.settle()
-    assert [order.steps for order in orders] == [1], "16 tokens ahead do not fit, 4 do"
+    batches = hand.settle()
+    assert [batch.steps for batch in batches] == [1], "16 tokens ahead do not fit, 4 do"
     assert hand.scheduler.snapshot().preempted == 0

@@ -14,8 +14,8 @@ from scheduler.beliefs import LinearCost
 from scheduler.cost_model import AT_ONCE, CostModel, filled_tokens, prefilled_in
 from scheduler.fit import CELLS_MAX, LATER, RATIO_MOST, Fit, tokens_key
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     PrefillRow,
     PrefillTiming,
     RowResult,
@@ -273,12 +273,12 @@ VERIFY = LinearCost(10e-3, 3e-4, 1e-6)
 DRAFT = LinearCost(1e-3, 2e-5, 1e-7)
 
 
-def answered(rows: int, draft_len: int, steps: int = 1) -> tuple[Order, StepResult]:
-    """An order of rows with 100 tokens, and its result on a replica with the times above."""
-    order = Order(
+def answered(rows: int, draft_len: int, steps: int = 1) -> tuple[Batch, StepResult]:
+    """A batch of rows with 100 tokens, and its result on a replica with the times above."""
+    batch = Batch(
         1,
         "r",
-        OrderKind.SPECULATE,
+        BatchKind.SPECULATE,
         rows=tuple(StepRow(str(i), 100, draft_len, 10) for i in range(rows)),
         draft_len=draft_len,
         steps=steps,
@@ -289,12 +289,12 @@ def answered(rows: int, draft_len: int, steps: int = 1) -> tuple[Order, StepResu
     result = StepResult(
         1,
         "r",
-        tuple(RowResult(row.sequence_id, (), steps, steps * draft_len) for row in order.rows),
+        tuple(RowResult(row.sequence_id, (), steps, steps * draft_len) for row in batch.rows),
         steps,
         StepTimes(0.0, draft_s, verify_s, draft_s + verify_s + steps * 5e-4),
         kv_positions_read=steps * kv,
     )
-    return order, result
+    return batch, result
 
 
 def test_a_steps_time_is_the_sum_of_its_parts() -> None:
@@ -317,9 +317,9 @@ def test_steps_are_learned_some_at_once_and_none_too_late() -> None:
     model, verify = CostModel(), Fit()
     behind = []
     for count in range(1, 40 * AT_ONCE + 1):
-        order, result = answered(rng.choice([1, 4, 8]), rng.choice([0, 2, 4, 8]))
-        model.observe(order, result)
-        tokens = len(order.rows) * (order.draft_len + 1)
+        batch, result = answered(rng.choice([1, 4, 8]), rng.choice([0, 2, 4, 8]))
+        model.observe(batch, result)
+        tokens = len(batch.rows) * (batch.draft_len + 1)
         verify.observe(tokens, result.kv_positions_read, result.times.verify_s)
         assert model.known or count < AT_ONCE
         waiting = len(model._unlearned)
@@ -354,17 +354,17 @@ def test_what_trimming_takes_beside_the_passes_counts_for_trimmed_steps_alone() 
     assert model.step_s(8, 4, 100, verify_tokens=32) >= before, "nothing is known of it yet"
     for rows in (2, 4, 8):
         for draft_len in (2, 4, 8):
-            order, result = answered(rows, draft_len)
-            order = replace(order, verify_tokens=rows * draft_len // 2)
+            batch, result = answered(rows, draft_len)
+            batch = replace(batch, verify_tokens=rows * draft_len // 2)
             times = replace(result.times, total_s=result.times.total_s + 2e-3)
-            model.observe(order, replace(result, times=times))
+            model.observe(batch, replace(result, times=times))
     assert model.step_s(8, 4, 100) == pytest.approx(before, rel=1e-6)
     # The trimmed results above claim the whole verification's time.
     expected = VERIFY(40, 832) + 4 * DRAFT(8, 832) + 5e-4 + 2e-3
     assert model.step_s(8, 4, 100, verify_tokens=16) == pytest.approx(expected, rel=0.03)
 
 
-def test_trial_steps_of_a_replica_are_as_good_as_orders() -> None:
+def test_trial_steps_of_a_replica_are_as_good_as_batches() -> None:
     trials = []
     for rows in (1, 8):
         for draft_len in (0, 4):
@@ -389,9 +389,9 @@ def test_a_prefill_is_fitted_by_what_it_fills() -> None:
     model = CostModel()
     for count in (10, 100, 500):
         rows = (PrefillRow("a", (1,) * (count + 1), 5, SamplingParams(), (), 99),)
-        order = Order(1, "r", OrderKind.PREFILL, prefill=rows)
+        batch = Batch(1, "r", BatchKind.PREFILL, prefill=rows)
         times = StepTimes(prefill_s=2e-3 + 1e-4 * count, total_s=1.0)
-        model.observe(order, StepResult(1, "r", (RowResult("a"),), times=times))
+        model.observe(batch, StepResult(1, "r", (RowResult("a"),), times=times))
     assert model.prefill(200, 0) == pytest.approx(22e-3, rel=0.02)
 
 
@@ -399,11 +399,11 @@ def test_a_prefill_costs_what_it_filled_also_where_more_was_found_than_asked_for
     model = CostModel()
     for fill, found in ((100, 0), (300, 0), (500, 400), (64, 640), (0, 0)):
         row = PrefillRow("a", (1,) * 1000, 1, SamplingParams(), (), 70, until=fill)
-        order = Order(1, "r", OrderKind.PREFILL, prefill=(row,))
+        batch = Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
         seconds = 2e-3 + 1e-5 * max(fill - found, 0)
         result = StepResult(1, "r", (RowResult("a", reused=found),), 0, StepTimes(seconds, 0, 0, 1))
-        model.observe(order, result)
-        assert filled_tokens(order, result) == max(fill - found, 0)
+        model.observe(batch, result)
+        assert filled_tokens(batch, result) == max(fill - found, 0)
     assert model.prefill(200, 0) == pytest.approx(4e-3, rel=0.03)
 
 
@@ -413,9 +413,9 @@ def test_a_prefill_is_fitted_by_what_it_fills_and_by_what_was_filled_before() ->
     assert model.prefill(500, 0) == pytest.approx(truth(500, 0), rel=0.02)
     for begin, row in ((4000, "a"), (20_000, "b"), (9000, "c")):
         rows = (PrefillRow(row, (), 5, SamplingParams(), (), 99, begin, begin + 300),)
-        order = Order(1, "r", OrderKind.PREFILL, prefill=rows)
+        batch = Batch(1, "r", BatchKind.PREFILL, prefill=rows)
         times = StepTimes(prefill_s=truth(300, 300 * begin))
-        model.observe(order, StepResult(1, "r", (RowResult(row),), times=times))
+        model.observe(batch, StepResult(1, "r", (RowResult(row),), times=times))
     for begin in (0, 10_000):
         expected = truth(500, 500 * begin)
         assert model.prefill(500, 500 * begin) == pytest.approx(expected, rel=0.05)
@@ -444,10 +444,10 @@ def test_what_pads_a_bucket_is_no_part_of_what_a_group_costs(apart: bool, steps:
             own = sum(lengths) + rows * k
             kv = own if apart else rows * (longest + k)
             draft_s, verify_s = k * DRAFT(rows, kv), VERIFY(rows * (k + 1), kv)
-            order = Order(
+            batch = Batch(
                 number,
                 "r",
-                OrderKind.SPECULATE,
+                BatchKind.SPECULATE,
                 rows=tuple(StepRow(str(row), length, k, 99) for row, length in enumerate(lengths)),
                 draft_len=k,
                 steps=steps,
@@ -457,7 +457,7 @@ def test_what_pads_a_bucket_is_no_part_of_what_a_group_costs(apart: bool, steps:
             times = StepTimes(0.0, steps * draft_s, steps * verify_s, steps * total_s)
             read = round(padding * kv)
             result = StepResult(number, "r", results, steps, times, steps * own, steps * read)
-            model.observe(order, result)
+            model.observe(batch, result)
         return model
 
     assert learned(1.4).step_s(4, 3, 300) == learned(1.0).step_s(4, 3, 300)

@@ -15,7 +15,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.cost_model import StepPrices
 from scheduler.cutting import part_of
 from scheduler.grouping import passes_bound
-from scheduler.messages import Order, OrderKind
+from scheduler.messages import Batch, BatchKind
 from tests.scheduler.hand import Hand
 
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=16).map(sorted)
@@ -72,7 +72,7 @@ def test_a_step_is_worth_what_it_takes_whatever_it_does(draft_len: int, trip_s: 
 def far_apart(apart: int | None, rows_max: int = 8, **settings: object) -> Hand:
     """Three rows of about 10 tokens and three of about 200, all ready."""
     hand = Hand(
-        draft_len=0, rows_max=rows_max, steps_per_order_max=1, apart_positions=apart, **settings
+        draft_len=0, rows_max=rows_max, steps_per_batch_max=1, apart_positions=apart, **settings
     )
     hand.join(kv_blocks=100_000)
     for number, length in enumerate((10, 200, 11, 210, 12, 220)):
@@ -81,18 +81,18 @@ def far_apart(apart: int | None, rows_max: int = 8, **settings: object) -> Hand:
     return hand
 
 
-def stepped(hand: Hand, orders: int) -> list[list[int]]:
-    """Lengths of the rows of the next orders, each answered when there is no room for more."""
-    seen: dict[int, Order] = {}
-    while len(seen) < orders and hand.in_flight():
-        for order in hand.in_flight():
-            if order.kind is OrderKind.SPECULATE:
-                seen[order.id] = order
+def stepped(hand: Hand, batches: int) -> list[list[int]]:
+    """Lengths of the rows of the next batches, each answered when there is no room for more."""
+    seen: dict[int, Batch] = {}
+    while len(seen) < batches and hand.in_flight():
+        for batch in hand.in_flight():
+            if batch.kind is BatchKind.SPECULATE:
+                seen[batch.id] = batch
         hand.done(hand.in_flight()[0])
-    return [[row.length for row in order.rows] for order in seen.values()]
+    return [[row.length for row in batch.rows] for batch in seen.values()]
 
 
-def test_far_rows_step_in_turns_with_one_order_always_behind_the_other() -> None:
+def test_far_rows_step_in_turns_with_one_batch_always_behind_the_other() -> None:
     hand = far_apart(300)
     stepped(hand, 4)
     for _ in range(20):
@@ -144,7 +144,7 @@ def test_nobody_waits_longer_than_grouping_promises(rows_max: int, wait_rounds: 
 
 
 def test_a_replica_that_reads_apart_is_never_asked_for_two_steps() -> None:
-    hand = Hand(draft_len=0, rows_max=8, steps_per_order_max=1, apart_positions=0)
+    hand = Hand(draft_len=0, rows_max=8, steps_per_batch_max=1, apart_positions=0)
     hand.join(kv_blocks=100_000, reads_apart=True)
     for number, length in enumerate((10, 200, 11, 210)):
         hand.submit(str(number), length, max_new_tokens=100)

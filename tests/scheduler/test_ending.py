@@ -63,8 +63,8 @@ def test_one_long_request_among_short_ones_hardly_outlasts_them(rows_max: int) -
     hand = Hand(
         rows_max=rows_max,
         draft_len=0,
-        orders_in_flight_max=1,
-        steps_per_order_max=1,
+        batches_in_flight_max=1,
+        steps_per_batch_max=1,
         prefill_rows_max=64,
     )
     hand.join(kv_blocks=100_000)
@@ -73,10 +73,10 @@ def test_one_long_request_among_short_ones_hardly_outlasts_them(rows_max: int) -
         hand.submit(str(index), max_new_tokens=40 if index == rows - 1 else 20)
     sizes = []
     while hand.in_flight():
-        (order,) = hand.in_flight()
-        if order.rows:
-            sizes.append(len(rows_of(order)))
-        hand.done(order)
+        (batch,) = hand.in_flight()
+        if batch.rows:
+            sizes.append(len(rows_of(batch)))
+        hand.done(batch)
     assert sum(sizes) == 20 * (rows + 1)
     # 40 is the least, and 61 or more what it takes by length and wait alone.
     assert 40 <= len(sizes) <= 50
@@ -102,7 +102,7 @@ def test_late_rows_let_no_other_wait_beyond_the_bound(
         hand = Hand(
             rows_max=8,
             draft_len=0,
-            orders_in_flight_max=1 + seed % 2,
+            batches_in_flight_max=1 + seed % 2,
             wait_rounds=wait_rounds,
             half_groups=bool(seed % 3),
         )

@@ -1,7 +1,7 @@
 """Proves how requests end: exactly once, with the right tokens, and with their blocks free.
 
 Traps of other implementations that belong here: a stop token in the prompt, outputs in another
-order than the caller's, tokens after the end counted or returned, a finished row that goes on.
+batch than the caller's, tokens after the end counted or returned, a finished row that goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.scheduler.hand import Hand, of_kind, only, released, rows_of
 
 
 def stepping(names: str = "a", **fields: object) -> Hand:
-    """These requests are in a speculate order in flight."""
+    """These requests are in a speculate batch in flight."""
     hand = Hand()
     for name in names:
         hand.submit(name, **fields)
@@ -81,22 +81,22 @@ def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
     for name, length in [("long", 9), ("short", 2), ("mid", 5)]:
         hand.submit(name, length)
     hand.join()
-    (order,) = hand.settle()
-    assert rows_of(order) == ["short", "mid", "long"]
+    (batch,) = hand.settle()
+    assert rows_of(batch) == ["short", "mid", "long"]
     rows = tuple(RowResult(name, (ord(name[0]),), 1) for name in ("mid", "long", "short"))
-    hand.tell(StepDone(StepResult(order.id, "r", rows, 1)))
+    hand.tell(StepDone(StepResult(batch.id, "r", rows, 1)))
     assert hand.tokens == {name: [ord(name[0])] for name in ("long", "short", "mid")}
 
 
 def test_a_finished_row_never_changes_while_others_run() -> None:
     hand = stepping("ab", max_new_tokens=4)
-    (order,) = hand.in_flight()
-    hand.done(order, a=(1, 1, 1, 1), b=(1,))
+    (batch,) = hand.in_flight()
+    hand.done(batch, a=(1, 1, 1, 1), b=(1,))
     done = hand.finishes["a"]
     for _ in range(2):
-        (order,) = hand.in_flight()
-        assert rows_of(order) == ["b"]
-        hand.done(order, a=(7, 7), b=(1,))
+        (batch,) = hand.in_flight()
+        assert rows_of(batch) == ["b"]
+        hand.done(batch, a=(7, 7), b=(1,))
     assert hand.tokens["a"] == [1, 1, 1, 1]
     assert hand.finishes["a"] is done
 
@@ -112,7 +112,7 @@ def test_a_waiting_request_is_cancelled_at_once() -> None:
 
 
 @pytest.mark.parametrize("in_prefill", [True, False])
-def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_order(
+def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_batch(
     in_prefill: bool,
 ) -> None:
     hand = Hand()
@@ -120,34 +120,34 @@ def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_order(
     hand.submit("a")
     if not in_prefill:
         hand.done(hand.settle()[0])
-    (order,) = hand.in_flight()
+    (batch,) = hand.in_flight()
     actions = hand.cancel("a")
-    interrupts = [] if in_prefill else [Interrupt("r", order.id)]
-    assert of_kind(actions, Interrupt) == interrupts, "an order of several steps ends early"
+    interrupts = [] if in_prefill else [Interrupt("r", batch.id)]
+    assert of_kind(actions, Interrupt) == interrupts, "a batch of several steps ends early"
     assert [type(one) for one in actions if not isinstance(one, Interrupt)] == [Finish]
     assert hand.cancel("a") == []
     assert hand.used() > 0
-    actions = hand.done(order, a=(5, 6))
+    actions = hand.done(batch, a=(5, 6))
     assert actions == [Release("r", ("a",))], "its tokens are dropped"
     assert hand.used() == 0
 
 
 def test_the_id_of_a_leaving_request_is_still_taken() -> None:
     hand = stepping()
-    (order,) = hand.in_flight()
+    (batch,) = hand.in_flight()
     hand.cancel("a")
     assert only(hand.submit("a"), Reject).code is RejectCode.DUPLICATE
-    hand.done(order)
+    hand.done(batch)
     assert only(hand.submit("a"), Dispatch)
 
 
 def test_a_ready_row_that_is_cancelled_frees_its_blocks_at_once() -> None:
-    hand = Hand(rows_max=2, orders_in_flight_max=1)
+    hand = Hand(rows_max=2, batches_in_flight_max=1)
     for name, length in [("a", 1), ("b", 1), ("far", 90)]:
         hand.submit(name, length)
     hand.join()
-    (order,) = hand.settle()
-    assert rows_of(order) == ["a", "b"]
+    (batch,) = hand.settle()
+    assert rows_of(batch) == ["a", "b"]
     assert released(hand.cancel("far")) == ["far"]
 
 
@@ -156,8 +156,8 @@ def test_a_deadline_ends_waiting_and_running_requests_with_the_tokens_so_far() -
     hand.join(kv_blocks=2)
     hand.submit("runs", 3, 5, timeout_s=1.0)
     hand.submit("waits", 3, 5, timeout_s=2.0)
-    (order,) = hand.settle()
-    hand.done(order, runs=(7,))
+    (batch,) = hand.settle()
+    hand.done(batch, runs=(7,))
     assert hand.tick(0.999) == []
     finish = only(hand.tick(1.0), Finish)
     assert (finish.request_id, finish.reason) == ("runs", FinishReason.DEADLINE)
@@ -197,8 +197,8 @@ def test_carried_tokens_count_and_numbering_goes_on_after_them() -> None:
     (prefill,) = hand.in_flight()
     assert prefill.prefill[0].tokens == (1, 2, 7, 8)
     assert prefill.prefill[0].tokens_left == 2
-    (order,) = hand.settle()
-    actions = hand.done(order, a=(3, 4, 5))
+    (batch,) = hand.settle()
+    actions = hand.done(batch, a=(3, 4, 5))
     assert only(actions, Emit) == Emit("a", 2, (3, 4))
     assert hand.finishes["a"].usage.completion_tokens == 4
 

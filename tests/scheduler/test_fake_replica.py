@@ -1,4 +1,4 @@
-"""Proves how a fake replica spreads the draft tokens that an order lets through."""
+"""Proves how a fake replica spreads the draft tokens that a batch lets through."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from scheduler.fake_replica import FakeReplica, spread
 from scheduler.messages import (
-    Order,
-    OrderKind,
+    Batch,
+    BatchKind,
     PrefillRow,
     ReplicaSpec,
     SamplingParams,
@@ -40,13 +40,13 @@ def run(verify: int | None) -> StepResult:
     prefill = tuple(
         PrefillRow(name, (1, 2, 3), 40, SamplingParams(), (), 16) for name in ("a", "b")
     )
-    first = Order(1, "r", OrderKind.PREFILL, prefill=prefill)
+    first = Batch(1, "r", BatchKind.PREFILL, prefill=prefill)
     rows = tuple(StepRow(name, 3, 4, 16) for name in ("a", "b"))
-    second = Order(2, "r", OrderKind.SPECULATE, rows=rows, draft_len=4, verify_tokens=verify)
-    for order in (first, second):
-        replica.receive(order)
-        result = replica.run(order, 0.01)
-        replica.end(order)
+    second = Batch(2, "r", BatchKind.SPECULATE, rows=rows, draft_len=4, verify_tokens=verify)
+    for batch in (first, second):
+        replica.receive(batch)
+        result = replica.run(batch, 0.01)
+        replica.end(batch)
     return result
 
 

@@ -163,7 +163,7 @@ def test_an_anchored_window_is_the_tightest_with_the_anchor(
 ) -> None:
     rows = ready_rows(lengths)
     # Overdue by half a round of two groups: one pass.
-    rows.orders += 1
+    rows.batches += 1
     taken = take(rows, size, size, 2, wait_rounds=2)
     others = sorted(lengths)
     others.remove(lengths[0])
@@ -185,25 +185,25 @@ def test_an_anchored_window_is_the_tightest_with_the_anchor(
     st.randoms(use_true_random=False),
 )
 def test_no_row_waits_beyond_the_bound(rows_count, rows_max, wait_rounds, in_flight, rng) -> None:
-    """Rows of hostile lengths step, grow and come back; orders in flight answer in turn."""
+    """Rows of hostile lengths step, grow and come back; batches in flight answer in turn."""
     lengths = {str(i): rng.choice([1, 5, 9, rng.randint(1, 200)]) for i in range(rows_count)}
     rows = ready_rows(list(lengths.values()))
     groups = groups_needed(rows_count, rows_max)
     size, _ = group_size(rows_count, rows_max, halves=rng.random() < 0.5)
     bound = passes_bound(rows_count, rows_max, wait_rounds)
-    orders: list[list[str]] = []
+    batches: list[list[str]] = []
     for _ in range(150):
-        if len(orders) >= in_flight or not len(rows):
-            for row in orders.pop(0):
+        if len(batches) >= in_flight or not len(rows):
+            for row in batches.pop(0):
                 # Growing by nothing keeps the most attractive rows attractive for ever.
                 lengths[row] += rng.choice([0, 0, 1])
                 rows.add(row, lengths[row], rng.choice([0, 0, 0, 1]), new=rng.random() < 0.1)
-        orders.append(take(rows, size, rows_max, groups, wait_rounds))
+        batches.append(take(rows, size, rows_max, groups, wait_rounds))
         assert all(rows.passes(row) <= bound for row in rows)
 
 
 def test_the_bound_holds_when_all_rows_are_overdue_at_once() -> None:
-    """Far apart and with always the same close companions, each order serves one old row only."""
+    """Far apart and with always the same close companions, each batch serves one old row only."""
     rows_max, wait_rounds, count = 4, 2, 40
     lengths = {str(i): 100 * i for i in range(count)}
     companions = {f"c{i}": 0 for i in range(rows_max - 1)}
@@ -246,10 +246,10 @@ def test_groups_are_full_or_halves_that_take_turns(
 
 
 @pytest.mark.parametrize(
-    ("ready", "stepping", "joining", "orders", "halves", "expected"),
+    ("ready", "stepping", "joining", "batches", "halves", "expected"),
     [
         (0, 8, 0, 1, False, False),  # nobody to step
-        (1, 0, 0, 0, False, True),  # a replica without any order never waits
+        (1, 0, 0, 0, False, True),  # a replica without any batch never waits
         (4, 4, 0, 1, False, False),  # a fragment waits: all 8 belong in one group
         (7, 1, 0, 1, False, False),
         (8, 8, 0, 1, False, True),  # two whole groups alternate
@@ -262,8 +262,8 @@ def test_groups_are_full_or_halves_that_take_turns(
         (4, 0, 40, 1, False, True),
     ],
 )
-def test_a_second_order_is_a_whole_group_or_waits(
-    ready: int, stepping: int, joining: int, orders: int, halves: bool, expected: bool
+def test_a_second_batch_is_a_whole_group_or_waits(
+    ready: int, stepping: int, joining: int, batches: int, halves: bool, expected: bool
 ) -> None:
     _, beside = group_size(ready + stepping, 8, halves)
-    assert may_step(ready, stepping, joining, orders, beside, rows_max=8) is expected
+    assert may_step(ready, stepping, joining, batches, beside, rows_max=8) is expected

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from scheduler.hardware import DEVICES, PAIRS, Device, FittedTimes, Model, Pair, Roofline, forward_s
-from scheduler.messages import Order, OrderKind, PrefillRow, SamplingParams, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
 
 PLAIN = Device(
     bytes_per_s=1e9,
@@ -22,14 +22,14 @@ BODY = 2 * (10 * 10 + 2 * 10 * 5 + 10 * 10 + 3 * 10 * 20)
 HEAD = 1000
 
 
-def speculate(lengths: list[int], draft_len: int) -> Order:
+def speculate(lengths: list[int], draft_len: int) -> Batch:
     rows = tuple(StepRow(str(n), length, draft_len, 1) for n, length in enumerate(lengths))
-    return Order(1, "r", OrderKind.SPECULATE, rows=rows, draft_len=draft_len)
+    return Batch(1, "r", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
 
 
-def prefill(begin: int, until: int | None, tokens: int) -> Order:
+def prefill(begin: int, until: int | None, tokens: int) -> Batch:
     row = PrefillRow("a", (1,) * tokens, 5, SamplingParams(), (), 9, begin, until)
-    return Order(1, "r", OrderKind.PREFILL, prefill=(row,))
+    return Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
 
 
 @pytest.mark.parametrize(

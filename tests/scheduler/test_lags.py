@@ -38,15 +38,15 @@ def test_who_is_left_out_is_due_after_so_many_rounds() -> None:
         lags.step(["a", "b"], of=3)
         lags.become_ready("ab")
     lags.become_ready("z")
-    orders = 0
+    batches = 0
     while lags.due("abz") is None:
         assert lags.lag("z") < LAG_MAX
         lags.step(["a", "b"], of=3)
         lags.become_ready("ab")
-        orders += 1
+        batches += 1
     assert lags.due("abz") == "z"
     assert lags.due("ab") is None, "it is not ready"
-    assert orders >= 1
+    assert batches >= 1
 
 
 def test_a_row_that_steps_leaves_or_comes_back_is_due_no_more() -> None:
@@ -94,12 +94,12 @@ def test_what_is_remembered_of_rows_that_come_and_go_is_bounded() -> None:
     for row in range(16):
         ready.add(row, 10)
     coming = 16
-    for order in range(4000):
-        chosen = ready.choose(4, 4, 4, 1 + 3 * (order // 2000))
+    for batch in range(4000):
+        chosen = ready.choose(4, 4, 4, 1 + 3 * (batch // 2000))
         ready.take(chosen, 16)
         for row in chosen:
             # Two of four leave, so the others are seldom those that were behind.
-            if row % 2 == order % 2:
+            if row % 2 == batch % 2:
                 ready.lags.forget(row)
                 ready.add(coming, 10 + coming % 7 * 100)
                 coming += 1
@@ -132,6 +132,6 @@ def test_no_length_costs_a_row_its_share(rows: int, rows_max: int, wait: int, rn
             steps[row] += 1
             ready.add(row, lengths[row])
         ready.lags.check_integrity(ready, lengths)
-    # Each order is for one row, and who lies near it has a ride: so not all have equally many. By
+    # Each batch is for one row, and who lies near it has a ride: so not all have equally many. By
     # the bound on a wait alone it would be one step in `wait` rounds.
     assert min(steps.values()) >= 0.5 * rounds

@@ -9,27 +9,27 @@ from random import Random
 import pytest
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Order, OrderKind, ReplicaSpec, Request
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, Request
 from scheduler.open_replicas import OpenReplicas
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
 
 SPEC = ReplicaSpec(kv_blocks=100, block_size=16, context_len=512, vocab_size=50)
-CONFIG = SchedulerConfig(residents_max=4, orders_in_flight_max=2)
+CONFIG = SchedulerConfig(residents_max=4, batches_in_flight_max=2)
 
 
 def add_resident(replica: Replica, number: int) -> None:
     replica.residents[str(number)] = Sequence(Request(str(number), (1,), 5), number)
 
 
-def add_order(replica: Replica, number: int) -> None:
-    replica.orders[number] = Order(number, replica.id, OrderKind.SPECULATE)
+def add_batch(replica: Replica, number: int) -> None:
+    replica.batches[number] = Batch(number, replica.id, BatchKind.SPECULATE)
 
 
 def searched(replicas: list[Replica]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """Both indices by a search of all."""
     takes = [one for one in replicas if not one.draining and one.load < CONFIG.residents_max]
-    place = [one for one in takes if len(one.orders) < CONFIG.orders_in_flight_max]
+    place = [one for one in takes if len(one.batches) < CONFIG.batches_in_flight_max]
     return (
         sorted((one.load, one.id) for one in takes),
         sorted((one.load, one.id) for one in place),
@@ -54,10 +54,10 @@ def test_it_says_what_a_search_of_all_says(seed: int) -> None:
             add_resident(one, number)
         elif chance < 0.5 and one.residents:
             one.residents.popitem()
-        elif chance < 0.65 and len(one.orders) < CONFIG.orders_in_flight_max:
-            add_order(one, number)
-        elif chance < 0.8 and one.orders:
-            one.orders.popitem()
+        elif chance < 0.65 and len(one.batches) < CONFIG.batches_in_flight_max:
+            add_batch(one, number)
+        elif chance < 0.8 and one.batches:
+            one.batches.popitem()
         elif chance < 0.84:
             one.draining = True
         elif chance < 0.9:
@@ -88,9 +88,9 @@ def test_a_look_finds_what_nobody_has_told() -> None:
     replica = Replica("r", SPEC)
     index.changed(replica)
     index.open()
-    add_order(replica, 1)
+    add_batch(replica, 1)
     index.check_integrity([replica])
-    add_order(replica, 2)
+    add_batch(replica, 2)
     with pytest.raises(AssertionError, match="nobody said so"):
         index.check_integrity([replica])
     index.changed(replica)

@@ -1,4 +1,4 @@
-"""Proves that a request's pins hold in every order, narrow them and never widen, and that whoever
+"""Proves that a request's pins hold in every batch, narrow them and never widen, and that whoever
 pins, and whoever steps beside it, waits no longer than the bound, in which narrow rows count as
 groups.
 """
@@ -13,27 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.admission import check_request
+from scheduler.batches import batch_spread
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.grouping import ReadyRows, groups_needed, passes_bound
-from scheduler.messages import Order, OrderKind, Pins, Request
+from scheduler.messages import Batch, BatchKind, Pins, Request
 from scheduler.narrowing import Group, Limits, groups_by_length, limits_of, narrow_groups
-from scheduler.orders import order_spread
 from tests.scheduler.hand import Hand, rows_of
 
 
-def play(hand: Hand, orders: int) -> list[Order]:
-    """Answers the oldest order again and again; all orders of steps that were."""
+def play(hand: Hand, batches: int) -> list[Batch]:
+    """Answers the oldest batch again and again; all batches of steps that were."""
     steps = []
-    for _ in range(orders):
-        order = hand.in_flight()[0]
-        if order.kind is OrderKind.SPECULATE:
-            steps.append(order)
-        hand.done(order)
+    for _ in range(batches):
+        batch = hand.in_flight()[0]
+        if batch.kind is BatchKind.SPECULATE:
+            steps.append(batch)
+        hand.done(batch)
     return steps
 
 
-# --------------------------------------------------------------------------- rows of an order
+# --------------------------------------------------------------------------- rows of a batch
 
 
 def test_one_that_pins_one_row_steps_alone_and_the_others_together() -> None:
@@ -42,9 +42,9 @@ def test_one_that_pins_one_row_steps_alone_and_the_others_together() -> None:
     hand.submit("alone", pins=Pins(rows_max=1))
     for row in "abcd":
         hand.submit(row)
-    orders = [sorted(rows_of(order)) for order in play(hand, 40)[-20:]]
-    assert orders.count(["alone"]) == orders.count(["a", "b", "c", "d"]) == 10
-    assert len(hand.in_flight()) == 2, "nothing is prepared beside the running order"
+    batches = [sorted(rows_of(batch)) for batch in play(hand, 40)[-20:]]
+    assert batches.count(["alone"]) == batches.count(["a", "b", "c", "d"]) == 10
+    assert len(hand.in_flight()) == 2, "nothing is prepared beside the running batch"
 
 
 def test_a_pinned_spread_keeps_those_away_that_are_too_far() -> None:
@@ -55,10 +55,10 @@ def test_a_pinned_spread_keeps_those_away_that_are_too_far() -> None:
     hand.submit("b", length=100)
     hand.submit("c", length=101)
     steps = play(hand, 40)
-    assert any(len(rows_of(order)) == 2 and "near" in rows_of(order) for order in steps)
-    for order in steps:
-        if "near" in rows_of(order):
-            assert order_spread(order) <= 8
+    assert any(len(rows_of(batch)) == 2 and "near" in rows_of(batch) for batch in steps)
+    for batch in steps:
+        if "near" in rows_of(batch):
+            assert batch_spread(batch) <= 8
 
 
 def test_a_pin_that_changes_nothing_leaves_the_row_in_its_group() -> None:
@@ -67,17 +67,17 @@ def test_a_pin_that_changes_nothing_leaves_the_row_in_its_group() -> None:
     hand.submit("a", pins=Pins(spread_max=1000))
     for row in "bcd":
         hand.submit(row, pins=Pins(rows_max=4))
-    assert [sorted(rows_of(order)) for order in play(hand, 20)[-5:]] == [["a", "b", "c", "d"]] * 5
+    assert [sorted(rows_of(batch)) for batch in play(hand, 20)[-5:]] == [["a", "b", "c", "d"]] * 5
 
 
-def test_who_pins_one_row_among_many_groups_has_one_order_of_a_round() -> None:
-    """Four full groups and one alone: a round is five orders."""
+def test_who_pins_one_row_among_many_groups_has_one_batch_of_a_round() -> None:
+    """Four full groups and one alone: a round is five batches."""
     hand = Hand(rows_max=4, prefill_rows_max=16)
     hand.join()
     hand.submit("alone", max_new_tokens=200, pins=Pins(rows_max=1))
     for row in range(16):
         hand.submit(f"r{row}", max_new_tokens=200)
-    steps = [rows_of(order) for order in play(hand, 110)[-100:]]
+    steps = [rows_of(batch) for batch in play(hand, 110)[-100:]]
     own = steps.count(["alone"])
     assert all(len(rows) == 4 for rows in steps if "alone" not in rows)
     assert own == 20
@@ -94,7 +94,7 @@ def test_narrow_rows_step_with_each_other_and_free_ones_in_full_groups(others: i
     for row in range(4):
         pins = Pins(rows_max=others if row % 2 else 2)
         hand.submit(f"narrow{row}", length=20 * row + 4, max_new_tokens=400, pins=pins)
-    steps = [rows_of(order) for order in play(hand, 76)[-60:]]
+    steps = [rows_of(batch) for batch in play(hand, 76)[-60:]]
     small = [rows for rows in steps if any(row.startswith("narrow") for row in rows)]
     assert all(len(rows) == 4 for rows in steps if rows not in small)
     assert all(sum(row.startswith("narrow") for row in rows) == 2 for rows in small)
@@ -103,7 +103,7 @@ def test_narrow_rows_step_with_each_other_and_free_ones_in_full_groups(others: i
 
 @pytest.mark.parametrize("spread_max", [100, 1000])
 def test_who_pins_a_spread_that_hardly_binds_has_a_place_in_every_round(spread_max: int) -> None:
-    """Three groups of free rows and eight rows that are near enough to each other: four orders."""
+    """Three groups of free rows and eight rows that are near enough to each other: four batches."""
     hand = Hand(rows_max=8, prefill_rows_max=32)
     hand.join(kv_blocks=10_000)
     for row in range(24):
@@ -111,7 +111,7 @@ def test_who_pins_a_spread_that_hardly_binds_has_a_place_in_every_round(spread_m
     for row in range(8):
         pins = Pins(spread_max=spread_max)
         hand.submit(f"near{row}", length=3 + row, max_new_tokens=400, pins=pins)
-    steps = [rows_of(order) for order in play(hand, 100)[-80:]]
+    steps = [rows_of(batch) for batch in play(hand, 100)[-80:]]
     assert all(len(rows) == 8 for rows in steps)
     taken = Counter(row for rows in steps for row in rows)
     assert all(18 <= taken[f"near{row}"] <= 22 for row in range(8))
@@ -144,8 +144,8 @@ def test_the_configs_spread_holds_for_all() -> None:
     for index, length in enumerate((20, 25, 60, 65, 100)):
         hand.submit(f"r{index}", length=length)
     steps = play(hand, 40)
-    assert all(order_spread(order) <= 10 for order in steps)
-    assert {len(order.rows) for order in steps[-6:]} == {1, 2}
+    assert all(batch_spread(batch) <= 10 for batch in steps)
+    assert {len(batch.rows) for batch in steps[-6:]} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_no_row_is_passed_over_beyond_the_bound(
     for _ in range(120):
         if len(ready):
             size = min(rng.choice([free, rows_max]), rows_max)
-            # However few orders a round is believed to take.
+            # However few batches a round is believed to take.
             turns = rng.randint(1, groups)
             chosen = ready.choose(size, rows_max, groups, wait_rounds, turns)
             of_chosen = [lengths[row] for row in chosen]
@@ -228,14 +228,14 @@ def test_no_row_is_passed_over_beyond_the_bound(
 # --------------------------------------------------------------------------- the other pins
 
 
-def test_steps_of_an_order_are_the_least_that_a_row_has_pinned() -> None:
-    hand = Hand(steps_per_order_max=8)
+def test_steps_of_a_batch_are_the_least_that_a_row_has_pinned() -> None:
+    hand = Hand(steps_per_batch_max=8)
     hand.join()
-    hand.submit("a", pins=Pins(steps_per_order_max=3))
-    hand.submit("b", pins=Pins(steps_per_order_max=100))
-    assert {order.steps for order in play(hand, 8)[-3:]} == {3}
+    hand.submit("a", pins=Pins(steps_per_batch_max=3))
+    hand.submit("b", pins=Pins(steps_per_batch_max=100))
+    assert {batch.steps for batch in play(hand, 8)[-3:]} == {3}
     hand.cancel("a")
-    assert {order.steps for order in play(hand, 8)[-3:]} == {8}
+    assert {batch.steps for batch in play(hand, 8)[-3:]} == {8}
 
 
 def test_a_prompt_is_filled_in_chunks_of_what_its_request_has_pinned() -> None:
@@ -244,11 +244,11 @@ def test_a_prompt_is_filled_in_chunks_of_what_its_request_has_pinned() -> None:
     hand.submit("pinned", length=151, pins=Pins(prefill_tokens_max=40))
     hand.submit("other", length=101)
     chunks: dict[str, list[tuple[int, int | None]]] = {"pinned": [], "other": []}
-    while hand.in_flight()[0].kind is OrderKind.PREFILL or chunks["pinned"][-1][1] != 150:
-        order = hand.in_flight()[0]
-        for row in order.prefill:
+    while hand.in_flight()[0].kind is BatchKind.PREFILL or chunks["pinned"][-1][1] != 150:
+        batch = hand.in_flight()[0]
+        for row in batch.prefill:
             chunks[row.sequence_id].append((row.begin, row.until))
-        hand.done(order)
+        hand.done(batch)
     assert chunks["pinned"] == [(0, 40), (40, 80), (80, 120), (120, 150)]
     assert chunks["other"] == [(0, 100)], "it has what the other leaves"
 
@@ -257,7 +257,7 @@ def test_what_no_pin_can_be_is_refused_by_name() -> None:
     for pins, field in [
         (Pins(rows_max=0), "pins.rows_max"),
         (Pins(spread_max=-1), "pins.spread_max"),
-        (Pins(steps_per_order_max=0), "pins.steps_per_order_max"),
+        (Pins(steps_per_batch_max=0), "pins.steps_per_batch_max"),
         (Pins(prefill_tokens_max=31), "pins.prefill_tokens_max"),
     ]:
         with pytest.raises(InvalidRequest) as refused:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import OrderKind
-from tests.scheduler.hand import Hand, orders_of, rows_of
+from scheduler.messages import BatchKind
+from tests.scheduler.hand import Hand, batches_of, rows_of
 
 
 def where(hand: Hand) -> dict[str, str]:
@@ -14,11 +14,11 @@ def where(hand: Hand) -> dict[str, str]:
 
 
 def run(hand: Hand, replica_ids: tuple[str, ...], rounds: int) -> None:
-    """Answers `rounds` orders of each replica with one token per row."""
+    """Answers `rounds` batches of each replica with one token per row."""
     for _ in range(rounds):
         for replica_id in replica_ids:
-            for order in hand.in_flight(replica_id)[:1]:
-                hand.done(order)
+            for batch in hand.in_flight(replica_id)[:1]:
+                hand.done(batch)
 
 
 def test_a_sequence_goes_to_residents_of_near_length() -> None:
@@ -140,7 +140,7 @@ def test_a_sequence_that_does_not_fit_is_overtaken_a_few_times_and_then_holds_th
         for _ in range(passes_max + 5):
             finish_one(hand, "r")
         assert "big" in where(hand), "starved by smaller ones"
-        prefilled = [rows_of(order) for order in hand.orders.values() if order.prefill]
+        prefilled = [rows_of(batch) for batch in hand.batches.values() if batch.prefill]
         order_of_start = [name for rows in prefilled for name in rows]
         before_big = order_of_start[: order_of_start.index("big")]
         assert sum(name.startswith("small") for name in before_big) == passes_max
@@ -196,6 +196,6 @@ def test_a_waiting_sequence_starts_when_a_place_is_free() -> None:
     hand.join()
     hand.submit("a", 3, 2)
     hand.submit("b", 3, 2)
-    (order,) = hand.settle()
-    (order,) = orders_of(hand.done(order, a=(1, 1)))
-    assert (order.kind, rows_of(order)) == (OrderKind.PREFILL, ["b"])
+    (batch,) = hand.settle()
+    (batch,) = batches_of(hand.done(batch, a=(1, 1)))
+    assert (batch.kind, rows_of(batch)) == (BatchKind.PREFILL, ["b"])

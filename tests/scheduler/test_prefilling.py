@@ -6,25 +6,25 @@ import itertools
 
 import pytest
 
+from scheduler.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, Interrupt, Order, OrderKind, Release
-from scheduler.orders import prefill_tokens
+from scheduler.messages import Batch, BatchKind, FinishReason, Interrupt, Release
 from scheduler.prefilling import CHUNKS_MAX
 from scheduler.scheduler import Scheduler
 from scheduler.speculation import GoodputPolicy
-from tests.scheduler.hand import Hand, only, orders_of, released, rows_of
+from tests.scheduler.hand import Hand, batches_of, only, released, rows_of
 
 
-def spans(order: Order) -> dict[str, tuple[int, int | None]]:
-    return {row.sequence_id: (row.begin, row.until) for row in order.prefill}
+def spans(batch: Batch) -> dict[str, tuple[int, int | None]]:
+    return {row.sequence_id: (row.begin, row.until) for row in batch.prefill}
 
 
-def prefills(hand: Hand) -> list[Order]:
-    return [order for order in hand.orders.values() if order.kind is OrderKind.PREFILL]
+def prefills(hand: Hand) -> list[Batch]:
+    return [batch for batch in hand.batches.values() if batch.kind is BatchKind.PREFILL]
 
 
-def work(hand: Hand, orders: int) -> None:
-    for _ in range(orders):
+def work(hand: Hand, batches: int) -> None:
+    for _ in range(batches):
         if hand.in_flight():
             hand.done(hand.in_flight()[0])
 
@@ -34,10 +34,10 @@ def test_a_long_prompt_is_filled_in_chunks_and_its_content_is_sent_once() -> Non
     hand.join()
     hand.submit("a", length=26)
     work(hand, 3)
-    assert [spans(order)["a"] for order in prefills(hand)] == [(0, 10), (10, 20), (20, 25)]
-    assert [len(order.prefill[0].tokens) for order in prefills(hand)] == [26, 0, 0]
-    (order,) = hand.in_flight()
-    assert (order.kind, order.rows[0].length) == (OrderKind.SPECULATE, 26)
+    assert [spans(batch)["a"] for batch in prefills(hand)] == [(0, 10), (10, 20), (20, 25)]
+    assert [len(batch.prefill[0].tokens) for batch in prefills(hand)] == [26, 0, 0]
+    (batch,) = hand.in_flight()
+    assert (batch.kind, batch.rows[0].length) == (BatchKind.SPECULATE, 26)
 
 
 def test_running_rows_step_between_two_chunks() -> None:
@@ -47,10 +47,10 @@ def test_running_rows_step_between_two_chunks() -> None:
     work(hand, 3)
     hand.submit("long", length=101)
     work(hand, 25)
-    kinds = [order.kind for order in hand.orders.values()][1:]
+    kinds = [batch.kind for batch in hand.batches.values()][1:]
     assert len(prefills(hand)) == 11
-    assert (OrderKind.PREFILL, OrderKind.PREFILL) not in itertools.pairwise(kinds)
-    stepped = [order for order in hand.orders.values() if order.rows]
+    assert (BatchKind.PREFILL, BatchKind.PREFILL) not in itertools.pairwise(kinds)
+    stepped = [batch for batch in hand.batches.values() if batch.rows]
     assert len(rows_of(stepped[-1])) == 2, "the long one steps with the other in the end"
 
 
@@ -63,35 +63,35 @@ def test_a_short_prompt_passes_a_long_one_that_is_being_filled() -> None:
     work(hand, 2)
     hand.submit("later", length=6)
     work(hand, 2)
-    first = next(order for order in prefills(hand) if "later" in rows_of(order))
+    first = next(batch for batch in prefills(hand) if "later" in rows_of(batch))
     assert spans(first)["later"] == (0, 5)
     begin, until = spans(first)["long"]
     assert until is not None
     assert until - begin == 5, "the long one has its half all the same"
 
 
-def test_the_oldest_has_at_least_half_of_every_order_whatever_comes() -> None:
+def test_the_oldest_has_at_least_half_of_every_batch_whatever_comes() -> None:
     hand = Hand(prefill_tokens_max=8, prefill_rows_max=4, rows_max=64)
     hand.join(kv_blocks=10_000)
     hand.submit("long", length=81, max_new_tokens=400)
     for index in range(120):
         hand.submit(str(index), length=5, max_new_tokens=400)
         work(hand, 1)
-    orders = [order for order in prefills(hand) if "long" in rows_of(order)]
-    assert sum(spans(order)["long"][1] == 80 for order in orders) == 1, "it was filled"
-    for order in orders[1:-1]:
-        begin, until = spans(order)["long"]
+    batches = [batch for batch in prefills(hand) if "long" in rows_of(batch)]
+    assert sum(spans(batch)["long"][1] == 80 for batch in batches) == 1, "it was filled"
+    for batch in batches[1:-1]:
+        begin, until = spans(batch)["long"]
         assert until is not None
         assert until - begin >= 4
-        assert sum(u - b for b, u in spans(order).values() if u is not None) <= 8
+        assert sum(u - b for b, u in spans(batch).values() if u is not None) <= 8
 
 
 def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> None:
-    hand = Hand(prefill_tokens_max=8, orders_in_flight_max=3)
+    hand = Hand(prefill_tokens_max=8, batches_in_flight_max=3)
     hand.submit("a", length=101)
     hand.submit("b", length=61)
     hand.submit("c", length=12)
-    first, second, third = orders_of(hand.join())
+    first, second, third = batches_of(hand.join())
     assert [spans(o) for o in (first, second, third)] == [
         {"a": (0, 8)},
         {"b": (0, 8)},
@@ -99,26 +99,26 @@ def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> 
     ]
     hand.done(third)
     hand.done(second)
-    (order, _) = hand.in_flight()[1:]
-    assert spans(order) == {"c": (8, 11)}
+    (batch, _) = hand.in_flight()[1:]
+    assert spans(batch) == {"c": (8, 11)}
     hand.done(first)
     work(hand, 2)
-    order = next(o for o in prefills(hand) if "a" in rows_of(o) and o is not first)
-    assert spans(order)["a"] == (8, 16)
+    batch = next(o for o in prefills(hand) if "a" in rows_of(o) and o is not first)
+    assert spans(batch)["a"] == (8, 16)
 
 
 def test_a_part_too_small_to_be_worth_a_place_is_not_begun() -> None:
     hand = Hand(prefill_tokens_max=8)
     hand.submit("a", length=8)
     hand.submit("b", length=40)
-    first, second = orders_of(hand.join())
+    first, second = batches_of(hand.join())
     assert spans(first) == {"a": (0, 7)}
     assert spans(second) == {"b": (0, 8)}
 
 
 @pytest.mark.parametrize("rows_max", [1, 2])
 def test_a_new_prompt_has_a_place_beside_a_long_one_however_few_there_are(rows_max: int) -> None:
-    hand = Hand(prefill_tokens_max=8, prefill_rows_max=rows_max, orders_in_flight_max=1)
+    hand = Hand(prefill_tokens_max=8, prefill_rows_max=rows_max, batches_in_flight_max=1)
     hand.join()
     hand.submit("long", length=401, max_new_tokens=1)
     hand.submit("a", length=3)
@@ -130,7 +130,7 @@ class Partial:
     """A hand on a replica that holds a row filled in part: 10 of 25 positions."""
 
     def __init__(self) -> None:
-        self.hand = Hand(prefill_tokens_max=10, orders_in_flight_max=1, rows_max=2)
+        self.hand = Hand(prefill_tokens_max=10, batches_in_flight_max=1, rows_max=2)
         self.hand.join()
         self.hand.submit("other")
         work(self.hand, 1)
@@ -138,9 +138,9 @@ class Partial:
         while "a" not in rows_of(self.hand.in_flight()[0]):
             work(self.hand, 1)
         work(self.hand, 1)
-        (order,) = self.hand.in_flight()
-        assert rows_of(order) == ["other"]
-        self.order = order
+        (batch,) = self.hand.in_flight()
+        assert rows_of(batch) == ["other"]
+        self.batch = batch
 
 
 def test_cancelled_between_two_chunks_it_is_released_at_once() -> None:
@@ -148,8 +148,8 @@ def test_cancelled_between_two_chunks_it_is_released_at_once() -> None:
     actions = world.hand.cancel("a")
     assert released(actions) == ["a"]
     assert world.hand.finishes["a"].reason is FinishReason.CANCELLED
-    world.hand.done(world.order)
-    assert all(rows_of(order) == ["other"] for order in world.hand.in_flight())
+    world.hand.done(world.batch)
+    assert all(rows_of(batch) == ["other"] for batch in world.hand.in_flight())
 
 
 def test_a_draining_replica_hands_back_what_is_filled_in_part() -> None:
@@ -157,10 +157,10 @@ def test_a_draining_replica_hands_back_what_is_filled_in_part() -> None:
     world.hand.join("r2")
     actions = world.hand.drain()
     assert "a" in released(actions)
-    order = orders_of(actions)[0]
-    assert order.replica_id == "r2"
-    assert spans(order)["a"] == (0, 10), "from the beginning: nothing of it is there"
-    assert len(order.prefill[0].tokens) == 26
+    batch = batches_of(actions)[0]
+    assert batch.replica_id == "r2"
+    assert spans(batch)["a"] == (0, 10), "from the beginning: nothing of it is there"
+    assert len(batch.prefill[0].tokens) == 26
 
 
 def test_with_its_replica_the_filled_part_is_lost_and_it_is_not_blamed() -> None:
@@ -169,23 +169,23 @@ def test_with_its_replica_the_filled_part_is_lost_and_it_is_not_blamed() -> None
     world.hand.lose()
     sequence = next(one for one in world.hand.sequences() if one.id == "a")
     assert (sequence.deaths, sequence.rows_limit) == (0, None)
-    (order,) = world.hand.in_flight("r2")
-    while "a" not in rows_of(order):
-        (order,) = orders_of(world.hand.done(order))
-    assert spans(order)["a"] == (0, 10)
+    (batch,) = world.hand.in_flight("r2")
+    while "a" not in rows_of(batch):
+        (batch,) = batches_of(world.hand.done(batch))
+    assert spans(batch)["a"] == (0, 10)
 
 
 def test_a_failed_chunk_sends_its_row_back_to_be_filled_at_once_and_alone() -> None:
     world = Partial()
-    (chunk,) = orders_of(world.hand.done(world.order))
+    (chunk,) = batches_of(world.hand.done(world.batch))
     assert spans(chunk) == {"a": (10, 20)}
     actions = world.hand.fail(chunk)
     assert "a" in only(actions, Release).sequence_ids
     while "a" not in rows_of(world.hand.in_flight()[0]):
         work(world.hand, 1)
-    (order,) = world.hand.in_flight()
-    assert spans(order) == {"a": (0, 25)}, "a suspect has nothing beside it, not even in time"
-    world.hand.done(order)
+    (batch,) = world.hand.in_flight()
+    assert spans(batch) == {"a": (0, 25)}, "a suspect has nothing beside it, not even in time"
+    world.hand.done(batch)
     work(world.hand, 5)
     assert len(world.hand.tokens["a"]) > 0
 
@@ -198,7 +198,7 @@ def test_blocks_of_the_whole_prompt_are_set_aside_with_the_first_chunk() -> None
 
 def running(rows: int, **config: object) -> Hand:
     """So many rows that step in one group, nobody waiting."""
-    hand = Hand(rows_max=64, prefill_rows_max=64, steps_per_order_max=4, **config)
+    hand = Hand(rows_max=64, prefill_rows_max=64, steps_per_batch_max=4, **config)
     hand.join(kv_blocks=100_000)
     for index in range(rows):
         hand.submit(f"r{index}", max_new_tokens=400)
@@ -207,36 +207,36 @@ def running(rows: int, **config: object) -> Hand:
     return hand
 
 
-def test_one_prompt_among_many_rows_waits_for_others_and_for_one_decode_order_at_most() -> None:
+def test_one_prompt_among_many_rows_waits_for_others_and_for_one_decode_batch_at_most() -> None:
     hand = running(40)
-    (order,) = hand.in_flight()
+    (batch,) = hand.in_flight()
     actions = hand.submit("a")
-    assert not orders_of(actions)
-    assert only(actions, Interrupt).order_id == order.id, "not for all steps of it"
-    assert not orders_of(hand.submit("b"))
-    steps, prefill = orders_of(hand.done(order))
+    assert not batches_of(actions)
+    assert only(actions, Interrupt).batch_id == batch.id, "not for all steps of it"
+    assert not batches_of(hand.submit("b"))
+    steps, prefill = batches_of(hand.done(batch))
     assert (len(rows_of(steps)), steps.steps) == (40, 1)
     assert rows_of(prefill) == ["a", "b"]
 
 
 def test_it_waits_no_longer_once_there_are_enough() -> None:
     hand = running(40)
-    assert not orders_of(hand.submit("a"))
-    assert not orders_of(hand.submit("b"))
-    (prefill,) = orders_of(hand.submit("c"))
+    assert not batches_of(hand.submit("a"))
+    assert not batches_of(hand.submit("b"))
+    (prefill,) = batches_of(hand.submit("c"))
     assert rows_of(prefill) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
     ("rows", "length", "config"),
-    [(16, 3, {}), (40, 60, {"prefill_tokens_max": 100}), (40, 3, {"gather_orders": 0})],
+    [(16, 3, {}), (40, 60, {"prefill_tokens_max": 100}), (40, 3, {"gather_batches": 0})],
     ids=["few rows run", "its prefill is long anyway", "turned off"],
 )
 def test_a_prompt_does_not_wait_where_it_would_gain_nothing(
     rows: int, length: int, config: dict[str, object]
 ) -> None:
     hand = running(rows, **config)
-    (prefill,) = orders_of(hand.submit("a", length=length, max_new_tokens=10))
+    (prefill,) = batches_of(hand.submit("a", length=length, max_new_tokens=10))
     assert rows_of(prefill) == ["a"]
 
 
@@ -244,9 +244,9 @@ def test_who_lost_its_place_does_not_wait_for_others() -> None:
     hand = running(40)
     hand.join("r2")
     hand.submit("a", length=300, max_new_tokens=10)
-    (order,) = hand.in_flight("r2")
-    assert rows_of(order) == ["a"]
-    assert any("a" in rows_of(one) for one in orders_of(hand.lose("r2", blamed=False)))
+    (batch,) = hand.in_flight("r2")
+    assert rows_of(batch) == ["a"]
+    assert any("a" in rows_of(one) for one in batches_of(hand.lose("r2", blamed=False)))
 
 
 CHUNK = 10
@@ -269,8 +269,8 @@ class Chunked:
 
 
 def chunked(groups: int) -> Hand:
-    """So many full groups of rows that step, nobody waiting, one decode order in flight."""
-    hand = Hand(rows_max=2, gather_orders=0, orders_in_flight_max=1, steps_per_order_max=1)
+    """So many full groups of rows that step, nobody waiting, one decode batch in flight."""
+    hand = Hand(rows_max=2, gather_batches=0, batches_in_flight_max=1, steps_per_batch_max=1)
     hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
     hand.join(kv_blocks=100_000)
     for index in range(2 * groups):
@@ -280,12 +280,12 @@ def chunked(groups: int) -> Hand:
     return hand
 
 
-def steps_and_tokens(orders: list[Order]) -> list[tuple[int, int]]:
-    """Of each prefill order: the decode orders since the one before, and its tokens."""
+def steps_and_tokens(batches: list[Batch]) -> list[tuple[int, int]]:
+    """Of each prefill batch: the decode batches since the one before, and its tokens."""
     found, steps = [], 0
-    for order in orders:
-        if order.prefill:
-            found.append((steps, prefill_tokens(order)))
+    for batch in batches:
+        if batch.prefill:
+            found.append((steps, prefill_tokens(batch)))
             steps = 0
         else:
             steps += 1
@@ -293,14 +293,14 @@ def steps_and_tokens(orders: list[Order]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_an_order_fills_a_chunk_per_decode_order_before_it_and_fewer_orders_do(groups: int) -> None:
+def test_a_batch_fills_a_chunk_per_decode_batch_before_it_and_fewer_batches_do(groups: int) -> None:
     hand = chunked(groups)
     before = len(prefills(hand))
     for index in range(40):
         hand.submit(f"w{index}", length=6, max_new_tokens=400)
     hand.submit("long", length=101, max_new_tokens=400)
     work(hand, 400)
-    found = steps_and_tokens(list(hand.orders.values()))[before:]
+    found = steps_and_tokens(list(hand.batches.values()))[before:]
     assert sum(tokens for _, tokens in found) == 40 * 5 + 100
     assert all(tokens <= CHUNK * max(steps, 1) for steps, tokens in found)
     # Rows join, so soon there are groups enough.
@@ -312,14 +312,14 @@ def test_what_one_chunk_takes_waits_for_no_other_however_many_rows_step() -> Non
     hand = chunked(6)
     for index in range(4):
         hand.submit(f"w{index}", length=CHUNK + 1, max_new_tokens=400)
-        before = len(hand.orders)
+        before = len(hand.batches)
         work(hand, 2)
-        kinds = [order.kind for order in list(hand.orders.values())[before:]]
-        assert OrderKind.PREFILL in kinds
+        kinds = [batch.kind for batch in list(hand.batches.values())[before:]]
+        assert BatchKind.PREFILL in kinds
 
 
 def test_rows_of_one_group_never_wait_for_two_chunks() -> None:
-    hand = Hand(rows_max=64, gather_orders=0, orders_in_flight_max=1, steps_per_order_max=1)
+    hand = Hand(rows_max=64, gather_batches=0, batches_in_flight_max=1, steps_per_batch_max=1)
     hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
     hand.join(kv_blocks=100_000)
     hand.submit("r", max_new_tokens=400)
@@ -327,4 +327,4 @@ def test_rows_of_one_group_never_wait_for_two_chunks() -> None:
     for index in range(40):
         hand.submit(f"w{index}", length=6, max_new_tokens=400)
     work(hand, 100)
-    assert {tokens for _, tokens in steps_and_tokens(list(hand.orders.values()))[1:]} == {CHUNK}
+    assert {tokens for _, tokens in steps_and_tokens(list(hand.batches.values()))[1:]} == {CHUNK}

@@ -7,11 +7,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import Order, OrderKind, Request
+from scheduler.messages import Batch, BatchKind, Request
 from scheduler.placement import PREFIX_TOKENS_PER_ROW
 from scheduler.prefixes import PrefixSet, block_keys
 from scheduler.sequence import Sequence
-from tests.scheduler.hand import Hand, orders_of, rows_of
+from tests.scheduler.hand import Hand, batches_of, rows_of
 
 A = tuple(range(1, 241))
 B = tuple(range(501, 741))
@@ -68,21 +68,23 @@ def test_no_tenant_can_choose_a_salt_that_makes_it_another() -> None:
 
 def two_replicas(**config: object) -> Hand:
     """`a` runs on r1 with the prefix A, `b` on r2 with B."""
-    hand = Hand(steps_per_order_max=1, **config)
+    hand = Hand(steps_per_batch_max=1, **config)
     hand.join("r1", **SHARING)
-    (order,) = orders_of(hand.submit("a", prompt=A))
-    assert order.replica_id == "r1"
-    hand.done(order)
+    (batch,) = batches_of(hand.submit("a", prompt=A))
+    assert batch.replica_id == "r1"
+    hand.done(batch)
     hand.join("r2", **SHARING)
-    (order,) = orders_of(hand.submit("b", prompt=B))
-    assert order.replica_id == "r2"
-    hand.done(order)
+    (batch,) = batches_of(hand.submit("b", prompt=B))
+    assert batch.replica_id == "r2"
+    hand.done(batch)
     return hand
 
 
-def prefill_of(hand: Hand, name: str) -> Order:
-    orders = [o for o in hand.orders.values() if o.kind is OrderKind.PREFILL and name in rows_of(o)]
-    return orders[-1]
+def prefill_of(hand: Hand, name: str) -> Batch:
+    batches = [
+        o for o in hand.batches.values() if o.kind is BatchKind.PREFILL and name in rows_of(o)
+    ]
+    return batches[-1]
 
 
 def test_a_prompt_goes_where_its_prefix_is() -> None:
@@ -95,9 +97,9 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
 
 def test_it_is_found_after_its_sequence_has_finished_with_what_was_generated() -> None:
     hand = two_replicas()
-    order = hand.in_flight("r1")[0]
+    batch = hand.in_flight("r1")[0]
     new = tuple(range(800, 900))
-    hand.done(order, a=new)
+    hand.done(batch, a=new)
     assert "a" in hand.finishes
     sets = {name: hand.scheduler._pool.replicas[name].prefixes for name in ("r1", "r2")}
     keys = block_keys((*A, *new), 4, "0  ")
@@ -120,7 +122,7 @@ def test_neither_another_tenant_nor_another_salt_shares() -> None:
 def test_load_goes_before_a_prefix_that_is_worth_less() -> None:
     """240 tokens are worth three residents more, not four."""
     assert 236 // PREFIX_TOKENS_PER_ROW == 3
-    hand = two_replicas(orders_in_flight_max=8)
+    hand = two_replicas(batches_in_flight_max=8)
     hand.submit("q0", prompt=(*A[:-1], 0))
     hand.submit("q1", prompt=(*A[:-1], 1))
     hand.submit("q2", prompt=(*A[:-1], 2))
@@ -130,15 +132,15 @@ def test_load_goes_before_a_prefix_that_is_worth_less() -> None:
 
 
 def test_a_busy_replica_leaves_a_prompt_to_the_busy_one_that_has_its_prefix() -> None:
-    hand = two_replicas(orders_in_flight_max=1)
+    hand = two_replicas(batches_in_flight_max=1)
     hand.submit("a2", prompt=(*A, 5))
-    assert len(hand.orders) == 4, "nobody has a place for an order"
+    assert len(hand.batches) == 4, "nobody has a place for a batch"
     hand.done(hand.in_flight("r2")[0])
     assert "a2" not in [row for o in hand.in_flight("r2") for row in rows_of(o)]
 
 
 def test_an_idle_replica_leaves_nothing() -> None:
-    hand = two_replicas(orders_in_flight_max=1)
+    hand = two_replicas(batches_in_flight_max=1)
     hand.cancel("b")
     hand.submit("a2", prompt=(*A, 5))
     hand.done(hand.in_flight("r2")[0])
@@ -146,7 +148,7 @@ def test_an_idle_replica_leaves_nothing() -> None:
 
 
 def test_it_is_left_a_few_times_at_most() -> None:
-    hand = two_replicas(orders_in_flight_max=2, passes_max=2)
+    hand = two_replicas(batches_in_flight_max=2, passes_max=2)
     for name in ("r1", "r2"):
         hand.submit(f"x{name}", prompt=(*(A if name == "r1" else B), 7))
     hand.submit("a2", prompt=(*A, 5))

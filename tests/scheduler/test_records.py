@@ -6,7 +6,7 @@ import copy
 import pickle
 from dataclasses import fields, replace
 
-from scheduler.messages import Emit, Order, OrderKind, StepRow
+from scheduler.messages import Batch, BatchKind, Emit, StepRow
 
 ROW = StepRow("a", 10, 4, 2)
 
@@ -25,6 +25,6 @@ def test_it_is_a_dataclass_without_room_for_other_names() -> None:
 
 
 def test_it_goes_through_pickle_and_copy() -> None:
-    order = Order(1, "r", OrderKind.SPECULATE, rows=(ROW,), draft_len=4)
-    assert pickle.loads(pickle.dumps(order, protocol=5)) == order
-    assert copy.deepcopy(order) == order
+    batch = Batch(1, "r", BatchKind.SPECULATE, rows=(ROW,), draft_len=4)
+    assert pickle.loads(pickle.dumps(batch, protocol=5)) == batch
+    assert copy.deepcopy(batch) == batch

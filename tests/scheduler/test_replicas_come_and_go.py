@@ -24,7 +24,7 @@ from scheduler.messages import (
     StepResult,
     Submit,
 )
-from tests.scheduler.hand import Hand, of_kind, only, orders_of, released, rows_of
+from tests.scheduler.hand import Hand, batches_of, of_kind, only, released, rows_of
 
 
 def waiting(hand: Hand) -> list[str]:
@@ -35,8 +35,8 @@ def test_requests_wait_for_the_first_replica_and_start_with_it() -> None:
     hand = Hand()
     assert hand.submit("a") == []
     assert hand.submit("b") == []
-    (order,) = orders_of(hand.join())
-    assert rows_of(order) == ["a", "b"]
+    (batch,) = batches_of(hand.join())
+    assert rows_of(batch) == ["a", "b"]
 
 
 def test_what_the_first_replica_refuses_fails_and_the_rest_starts() -> None:
@@ -50,7 +50,7 @@ def test_what_the_first_replica_refuses_fails_and_the_rest_starts() -> None:
         "b": FinishReason.FAILED,
     }
     assert "prompt" in hand.finishes["a"].message
-    assert rows_of(only(actions, Dispatch).order) == ["c"]
+    assert rows_of(only(actions, Dispatch).batch) == ["c"]
 
 
 def test_with_a_replica_known_the_same_is_refused_at_the_door() -> None:
@@ -58,7 +58,7 @@ def test_with_a_replica_known_the_same_is_refused_at_the_door() -> None:
     hand.join()
     assert only(hand.submit("a", prompt=(5000,)), Reject).field == "prompt"
     hand.join("large", context_len=5000, kv_blocks=5000)
-    assert only(hand.submit("b", 400, 400), Dispatch).order.replica_id == "large"
+    assert only(hand.submit("b", 400, 400), Dispatch).batch.replica_id == "large"
 
 
 @pytest.mark.parametrize("committed", [(), (1, 1)])
@@ -76,7 +76,7 @@ def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
         else:
             hand.join(who, kv_blocks=10 if who == "small" else 100)
     assert not hand.finishes
-    assert [rows_of(order) for order in hand.in_flight("large")] == [["a"]]
+    assert [rows_of(batch) for batch in hand.in_flight("large")] == [["a"]]
 
 
 def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are() -> None:
@@ -95,16 +95,16 @@ def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:
     hand = Hand()
     hand.join("one")
     hand.submit("a", prompt=(4, 5), max_new_tokens=4)
-    (order,) = hand.settle("one")
-    hand.done(order, a=(7, 8))
+    (batch,) = hand.settle("one")
+    hand.done(batch, a=(7, 8))
     (stale,) = hand.in_flight("one")
     assert only(hand.lose("one"), Blamed).request_id == "a"
-    (order,) = orders_of(hand.join("two"))
-    assert order.prefill[0].tokens == (4, 5, 7, 8)
-    assert order.prefill[0].tokens_left == 2
+    (batch,) = batches_of(hand.join("two"))
+    assert batch.prefill[0].tokens == (4, 5, 7, 8)
+    assert batch.prefill[0].tokens_left == 2
     assert hand.done(stale, a=(9, 9)) == [], "a late result of a lost replica"
-    (order,) = hand.settle("two")
-    hand.done(order, a=(5, 6))
+    (batch,) = hand.settle("two")
+    hand.done(batch, a=(5, 6))
     assert hand.tokens["a"] == [7, 8, 5, 6]
     usage = hand.finishes["a"].usage
     assert (usage.recovered, usage.replicas) == (1, ("one", "two"))
@@ -139,47 +139,47 @@ def test_a_lost_replicas_residents_go_on_elsewhere_at_once() -> None:
     hand.join("one")
     hand.submit("a")
     hand.join("two")
-    (order,) = orders_of(hand.lose("one"))
-    assert (order.replica_id, rows_of(order)) == ("two", ["a"])
+    (batch,) = batches_of(hand.lose("one"))
+    assert (batch.replica_id, rows_of(batch)) == ("two", ["a"])
 
 
 def test_a_draining_replica_hands_back_its_residents_and_takes_nobody() -> None:
-    hand = Hand(rows_max=2, orders_in_flight_max=1)
+    hand = Hand(rows_max=2, batches_in_flight_max=1)
     hand.join("one")
     for name in "abc":
         hand.submit(name)
-    (order,) = hand.settle("one")
-    while len(rows_of(order)) != 2:
-        hand.done(order)
-        (order,) = hand.settle("one")
+    (batch,) = hand.settle("one")
+    while len(rows_of(batch)) != 2:
+        hand.done(batch)
+        (batch,) = hand.settle("one")
     actions = hand.drain("one")
-    (ready,) = {"a", "b", "c"} - set(rows_of(order))
+    (ready,) = {"a", "b", "c"} - set(rows_of(batch))
     assert released(actions) == [ready], "rows in flight stay until their order ends"
     assert hand.drain("one") == []
     assert hand.submit("d") == []
-    actions = hand.done(order)
-    assert {emit.request_id for emit in of_kind(actions, Emit)} == set(rows_of(order))
-    assert sorted(released(actions)) == sorted(rows_of(order))
-    assert orders_of(actions) == []
+    actions = hand.done(batch)
+    assert {emit.request_id for emit in of_kind(actions, Emit)} == set(rows_of(batch))
+    assert sorted(released(actions)) == sorted(rows_of(batch))
+    assert batches_of(actions) == []
     assert hand.used("one") == 0
     assert sorted(waiting(hand)) == ["a", "b", "c", "d"]
-    (order,) = orders_of(hand.join("two"))
-    assert sorted(rows_of(order)) == ["a", "b", "c", "d"]
+    (batch,) = batches_of(hand.join("two"))
+    assert sorted(rows_of(batch)) == ["a", "b", "c", "d"]
 
 
-def test_a_failed_order_is_tried_again_from_the_tokens_committed() -> None:
+def test_a_failed_batch_is_tried_again_from_the_tokens_committed() -> None:
     hand = Hand()
     hand.join()
     hand.submit("a", prompt=(1, 2))
-    (order,) = hand.settle()
-    hand.done(order, a=(7,))
+    (batch,) = hand.settle()
+    hand.done(batch, a=(7,))
     actions = hand.fail(hand.in_flight()[0])
     assert released(actions) == ["a"]
-    (order,) = orders_of(actions)
-    assert order.prefill[0].tokens == (1, 2, 7)
+    (batch,) = batches_of(actions)
+    assert batch.prefill[0].tokens == (1, 2, 7)
 
 
-def test_a_request_whose_orders_always_fail_is_failed_with_the_message() -> None:
+def test_a_request_whose_batches_always_fail_is_failed_with_the_message() -> None:
     hand = Hand(failures_max=3)
     hand.join()
     hand.submit("a")
@@ -199,8 +199,8 @@ def test_progress_between_failures_forgives_them() -> None:
     hand.join()
     hand.submit("a")
     for _ in range(6):
-        (order,) = hand.settle()
-        hand.done(order, a=(1,))
+        (batch,) = hand.settle()
+        hand.done(batch, a=(1,))
         hand.fail(hand.in_flight()[0])
     assert hand.finishes == {}
 
@@ -212,19 +212,19 @@ def test_events_that_are_late_doubled_or_unknown_change_nothing() -> None:
     (prefill,) = hand.in_flight()
     hand.done(prefill)
     before = hand.scheduler.snapshot()
-    (order,) = hand.in_flight()
+    (batch,) = hand.in_flight()
     assert hand.done(prefill) == []
     assert hand.fail(prefill) == []
     assert hand.tell(StepDone(StepResult(99, "r", ()))) == []
-    assert hand.tell(StepDone(StepResult(order.id, "elsewhere", ()))) == []
-    assert hand.tell(StepFailed("elsewhere", order.id, "")) == []
+    assert hand.tell(StepDone(StepResult(batch.id, "elsewhere", ()))) == []
+    assert hand.tell(StepFailed("elsewhere", batch.id, "")) == []
     assert hand.cancel("nobody") == []
     assert hand.drain("elsewhere") == []
     assert hand.lose("elsewhere") == []
     assert hand.tell(ReplicaJoined("r", ReplicaSpec(1, 1, 1, 1))) == []
     assert hand.scheduler.snapshot() == before
-    assert only(hand.done(order, a=(5,)), Emit).tokens == (5,)
-    assert hand.done(order, a=(5,)) == [], "a result that arrives twice"
+    assert only(hand.done(batch, a=(5,)), Emit).tokens == (5,)
+    assert hand.done(batch, a=(5,)) == [], "a result that arrives twice"
 
 
 def test_results_may_overtake_each_other() -> None:

@@ -109,7 +109,7 @@ def test_usage_sums_what_replicas_report() -> None:
     assert usage.accepted_at == (1, 1, 0, 0)
 
 
-runs_of_an_order = st.integers(0, 4).flatmap(
+runs_of_an_batch = st.integers(0, 4).flatmap(
     lambda drafted: st.tuples(
         st.just(drafted), st.lists(st.integers(0, drafted), min_size=1, max_size=3)
     )
@@ -117,19 +117,19 @@ runs_of_an_order = st.integers(0, 4).flatmap(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(runs_of_an_order, max_size=6))
+@given(st.lists(runs_of_an_batch, max_size=6))
 def test_accepted_tokens_are_counted_by_their_place_in_the_draft(
-    orders: list[tuple[int, list[int]]],
+    batches: list[tuple[int, list[int]]],
 ) -> None:
-    """Over orders of one step and of several, whatever their draft lengths."""
+    """Over batches of one step and of several, whatever their draft lengths."""
     one = sequence(max_new_tokens=1000)
-    for drafted, runs in orders:
+    for drafted, runs in batches:
         accepted_at = tuple(sum(run > place for run in runs) for place in range(drafted))
         row = RowResult("a", (5,) * (sum(runs) + len(runs)), len(runs), 0, accepted_at)
         one.commit(row)
     usage = one.usage()
-    every = [run for _, runs in orders for run in runs]
-    longest = max((drafted for drafted, _ in orders), default=0)
+    every = [run for _, runs in batches for run in runs]
+    longest = max((drafted for drafted, _ in batches), default=0)
     assert usage.steps == len(every)
     assert usage.accepted_at == tuple(sum(run > place for run in every) for place in range(longest))
 

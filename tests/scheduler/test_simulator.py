@@ -9,9 +9,9 @@ import pytest
 from scheduler.config import SchedulerConfig
 from scheduler.fake_replica import FakeReplica, perfect_world
 from scheduler.messages import (
+    Batch,
+    BatchKind,
     FinishReason,
-    Order,
-    OrderKind,
     PrefillRow,
     Release,
     ReplicaSpec,
@@ -24,75 +24,75 @@ from scheduler.simulator import Trouble, World
 SPEC = ReplicaSpec(kv_blocks=10, block_size=4, context_len=64, vocab_size=100)
 
 
-def prefill(order_id: int, *names: str, tokens: int = 3, left: int = 5) -> Order:
+def prefill(batch_id: int, *names: str, tokens: int = 3, left: int = 5) -> Batch:
     rows = tuple(
         PrefillRow(name, (1,) * tokens, left, SamplingParams(), (), -(-(tokens + left) // 4))
         for name in names
     )
-    return Order(order_id, "r", OrderKind.PREFILL, prefill=rows)
+    return Batch(batch_id, "r", BatchKind.PREFILL, prefill=rows)
 
 
-def steps(order_id: int, *rows: StepRow, count: int = 1) -> Order:
+def steps(batch_id: int, *rows: StepRow, count: int = 1) -> Batch:
     draft_len = max(row.draft_len for row in rows)
-    return Order(order_id, "r", OrderKind.SPECULATE, (), rows, draft_len, count)
+    return Batch(batch_id, "r", BatchKind.SPECULATE, (), rows, draft_len, count)
 
 
 @pytest.fixture
 def replica() -> FakeReplica:
     replica = FakeReplica("r", SPEC, 1.0, Random(0))
-    order = prefill(1, "a")
-    replica.receive(order)
-    replica.run(order, 0.1)
-    replica.end(order)
+    batch = prefill(1, "a")
+    replica.receive(batch)
+    replica.run(batch, 0.1)
+    replica.end(batch)
     return replica
 
 
 @pytest.mark.parametrize(
-    "order",
+    "batch",
     [
         steps(2, StepRow("stranger", 3, 2, 10)),
-        steps(1, StepRow("a", 3, 2, 10)),  # an order id twice
+        steps(1, StepRow("a", 3, 2, 10)),  # a batch id twice
         steps(2, StepRow("a", 3, 2, 10), StepRow("a", 3, 2, 10)),
         prefill(2, "a"),
         prefill(2, "b", "b"),
-        Order(2, "elsewhere", OrderKind.SPECULATE, rows=(StepRow("a", 3, 0, 10),)),
-        Order(2, "r", OrderKind.SPECULATE),
-        Order(2, "r", OrderKind.SPECULATE, rows=(StepRow("a", 3, 3, 10),), draft_len=1),
+        Batch(2, "elsewhere", BatchKind.SPECULATE, rows=(StepRow("a", 3, 0, 10),)),
+        Batch(2, "r", BatchKind.SPECULATE),
+        Batch(2, "r", BatchKind.SPECULATE, rows=(StepRow("a", 3, 3, 10),), draft_len=1),
     ],
 )
-def test_an_order_that_a_real_replica_could_not_obey_is_an_assertion(
-    replica: FakeReplica, order: Order
+def test_a_batch_that_a_real_replica_could_not_obey_is_an_assertion(
+    replica: FakeReplica, batch: Batch
 ) -> None:
     with pytest.raises(AssertionError):
-        replica.receive(order)
+        replica.receive(batch)
 
 
 @pytest.mark.parametrize(
-    "order", [steps(2, StepRow("a", 4, 2, 10)), prefill(2, "b", left=36), prefill(2, "b", left=62)]
+    "batch", [steps(2, StepRow("a", 4, 2, 10)), prefill(2, "b", left=36), prefill(2, "b", left=62)]
 )
 def test_wrong_lengths_and_missing_blocks_are_found_when_it_runs(
-    replica: FakeReplica, order: Order
+    replica: FakeReplica, batch: Batch
 ) -> None:
-    replica.receive(order)
+    replica.receive(batch)
     with pytest.raises(AssertionError):
-        replica.run(order, 0.1)
+        replica.run(batch, 0.1)
 
 
-def test_a_row_is_not_released_while_an_order_holds_it(replica: FakeReplica) -> None:
-    order = steps(2, StepRow("a", 3, 2, 10))
-    replica.receive(order)
+def test_a_row_is_not_released_while_a_batch_holds_it(replica: FakeReplica) -> None:
+    batch = steps(2, StepRow("a", 3, 2, 10))
+    replica.receive(batch)
     with pytest.raises(AssertionError):
         replica.release(Release("r", ("a",)))
-    replica.run(order, 0.1)
-    replica.end(order)
+    replica.run(batch, 0.1)
+    replica.end(batch)
     replica.release(Release("r", ("a",)))
     assert replica.residents == 0
 
 
-def test_an_order_ends_early_once_a_row_has_finished(replica: FakeReplica) -> None:
-    order = steps(2, StepRow("a", 3, 1, 10), count=10)
-    replica.receive(order)
-    result = replica.run(order, 0.1)
+def test_a_batch_ends_early_once_a_row_has_finished(replica: FakeReplica) -> None:
+    batch = steps(2, StepRow("a", 3, 1, 10), count=10)
+    replica.receive(batch)
+    result = replica.run(batch, 0.1)
     (row,) = result.rows
     assert (result.steps, row.draft_tokens, row.accepted_at) == (3, 2, (2,))
     assert len(row.tokens) == 5
@@ -140,7 +140,7 @@ def test_the_report_says_how_busy_the_replicas_were() -> None:
 
 
 def test_the_step_time_is_an_argument() -> None:
-    slow = World(Random(1), step_time=lambda order: 10.0)
+    slow = World(Random(1), step_time=lambda batch: 10.0)
     slow.join(0.0, "r", SPEC)
     slow.submit(0.0, Request("a", (1,), 1))
     outcome = slow.run().outcomes["a"]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from scheduler.beliefs import Beliefs, LinearCost
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.messages import (
+    Batch,
+    BatchKind,
     Dispatch,
-    Order,
-    OrderKind,
     PrefillRow,
     PrefillTiming,
     ReplicaJoined,
@@ -76,7 +76,7 @@ class Pair:
             for draft_len in (0, 2, 8)
         )
 
-    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Order, StepResult]:
+    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Batch, StepResult]:
         results = []
         for row in rows:
             tried, accepted = [0] * plan.draft_len, [0] * plan.draft_len
@@ -94,16 +94,16 @@ class Pair:
         kv = len(rows) * (LENGTH + plan.draft_len)
         draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
         verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
-        order = Order(
+        batch = Batch(
             1,
             "r",
-            OrderKind.SPECULATE,
+            BatchKind.SPECULATE,
             rows=tuple(StepRow(row.id, LENGTH, plan.draft_len, 99) for row in rows),
             draft_len=plan.draft_len,
             steps=plan.steps,
         )
         times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
-        return order, StepResult(
+        return batch, StepResult(
             1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
         )
 
@@ -111,15 +111,15 @@ class Pair:
         self,
         policy: GoodputPolicy,
         rows: list[Sequence],
-        orders: int,
+        batches: int,
         steps_most: int = 1,
         trip_s: float | None = None,
     ) -> tuple[float, int]:
-        """Time and tokens of so many orders of these rows."""
+        """Time and tokens of so many batches of these rows."""
         seconds, tokens = 0.0, 0
-        for _ in range(orders):
-            order, result = self.answer(rows, policy.plan("r", rows, steps_most))
-            policy.observe(order, result, answers(rows, result), trip_s)
+        for _ in range(batches):
+            batch, result = self.answer(rows, policy.plan("r", rows, steps_most))
+            policy.observe(batch, result, answers(rows, result), trip_s)
             seconds += result.times.total_s
             tokens += sum(len(row.tokens) for row in result.rows)
         return seconds, tokens
@@ -231,8 +231,8 @@ def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
     for _ in range(200):
         plan = policy.plan("r", rows, 1)
         trimmed += plan.verify_tokens is not None
-        order, result = pair.answer(rows, plan)
-        policy.observe(order, result, answers(rows, result), None)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
     assert (trimmed > 0) == (count > 1)
 
 
@@ -245,8 +245,8 @@ def test_a_share_that_never_pays_is_tried_ever_more_seldom() -> None:
         plan = policy.plan("r", rows, 1)
         if plan.verify_tokens is not None:
             tried.append(number)
-        order, result = pair.answer(rows, plan)
-        policy.observe(order, result, answers(rows, result), None)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
     between = [later - earlier for earlier, later in pairwise([-1, *tried])]
     assert between[0] == TRY_TRIMMED
     assert between == sorted(between), "oftener again, though nothing was gained"
@@ -265,7 +265,7 @@ def test_with_a_draft_that_is_never_right_it_costs_less_than_three_percent(
 
 
 @pytest.mark.parametrize("steps_most", [8, 64])
-def test_nor_does_it_where_orders_have_many_steps(steps_most: int) -> None:
+def test_nor_does_it_where_batches_have_many_steps(steps_most: int) -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     policy = policy_for(pair)
     rows = rows_of(8)
@@ -303,17 +303,17 @@ def test_a_probe_that_hiccupped_is_not_the_last_for_long() -> None:
     pair.turn(policy, rows, 300)
     probed = False
     while not probed:
-        order, result = pair.answer(rows, policy.plan("r", rows, 1))
-        if probed := order.draft_len > 0:
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        if probed := batch.draft_len > 0:
             times = replace(result.times, total_s=result.times.total_s + 10.0)
             result = replace(result, times=times)
-        policy.observe(order, result, answers(rows, result), None)
+        policy.observe(batch, result, answers(rows, result), None)
     pair.acceptance = 0.9
     pair.turn(policy, rows, 1000)
     assert policy.beliefs("r").draft_len >= 4
 
 
-def test_without_any_times_the_first_orders_are_trials() -> None:
+def test_without_any_times_the_first_batches_are_trials() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.8)
     policy = policy_for(None)
     rows = rows_of(4)
@@ -321,13 +321,13 @@ def test_without_any_times_the_first_orders_are_trials() -> None:
     for _ in range(3):
         plan = policy.plan("r", rows, 1)
         tried.append(plan.draft_len)
-        order, result = pair.answer(rows, plan)
-        policy.observe(order, result, answers(rows, result), None)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
     assert len(set(tried)) > 1
     assert 0 in tried[:2]
 
 
-def test_orders_have_several_steps_as_soon_as_the_trials_tell_enough() -> None:
+def test_batches_have_several_steps_as_soon_as_the_trials_tell_enough() -> None:
     """Two may: then there is no third, and none is waited for."""
     pair = Pair(CHEAP, TARGET, acceptance=0.8)
     policy = policy_for(None)
@@ -336,7 +336,7 @@ def test_orders_have_several_steps_as_soon_as_the_trials_tell_enough() -> None:
     assert policy.plan("r", rows, 8).steps > 1
 
 
-def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_order_as_others() -> None:
+def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.3)
     policy = policy_for(pair)
     pair.turn(policy, rows_of(1), 40, steps_most=8, trip_s=2e-3)
@@ -416,7 +416,7 @@ def test_a_row_drafts_the_least_of_group_request_and_tokens_left_but_one(
     ("trip_s", "step_s", "steps"),
     [(0.0, 0.01, 1), (1e-3, 0.01, 5), (1e-3, 0.2, 1), (9e-3, 1e-3, 8)],
 )
-def test_an_order_gets_the_steps_that_its_round_trip_asks_for(
+def test_a_batch_gets_the_steps_that_its_round_trip_asks_for(
     trip_s: float, step_s: float, steps: int
 ) -> None:
     pair = Pair(CHEAP, LinearCost(step_s), acceptance=0.0)
@@ -424,8 +424,8 @@ def test_an_order_gets_the_steps_that_its_round_trip_asks_for(
     rows = rows_of(2)
     assert policy.plan("r", rows, 8).steps == 8, "as long as nothing is known of the trip"
     for _ in range(3):
-        order, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(order, result, [], trip_s)
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(batch, result, [], trip_s)
     assert policy.plan("r", rows, 8).steps == steps
     assert policy.plan("r", rows, 1).steps == 1
 
@@ -436,13 +436,13 @@ def test_two_halves_take_turns_only_where_a_pause_costs_more_than_their_size() -
     rows = rows_of(8)
     for trip_s, fits in ((0.0, [False] * 7), (20e-3, [True] * 7)):
         for _ in range(100):
-            order, result = pair.answer(rows, policy.plan("r", rows, 1))
-            policy.observe(order, result, [], trip_s)
+            batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+            policy.observe(batch, result, [], trip_s)
         assert [policy.halves("r", count, 8) for count in range(9, 16)] == fits
     # A pause of a few steps' tokens: worth it for few rows more than one group, not for many.
     for _ in range(100):
-        order, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(order, result, [], 1.5e-3)
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(batch, result, [], 1.5e-3)
     found = [policy.halves("r", count, 8) for count in range(9, 16)]
     assert found == sorted(found)
     assert len(set(found)) == 2
@@ -483,8 +483,8 @@ def test_where_the_longest_draft_is_pinned_all_of_it_is_verified(pinned: int) ->
         rows = rows_of(8, draft_len=pinned)
         plan = policy.plan("r", rows, 1)
         assert (plan.draft_len, plan.verify_tokens) == (pinned, None)
-        order, result = pair.answer(rows, plan)
-        policy.observe(order, result, answers(rows, result), None)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
 
 
 def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> None:
@@ -500,9 +500,9 @@ def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> No
     assert truth(first, 0) == pytest.approx(pair.step_s(8, 0), rel=0.1)
     for begin in (first, 4000, 9000):
         rows = (PrefillRow("p", (), 9, SamplingParams(), (), 999, begin, begin + 64),)
-        order = Order(2, "r", OrderKind.PREFILL, prefill=rows)
+        batch = Batch(2, "r", BatchKind.PREFILL, prefill=rows)
         times = StepTimes(prefill_s=truth(64, 64 * begin))
-        policy.observe(order, StepResult(2, "r", (), times=times), [], None)
+        policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
     deep = policy.prefill_tokens("r", 8, 2048, begin=9000)
     assert truth(deep, 9000 * deep) == pytest.approx(pair.step_s(8, 0), rel=0.1)
     assert deep < 0.8 * first
@@ -528,9 +528,9 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bo
     pair.turn(policy, rows_of(8), 20)
     for count in (64, 512, 2000):
         rows = (PrefillRow("p", (1,) * (count + 1), 9, SamplingParams(), (), 999),)
-        order = Order(2, "r", OrderKind.PREFILL, prefill=rows)
+        batch = Batch(2, "r", BatchKind.PREFILL, prefill=rows)
         times = StepTimes(prefill_s=2e-3 + 1e-4 * count)
-        policy.observe(order, StepResult(2, "r", (), times=times), [], None)
+        policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
     chunk = policy.prefill_tokens("r", 8, 2048)
     if not by_time:
         assert chunk == 2048
@@ -574,25 +574,25 @@ class Recorder:
         return most
 
     def observe(
-        self, order: Order, result: StepResult, answers: list[Answer], trip_s: float | None
+        self, batch: Batch, result: StepResult, answers: list[Answer], trip_s: float | None
     ) -> None:
         self.told.append(
-            f"observed {order.kind} of {[one.id for one, _ in answers]} after {trip_s}"
+            f"observed {batch.kind} of {[one.id for one, _ in answers]} after {trip_s}"
         )
 
     def beliefs(self, replica_id: str) -> Beliefs:
         return Beliefs(draft_len=2)
 
 
-def test_a_policy_of_ones_own_is_asked_per_order_and_told_every_result() -> None:
+def test_a_policy_of_ones_own_is_asked_per_batch_and_told_every_result() -> None:
     policy = Recorder()
-    scheduler = Scheduler(SchedulerConfig(steps_per_order_max=3), policy)
+    scheduler = Scheduler(SchedulerConfig(steps_per_batch_max=3), policy)
     scheduler.step(ReplicaJoined("r", ReplicaSpec(100, 4, 100, 100)), 0.0)
     scheduler.step(Submit(Request("a", (1, 2), 9, committed=(3,))), 1.0)
     done = StepResult(1, "r", (RowResult("a"),), times=StepTimes(total_s=0.5))
     (action,) = scheduler.step(StepDone(done), 2.0)
     assert isinstance(action, Dispatch)
-    assert (action.order.draft_len, action.order.steps) == (2, 1)
+    assert (action.batch.draft_len, action.batch.steps) == (2, 1)
     assert scheduler.snapshot().replicas[0].beliefs == Beliefs(draft_len=2)
     scheduler.step(StepDone(done), 2.0)
     scheduler.step(ReplicaLost("r"), 3.0)
@@ -605,41 +605,41 @@ def test_a_policy_of_ones_own_is_asked_per_order_and_told_every_result() -> None
 
 
 def test_a_long_prompt_stalls_a_lone_group_for_one_step_at_a_time() -> None:
-    """All rows are in the order in flight when a chunk is planned: they wait for it as well."""
+    """All rows are in the batch in flight when a chunk is planned: they wait for it as well."""
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    scheduler = Scheduler(SchedulerConfig(draft_len=0, steps_per_order_max=1))
+    scheduler = Scheduler(SchedulerConfig(draft_len=0, steps_per_batch_max=1))
     spec = ReplicaSpec(100_000, 16, 100_000, 100, timings=pair.timings())
     chunks: list[int] = []
 
-    def tell(event: object) -> list[Order]:
+    def tell(event: object) -> list[Batch]:
         actions = scheduler.step(event, 0.0)  # type: ignore[arg-type]
-        return [one.order for one in actions if isinstance(one, Dispatch)]
+        return [one.batch for one in actions if isinstance(one, Dispatch)]
 
-    orders = tell(ReplicaJoined("r", spec))
+    batches = tell(ReplicaJoined("r", spec))
     for index in range(8):
-        orders += tell(Submit(Request(f"row {index}", (1,) * LENGTH, 10_000)))
+        batches += tell(Submit(Request(f"row {index}", (1,) * LENGTH, 10_000)))
     for number in range(120):
         if number == 60:
-            orders += tell(Submit(Request("long", (1,) * 20_000, 10)))
-        order = orders.pop(0)
-        if order.kind is OrderKind.PREFILL:
+            batches += tell(Submit(Request("long", (1,) * 20_000, 10)))
+        batch = batches.pop(0)
+        if batch.kind is BatchKind.PREFILL:
             filled = sum(
                 (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
-                for row in order.prefill
+                for row in batch.prefill
             )
             if number > 62:
                 chunks.append(filled)
             spent_s = 1e-3 + 1e-4 * filled
             times = StepTimes(prefill_s=spent_s, total_s=spent_s)
-            rows = tuple(RowResult(row.sequence_id) for row in order.prefill)
-            result = StepResult(order.id, "r", rows, times=times)
+            rows = tuple(RowResult(row.sequence_id) for row in batch.prefill)
+            result = StepResult(batch.id, "r", rows, times=times)
         else:
-            spent_s = pair.step_s(len(order.rows), 0)
-            rows = tuple(RowResult(row.sequence_id, (1,), 1) for row in order.rows)
-            read = len(order.rows) * order.rows[-1].length
+            spent_s = pair.step_s(len(batch.rows), 0)
+            rows = tuple(RowResult(row.sequence_id, (1,), 1) for row in batch.rows)
+            read = len(batch.rows) * batch.rows[-1].length
             times = StepTimes(verify_s=spent_s, total_s=spent_s)
-            result = StepResult(order.id, "r", rows, 1, times, read, read)
-        orders += tell(StepDone(result))
+            result = StepResult(batch.id, "r", rows, 1, times, read, read)
+        batches += tell(StepDone(result))
     assert len(chunks) > 10
     for filled in chunks:
         assert 1e-3 + 1e-4 * filled < 1.5 * pair.step_s(8, 0)

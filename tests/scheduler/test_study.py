@@ -11,15 +11,15 @@ import pytest
 
 from scheduler.arrivals import Ask, Uniform, at_once, drawn, poisson
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Order, OrderKind, ReplicaSpec, StepTimes
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepTimes
 from scheduler.study import Figures, PoolTimes, Setup, Study
 
 SPEC = ReplicaSpec(kv_blocks=10_000, block_size=16, context_len=4096, vocab_size=2)
 NO_WAY = (0.0, 0.0)
 
 
-def even_times(order: Order) -> StepTimes:
-    return StepTimes(total_s=0.002 if order.kind is OrderKind.PREFILL else 0.010)
+def even_times(batch: Batch) -> StepTimes:
+    return StepTimes(total_s=0.002 if batch.kind is BatchKind.PREFILL else 0.010)
 
 
 def setup(**fields: object) -> Setup:
@@ -36,7 +36,7 @@ def study(made: Setup, count: int, rate: float, seed: int = 0, new: int = 30) ->
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("in_flight", [None, 12])
-@pytest.mark.parametrize("pool", [None, PoolTimes(order_s=0.001, other_s=0.0001)])
+@pytest.mark.parametrize("pool", [None, PoolTimes(batch_s=0.001, other_s=0.0001)])
 def test_every_request_ends_with_all_its_tokens(
     shards: int, in_flight: int | None, pool: PoolTimes | None
 ) -> None:
@@ -74,8 +74,8 @@ def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages(at_s: float
     made = setup(replicas=1, message_s=(0.001, 0.001), config=config)
     figures = Study(made, [Ask(at_s, 10, 20, 1.0)], 1, Random(0)).run()
     way_s, back_s = 0.001, 0.002
-    orders_s = (0.002, 0.010, 0.030)
-    expected_s = way_s + sum(order_s + back_s for order_s in orders_s)
+    batches_s = (0.002, 0.010, 0.030)
+    expected_s = way_s + sum(batch_s + back_s for batch_s in batches_s)
     near = partial(pytest.approx, rel=1e-4)
     assert figures.latency_s[0] == near(expected_s)
     assert figures.first_token_s[0] == near(expected_s - 0.030 - back_s)
@@ -93,7 +93,7 @@ def test_tokens_that_come_at_once_have_no_time_per_token() -> None:
     assert (figures.tokens, len(figures.per_token_s)) == (5, 0)
 
 
-ONE_BY_ONE = SchedulerConfig(residents_max=1, rows_max=1, draft_len=0, steps_per_order_max=1)
+ONE_BY_ONE = SchedulerConfig(residents_max=1, rows_max=1, draft_len=0, steps_per_batch_max=1)
 
 
 def crowd(made: Setup) -> Figures:
@@ -112,14 +112,14 @@ def test_the_most_that_wait_are_noted_though_no_sample_sees_them(shards: int) ->
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_how_far_a_pool_is_behind_is_noted_though_no_sample_sees_it(shards: int) -> None:
-    pool = PoolTimes(order_s=0.0, other_s=0.010)
+    pool = PoolTimes(batch_s=0.0, other_s=0.010)
     figures = crowd(setup(replicas=shards, shards=shards, config=ONE_BY_ONE, pool=pool))
     assert figures.pool_behind_s_most == pytest.approx(0.010 * 40 / shards)
     assert max(one.pool_behind_s for one in figures.samples) < 0.1
 
 
 def test_nothing_is_below_what_the_samples_saw() -> None:
-    made = setup(replicas=4, shards=2, in_flight=200, pool=PoolTimes(order_s=0.005, other_s=0.001))
+    made = setup(replicas=4, shards=2, in_flight=200, pool=PoolTimes(batch_s=0.005, other_s=0.001))
     figures = study(replace(made, config=SchedulerConfig(residents_max=8)), 500, 0)
     assert figures.waiting_most >= max(one.waiting for one in figures.samples) > 0
     assert figures.pool_behind_s_most >= max(one.pool_behind_s for one in figures.samples) > 0
@@ -130,7 +130,7 @@ def test_nothing_is_below_what_the_samples_saw() -> None:
 def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
     """One resident at a time with a fixed time of service is M/D/1: its mean wait is known."""
     config = SchedulerConfig(
-        residents_max=1, rows_max=1, draft_len=0, waiting_requests_max=10**6, steps_per_order_max=1
+        residents_max=1, rows_max=1, draft_len=0, waiting_requests_max=10**6, steps_per_batch_max=1
     )
     made = setup(replicas=1, config=config, message_s=NO_WAY)
     service_s, load = 0.002 + 0.010, 0.5
@@ -143,12 +143,12 @@ def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
 
 
 def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
-    """An order costs a pool 5 ms and a replica 10 ms: two replicas are the most that one feeds."""
-    pool = PoolTimes(order_s=0.005, other_s=0.0)
+    """A batch costs a pool 5 ms and a replica 10 ms: two replicas are the most that one feeds."""
+    pool = PoolTimes(batch_s=0.005, other_s=0.0)
     rates = {}
     for replicas, shards in ((1, 1), (2, 1), (8, 1), (8, 4)):
         made = setup(replicas=replicas, shards=shards, pool=pool, in_flight=16 * replicas)
-        made = replace(made, config=SchedulerConfig(steps_per_order_max=1))
+        made = replace(made, config=SchedulerConfig(steps_per_batch_max=1))
         figures = study(made, 400 * replicas, 0, new=60)
         rates[replicas, shards] = figures.tokens_per_s()
         assert figures.pool_utilisation(shards) <= 1.001

@@ -1,4 +1,4 @@
-"""Proves: under the same load groups of near length serve more tokens per second than order of
+"""Proves: under the same load groups of near length serve more tokens per second than batch of
 arrival, and the slowest hundredth of the requests does not take longer.
 
 Two loads: Poisson arrivals above what order of arrival sustains and about what groups do, and a
@@ -40,7 +40,7 @@ def played(config: SchedulerConfig, in_flight: int | None, seed: int) -> Figures
 
 
 @pytest.mark.parametrize(("in_flight", "seeds"), [(None, range(4)), (IN_FLIGHT, range(3))])
-def test_groups_of_near_length_beat_order_of_arrival_at_the_same_load(
+def test_groups_of_near_length_beat_batch_of_arrival_at_the_same_load(
     in_flight: int | None, seeds: range
 ) -> None:
     config = SchedulerConfig()

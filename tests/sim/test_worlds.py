@@ -24,10 +24,10 @@ seeds = st.integers(0, 2**32 - 1)
         requests=st.integers(1, 40),
         replicas=st.integers(1, 4),
         rows_max=st.sampled_from([1, 2, 3, 8]),
-        orders_in_flight_max=st.integers(1, 4),
+        batches_in_flight_max=st.integers(1, 4),
         passes_max=st.integers(1, 4),
         wait_rounds=st.integers(1, 5),
-        steps_per_order_max=st.sampled_from([1, 4]),
+        steps_per_batch_max=st.sampled_from([1, 4]),
         residents_max=st.sampled_from([1, 5, 64]),
         waiting_requests_max=st.sampled_from([3, 4096]),
         trouble=st.booleans(),
@@ -78,7 +78,7 @@ def test_a_crowded_world_keeps_the_waiting_bound_and_uses_its_replicas() -> None
     knobs = Knobs(requests=300, replicas=2, residents_max=64, trouble=False, deaths=0, drains=0)
     world, requests = build(4, knobs)
     check(world, requests, world.run(LONGEST_S), knobs)
-    assert world.report.group_orders > 100, "it is not crowded"
+    assert world.report.group_batches > 100, "it is not crowded"
     assert world.report.utilisation > 0.5
 
 

@@ -9,7 +9,7 @@ comes before the first event. Everything from `#` on is a comment.
     > 0.1 submit a prompt=1,2,3 max=4 stop=9 draft=2 timeout=1 seed=5 committed=7,8
     > 0.1 submit b prompt=1 max=4 priority=2 tenant=x
     > 0.2 done r 1                  # a prefill, or one token (1) per row
-    > 0.3 done r 2 a=5,6 b=7        # tokens per row of the order
+    > 0.3 done r 2 a=5,6 b=7        # tokens per row of the batch
     > 0.4 fail r 3 out of memory
     > 0.5 cancel a
     > 0.6 drain r
@@ -27,6 +27,8 @@ from pathlib import Path
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
+    Batch,
+    BatchKind,
     Blamed,
     Cancel,
     Dispatch,
@@ -34,8 +36,6 @@ from scheduler.messages import (
     Event,
     Finish,
     Interrupt,
-    Order,
-    OrderKind,
     PrefillRow,
     Priority,
     Reject,
@@ -62,7 +62,7 @@ def replay(text: str) -> str:
     """The trace with its actions as the scheduler gives them now; all else is kept."""
     out: list[str] = []
     scheduler = Scheduler()
-    orders: dict[tuple[str, int], Order] = {}
+    batches: dict[tuple[str, int], Batch] = {}
     for line in text.splitlines():
         words = line.split("#")[0].split()
         if line.startswith(" "):
@@ -76,11 +76,11 @@ def replay(text: str) -> str:
             scheduler = Scheduler(SchedulerConfig(**{"kv_reserve": 1.0, **values}))
             continue
         assert words[0] == ">", f"neither an event nor a comment: {line!r}"
-        actions = scheduler.step(_event(words[2:], orders), float(words[1]))
+        actions = scheduler.step(_event(words[2:], batches), float(words[1]))
         scheduler.check_integrity()
         for action in actions:
             if isinstance(action, Dispatch):
-                orders[action.order.replica_id, action.order.id] = action.order
+                batches[action.batch.replica_id, action.batch.id] = action.batch
         out.extend(f"    {_show(action)}" for action in actions)
         if not actions:
             out.append("    nothing")
@@ -95,7 +95,7 @@ def _tokens(text: str) -> tuple[int, ...]:
     return tuple(int(token) for token in text.split(",") if token)
 
 
-def _event(words: list[str], orders: dict[tuple[str, int], Order]) -> Event:
+def _event(words: list[str], batches: dict[tuple[str, int], Batch]) -> Event:
     name, rest = words[0], words[1:]
     match name:
         case "tick":
@@ -122,7 +122,7 @@ def _event(words: list[str], orders: dict[tuple[str, int], Order]) -> Event:
         case "submit":
             return Submit(_request(rest[0], _pairs(rest[1:])))
         case "done":
-            return StepDone(_result(rest[0], int(rest[1]), _pairs(rest[2:]), orders))
+            return StepDone(_result(rest[0], int(rest[1]), _pairs(rest[2:]), batches))
     raise ValueError(f"unknown event {name!r}")
 
 
@@ -142,30 +142,30 @@ def _request(name: str, fields: dict[str, str]) -> Request:
 
 
 def _result(
-    replica_id: str, order_id: int, tokens: dict[str, str], orders: dict[tuple[str, int], Order]
+    replica_id: str, batch_id: int, tokens: dict[str, str], batches: dict[tuple[str, int], Batch]
 ) -> StepResult:
     """One step; all new tokens of a row but the last were accepted draft tokens."""
-    order = orders.get((replica_id, order_id))
-    if order is None or order.kind is OrderKind.PREFILL:
-        rows = tuple(RowResult(row.sequence_id) for row in order.prefill) if order else ()
-        return StepResult(order_id, replica_id, rows)
+    batch = batches.get((replica_id, batch_id))
+    if batch is None or batch.kind is BatchKind.PREFILL:
+        rows = tuple(RowResult(row.sequence_id) for row in batch.prefill) if batch else ()
+        return StepResult(batch_id, replica_id, rows)
     results = []
-    for row in order.rows:
+    for row in batch.rows:
         new = _tokens(tokens.get(row.sequence_id, "1"))
         accepted_at = tuple(int(place < len(new) - 1) for place in range(row.draft_len))
         results.append(RowResult(row.sequence_id, new, 1, row.draft_len, accepted_at))
-    return StepResult(order_id, replica_id, tuple(results), steps=1)
+    return StepResult(batch_id, replica_id, tuple(results), steps=1)
 
 
 def _show(action: Action) -> str:
     match action:
-        case Dispatch(order):
-            if order.kind is OrderKind.PREFILL:
-                rows = " ".join(_prefill_row(row) for row in order.prefill)
-                return f"dispatch {order.replica_id} {order.id} prefill {rows}"
-            rows = " ".join(f"{r.sequence_id}[{r.length}]+{r.draft_len}" for r in order.rows)
-            head = f"dispatch {order.replica_id} {order.id} speculate"
-            return f"{head} k={order.draft_len} steps<={order.steps} {rows}"
+        case Dispatch(batch):
+            if batch.kind is BatchKind.PREFILL:
+                rows = " ".join(_prefill_row(row) for row in batch.prefill)
+                return f"dispatch {batch.replica_id} {batch.id} prefill {rows}"
+            rows = " ".join(f"{r.sequence_id}[{r.length}]+{r.draft_len}" for r in batch.rows)
+            head = f"dispatch {batch.replica_id} {batch.id} speculate"
+            return f"{head} k={batch.draft_len} steps<={batch.steps} {rows}"
         case Emit(request_id, start, tokens):
             return f"emit {request_id} from {start}: {' '.join(map(str, tokens))}"
         case Blamed(request_id, blame):
@@ -182,8 +182,8 @@ def _show(action: Action) -> str:
         case Reject(request_id, code, field, message, retry_after_s):
             later = f", retry after {retry_after_s:g} s" if retry_after_s else ""
             return f"reject {request_id} {code} {field}: {message}{later}"
-        case Interrupt(replica_id, order_id):
-            return f"interrupt {replica_id} {order_id}"
+        case Interrupt(replica_id, batch_id):
+            return f"interrupt {replica_id} {batch_id}"
         case Release(replica_id, sequence_ids):
             return f"release {replica_id} {' '.join(sequence_ids)}"
 

@@ -37,10 +37,10 @@ class Knobs:
     requests: int = 30
     replicas: int = 2
     rows_max: int = 4
-    orders_in_flight_max: int = 2
+    batches_in_flight_max: int = 2
     passes_max: int = 3
     wait_rounds: int = 4
-    steps_per_order_max: int = 4
+    steps_per_batch_max: int = 4
     residents_max: int = 16
     waiting_requests_max: int = 4096
     trouble: bool = True
@@ -105,7 +105,7 @@ def random_pins(rng: Random) -> Pins:
     return Pins(
         rows_max=rng.choice([None, None, 1, 2, 3, 100]),
         spread_max=rng.choice([None, None, 0, 5, 20]),
-        steps_per_order_max=rng.choice([None, 1, 2]),
+        steps_per_batch_max=rng.choice([None, 1, 2]),
         prefill_tokens_max=rng.choice([None, 32, 40]),
         trim_drafts=rng.random() < 0.5,
     )
@@ -166,13 +166,13 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         rows_max=knobs.rows_max,
         spread_max=knobs.spread_max,
         draft_len=rng.choice([None, None, 0, 1, 4, 8]),
-        steps_per_order_max=knobs.steps_per_order_max,
-        orders_in_flight_max=knobs.orders_in_flight_max,
+        steps_per_batch_max=knobs.steps_per_batch_max,
+        batches_in_flight_max=knobs.batches_in_flight_max,
         passes_max=knobs.passes_max,
         wait_rounds=knobs.wait_rounds,
         prefill_rows_max=rng.choice([1, 4, 8]),
         prefill_tokens_max=rng.choice([1, 5, 16, 64, 2048]),
-        gather_orders=rng.choice([0, 1, 3]),
+        gather_batches=rng.choice([0, 1, 3]),
         residents_max=knobs.residents_max,
         waiting_requests_max=knobs.waiting_requests_max,
         waiting_tokens_max=rng.choice([300, 4_194_304, 4_194_304]),
@@ -246,6 +246,6 @@ def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -
     status = world.scheduler.snapshot()
     assert (status.waiting, status.live) == (0, 0)
     assert all(replica.kv_blocks_used == 0 for replica in status.replicas)
-    assert all(replica.orders_in_flight == 0 for replica in status.replicas)
+    assert all(replica.batches_in_flight == 0 for replica in status.replicas)
     for host in world._hosts.values():
         assert host.replica.residents == 0, "a replica still holds KV"

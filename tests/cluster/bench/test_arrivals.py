@@ -11,7 +11,7 @@ from cluster.bench.engine import REFUSED_PAUSE_S, drive
 from cluster.bench.figures import latencies
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Order, Request, StepResult
+from scheduler.messages import Batch, Request, StepResult
 from tests.cluster.fakes import FakeReplica, perfect
 
 PROMPT = (5, 6, 7)
@@ -39,8 +39,8 @@ class TimedReplica(FakeReplica):
         self._clock = clock
         self._takes_s = step_s
 
-    def step(self, order: Order, *args: object) -> StepResult:  # type: ignore[override]
-        result = super().step(order)
+    def step(self, batch: Batch, *args: object) -> StepResult:  # type: ignore[override]
+        result = super().step(batch)
         self._clock.now_s += self._takes_s * result.steps
         return result
 
@@ -50,7 +50,7 @@ def ask(number: int) -> Request:
 
 
 def engine_of(clock: Clock, step_s: float, rows: int = 1) -> LocalEngine:
-    config = SchedulerConfig(rows_max=rows, draft_len=0, steps_per_order_max=1)
+    config = SchedulerConfig(rows_max=rows, draft_len=0, steps_per_batch_max=1)
     return LocalEngine(TimedReplica(clock, step_s), config, clock, check=True)
 
 
@@ -85,7 +85,7 @@ def test_open_loop_latency_holds_the_wait_before_sending() -> None:
     assert all(record.due_s == 0.0 for record in records)
 
 
-def test_a_request_due_while_an_order_runs_is_sent_late_and_says_so() -> None:
+def test_a_request_due_while_a_batch_runs_is_sent_late_and_says_so() -> None:
     clock = Clock()
     records = drive(
         engine_of(clock, 10.0), ask, Bursts(1, 4.0), Extent(requests=2), clock=clock,
@@ -147,7 +147,7 @@ def test_a_load_of_which_all_is_refused_ends_with_its_duration() -> None:
     assert len(records) <= 3 * (2.0 / REFUSED_PAUSE_S + 1)
 
 
-def test_a_place_whose_request_is_refused_asks_again_after_the_next_order() -> None:
+def test_a_place_whose_request_is_refused_asks_again_after_the_next_batch() -> None:
     clock = Clock()
 
     def make(number: int) -> Request:

@@ -35,7 +35,7 @@ def test_percentiles_lie_between_neighbours(
     assert percentile(values, share) == pytest.approx(expected)
 
 
-def test_a_distribution_needs_no_order() -> None:
+def test_a_distribution_needs_no_batch() -> None:
     made = Distribution.of([3.0, 1.0, 2.0])
     assert made is not None
     assert (made.count, made.mean, made.p50, made.max) == (3, 2.0, 2.0, 3.0)

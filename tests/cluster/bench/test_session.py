@@ -1,5 +1,5 @@
 """Proves: what is compared is what the cluster serves, unless it was named; an engine's memory is
-planned for the orders that it gets; a report says what was asked for apart from what came of it;
+planned for the batches that it gets; a report says what was asked for apart from what came of it;
 what cannot be compared is refused before any load, or left out; and nothing that happens after a
 load costs its report.
 """

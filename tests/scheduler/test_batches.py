@@ -1,4 +1,4 @@
-"""Proves which orders a replica gets: prefill and steps in turn, whole groups, no idle replica."""
+"""Proves which batches a replica gets: prefill and steps in turn, whole groups, no idle replica."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import itertools
 
 import pytest
 
-from scheduler.messages import Dispatch, Emit, OrderKind, Request
-from scheduler.orders import speculate_order
+from scheduler.batches import speculate_batch
+from scheduler.messages import BatchKind, Dispatch, Emit, Request
 from scheduler.sequence import Sequence
-from tests.scheduler.hand import Hand, of_kind, only, orders_of, rows_of
+from tests.scheduler.hand import Hand, batches_of, of_kind, only, rows_of
 
 
 def test_a_prefill_commits_nothing_and_a_step_follows() -> None:
     hand = Hand(draft_len=3)
     hand.join()
-    (prefill,) = orders_of(hand.submit("a", prompt=(4, 5, 6)))
-    assert prefill.kind is OrderKind.PREFILL
+    (prefill,) = batches_of(hand.submit("a", prompt=(4, 5, 6)))
+    assert prefill.kind is BatchKind.PREFILL
     assert (prefill.prefill[0].tokens, prefill.prefill[0].tokens_left) == ((4, 5, 6), 100)
     actions = hand.done(prefill)
     assert not of_kind(actions, Emit)
-    (steps,) = orders_of(actions)
-    assert (steps.kind, steps.rows[0].length, steps.draft_len) == (OrderKind.SPECULATE, 3, 3)
+    (steps,) = batches_of(actions)
+    assert (steps.kind, steps.rows[0].length, steps.draft_len) == (BatchKind.SPECULATE, 3, 3)
 
 
-def test_order_ids_are_never_reused() -> None:
+def test_batch_ids_are_never_reused() -> None:
     hand = Hand()
     hand.join()
     hand.submit("a")
@@ -32,22 +32,22 @@ def test_order_ids_are_never_reused() -> None:
         hand.done(hand.in_flight()[0])
     hand.lose()
     hand.join("r2")
-    assert sorted(hand.orders) == list(range(1, len(hand.orders) + 1))
+    assert sorted(hand.batches) == list(range(1, len(hand.batches) + 1))
 
 
 def test_rows_up_to_the_group_size_merge_into_one_group() -> None:
-    """Two half groups would alternate for ever: a fragment waits for the order in flight."""
+    """Two half groups would alternate for ever: a fragment waits for the batch in flight."""
     hand = Hand(rows_max=8)
     hand.join()
     for name in "abcdefgh":
         hand.submit(name, length=3 + ord(name) % 5)
     for _ in range(12):
         hand.done(hand.in_flight()[0])
-    (order,) = hand.in_flight()
-    assert len(order.rows) == 8
+    (batch,) = hand.in_flight()
+    assert len(batch.rows) == 8
     for _ in range(5):
-        (order,) = orders_of(hand.done(order))
-        assert len(order.rows) == 8
+        (batch,) = batches_of(hand.done(batch))
+        assert len(batch.rows) == 8
 
 
 def test_two_whole_groups_are_pipelined() -> None:
@@ -60,13 +60,13 @@ def test_two_whole_groups_are_pipelined() -> None:
     first, second = hand.in_flight()
     assert sorted(rows_of(first) + rows_of(second)) == ["a", "b", "c", "d"]
     assert (first.steps, second.steps) == (1, 1)
-    (third,) = orders_of(hand.done(first))
+    (third,) = batches_of(hand.done(first))
     assert sorted(rows_of(third)) == sorted(rows_of(first)), "these rows are not in flight"
 
 
-def test_never_more_orders_in_flight_than_allowed() -> None:
+def test_never_more_batches_in_flight_than_allowed() -> None:
     for most in (1, 2, 3):
-        hand = Hand(rows_max=1, orders_in_flight_max=most)
+        hand = Hand(rows_max=1, batches_in_flight_max=most)
         hand.join()
         for name in "abcdef":
             hand.submit(name)
@@ -75,18 +75,18 @@ def test_never_more_orders_in_flight_than_allowed() -> None:
             hand.done(hand.in_flight()[0])
 
 
-def test_a_replica_gets_no_order_of_more_rows_than_its_memory_lasts_for() -> None:
+def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> None:
     hand = Hand(rows_max=8, draft_len=4)
     hand.join(rows_max=3, draft_len_max=2)
     for name in "abcdefgh":
         hand.submit(name)
     for _ in range(30):
         hand.done(hand.in_flight()[0])
-    assert max(len(order.rows) for order in hand.orders.values()) == 3
-    assert {order.draft_len for order in hand.orders.values() if order.rows} == {2}
+    assert max(len(batch.rows) for batch in hand.batches.values()) == 3
+    assert {batch.draft_len for batch in hand.batches.values() if batch.rows} == {2}
 
 
-def test_no_replica_has_ready_rows_and_no_order() -> None:
+def test_no_replica_has_ready_rows_and_no_batch() -> None:
     """check_integrity, which the hand calls after each event, asserts it; here for odd numbers."""
     for count in range(1, 12):
         hand = Hand(rows_max=4)
@@ -98,7 +98,7 @@ def test_no_replica_has_ready_rows_and_no_order() -> None:
             assert hand.in_flight()
 
 
-def test_prefill_orders_do_not_follow_each_other_while_rows_are_ready() -> None:
+def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None:
     hand = Hand(rows_max=2, prefill_rows_max=1)
     hand.join()
     for index in range(12):
@@ -106,51 +106,51 @@ def test_prefill_orders_do_not_follow_each_other_while_rows_are_ready() -> None:
     kinds = []
     for _ in range(40):
         actions = hand.done(hand.in_flight()[0])
-        kinds += [order.kind for order in orders_of(actions)]
+        kinds += [batch.kind for batch in batches_of(actions)]
     assert all(str(index) in hand.tokens for index in range(12)), "somebody starved"
-    after_first_step = kinds[kinds.index(OrderKind.SPECULATE) :]
-    assert (OrderKind.PREFILL, OrderKind.PREFILL) not in set(itertools.pairwise(after_first_step))
+    after_first_step = kinds[kinds.index(BatchKind.SPECULATE) :]
+    assert (BatchKind.PREFILL, BatchKind.PREFILL) not in set(itertools.pairwise(after_first_step))
 
 
-def test_a_prefill_order_keeps_its_budget_of_rows_and_tokens() -> None:
+def test_a_prefill_batch_keeps_its_budget_of_rows_and_tokens() -> None:
     hand = Hand(prefill_tokens_max=9, prefill_rows_max=3)
     for name, length in [("a", 9), ("b", 4), ("c", 6), ("d", 1), ("e", 1), ("f", 1), ("g", 1)]:
         hand.submit(name, length=length)
-    first, second = orders_of(hand.join())
+    first, second = batches_of(hand.join())
     assert rows_of(first) == ["a"]
     assert rows_of(second) == ["b", "c", "d"], "all tokens but the last are filled: 3 + 5 + 0"
-    assert orders_of(hand.done(first)) == [], "most of the group is still being filled"
-    steps, third = orders_of(hand.done(second))
+    assert batches_of(hand.done(first)) == [], "most of the group is still being filled"
+    steps, third = batches_of(hand.done(second))
     assert rows_of(steps) == ["d", "b", "c", "a"]
     assert rows_of(third) == ["e", "f", "g"]
 
 
-def test_several_steps_per_order_only_where_no_other_row_waits() -> None:
-    hand = Hand(rows_max=2, steps_per_order_max=4)
+def test_several_steps_per_batch_only_where_no_other_row_waits() -> None:
+    hand = Hand(rows_max=2, steps_per_batch_max=4)
     hand.join()
     hand.submit("a")
-    (order,) = orders_of(hand.done(hand.in_flight()[0]))
-    assert order.steps == 1, "the first token waits for no second one"
-    (order,) = orders_of(hand.done(order))
-    assert order.steps == 4
-    (prefill,) = orders_of(hand.submit("b"))
-    (order,) = orders_of(hand.done(order))
-    assert (rows_of(order), order.steps) == (["a"], 1), "b is being prefilled"
+    (batch,) = batches_of(hand.done(hand.in_flight()[0]))
+    assert batch.steps == 1, "the first token waits for no second one"
+    (batch,) = batches_of(hand.done(batch))
+    assert batch.steps == 4
+    (prefill,) = batches_of(hand.submit("b"))
+    (batch,) = batches_of(hand.done(batch))
+    assert (rows_of(batch), batch.steps) == (["a"], 1), "b is being prefilled"
     hand.done(prefill)
-    (order,) = orders_of(hand.done(order))
-    assert (sorted(rows_of(order)), order.steps) == (["a", "b"], 1), "the first one of b"
-    (order,) = orders_of(hand.done(order))
-    assert (sorted(rows_of(order)), order.steps) == (["a", "b"], 4)
+    (batch,) = batches_of(hand.done(batch))
+    assert (sorted(rows_of(batch)), batch.steps) == (["a", "b"], 1), "the first one of b"
+    (batch,) = batches_of(hand.done(batch))
+    assert (sorted(rows_of(batch)), batch.steps) == (["a", "b"], 4)
 
 
-def test_waiting_requests_that_do_not_fit_do_not_shorten_orders() -> None:
-    hand = Hand(steps_per_order_max=4)
+def test_waiting_requests_that_do_not_fit_do_not_shorten_batches() -> None:
+    hand = Hand(steps_per_batch_max=4)
     hand.join(kv_blocks=30)
     hand.submit("a")  # 26 of 30 blocks
     hand.submit("b")
-    (order,) = orders_of(hand.done(hand.in_flight()[0]))
-    (order,) = orders_of(hand.done(order))
-    assert (rows_of(order), order.steps) == (["a"], 4)
+    (batch,) = batches_of(hand.done(hand.in_flight()[0]))
+    (batch,) = batches_of(hand.done(batch))
+    assert (rows_of(batch), batch.steps) == (["a"], 4)
 
 
 def test_each_row_drafts_within_its_own_limits() -> None:
@@ -161,46 +161,46 @@ def test_each_row_drafts_within_its_own_limits() -> None:
     hand.submit("short", 6, 3)
     hand.submit("last", 7, 1)
     hand.join()
-    (order,) = hand.settle()
-    assert {row.sequence_id: row.draft_len for row in order.rows} == {
+    (batch,) = hand.settle()
+    assert {row.sequence_id: row.draft_len for row in batch.rows} == {
         "free": 5,
         "capped": 2,
         "off": 0,
         "short": 2,
         "last": 0,
     }
-    assert order.draft_len == 5
+    assert batch.draft_len == 5
 
 
 def test_a_group_that_may_not_draft_has_k_0() -> None:
     hand = Hand(draft_len=5)
     hand.submit("off", draft_len=0)
     hand.join()
-    (order,) = hand.settle()
-    assert order.draft_len == 0
+    (batch,) = hand.settle()
+    assert batch.draft_len == 0
 
 
-def test_actions_of_a_finished_row_come_before_the_order_that_takes_its_blocks() -> None:
+def test_actions_of_a_finished_row_come_before_the_batch_that_takes_its_blocks() -> None:
     hand = Hand()
     hand.join(kv_blocks=2)
     hand.submit("a", 3, 5)
     hand.submit("b", 3, 5)
-    (order,) = hand.settle()
-    actions = hand.done(order, a=(1, 1, 1, 1, 1))
+    (batch,) = hand.settle()
+    actions = hand.done(batch, a=(1, 1, 1, 1, 1))
     names = [type(action).__name__ for action in actions]
     assert names == ["Emit", "Finish", "Release", "Dispatch"]
-    assert rows_of(only(actions, Dispatch).order) == ["b"]
+    assert rows_of(only(actions, Dispatch).batch) == ["b"]
 
 
 @pytest.mark.parametrize("least", [0, 3, 4, 8])
 @pytest.mark.parametrize("draft_len", [0, 2, 4])
 @pytest.mark.parametrize("verify", [None, 3, 12])
-def test_an_order_is_the_same_where_it_is_known_what_all_rows_may_draft(
+def test_a_batch_is_the_same_where_it_is_known_what_all_rows_may_draft(
     least: int, draft_len: int, verify: int | None
 ) -> None:
     """Or where it is not known, and looked up row by row."""
     left = (least + 1, least + 2, 100)
     rows = [Sequence(Request(str(i), (1,) * 9, most), i) for i, most in enumerate(left)]
-    known = speculate_order(1, "r", rows, draft_len, 1, verify, least)
-    assert known == speculate_order(1, "r", rows, draft_len, 1, verify)
+    known = speculate_batch(1, "r", rows, draft_len, 1, verify, least)
+    assert known == speculate_batch(1, "r", rows, draft_len, 1, verify)
     assert known.draft_len == max(row.draft_len for row in known.rows) == draft_len

@@ -1,13 +1,13 @@
-"""Writes orders: which rows with which lengths. Who is in an order is decided elsewhere."""
+"""Writes batches: which rows with which lengths. Who is in a batch is decided elsewhere."""
 
 from __future__ import annotations
 
-from scheduler.messages import Order, OrderKind, PrefillRow, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, StepRow
 from scheduler.sequence import Sequence
 from scheduler.speculation import row_draft_lens
 
 
-def prefill_order(order_id: int, replica_id: str, chunks: list[tuple[Sequence, int, int]]) -> Order:
+def prefill_batch(batch_id: int, replica_id: str, chunks: list[tuple[Sequence, int, int]]) -> Batch:
     """Fills each of these sequences (sequence, begin, until).
 
     One that begins at 0 is new to the replica and comes with all its content.
@@ -26,21 +26,21 @@ def prefill_order(order_id: int, replica_id: str, chunks: list[tuple[Sequence, i
         )
         for sequence, begin, until in chunks
     )
-    return Order(order_id, replica_id, OrderKind.PREFILL, prefill=rows)
+    return Batch(batch_id, replica_id, BatchKind.PREFILL, prefill=rows)
 
 
-def speculate_order(
-    order_id: int,
+def speculate_batch(
+    batch_id: int,
     replica_id: str,
     sequences: list[Sequence],
     draft_len: int,
     steps: int,
     verify_tokens: int | None = None,
     least: int = 0,
-) -> Order:
+) -> Batch:
     """Up to `steps` steps of these residents, which stand by rising length.
 
-    `draft_len` is the policy's k; rows that may not draft so much have their own, and the order's
+    `draft_len` is the policy's k; rows that may not draft so much have their own, and the batch's
     is the largest of them; `least`: so much every row may draft. `verify_tokens` is dropped where
     it is all that they draft.
     """
@@ -58,10 +58,10 @@ def speculate_order(
         )
     if verify_tokens is not None and verify_tokens >= drafted:
         verify_tokens = None
-    return Order(
-        order_id,
+    return Batch(
+        batch_id,
         replica_id,
-        OrderKind.SPECULATE,
+        BatchKind.SPECULATE,
         rows=rows,
         draft_len=draft_len,
         steps=steps,
@@ -69,18 +69,18 @@ def speculate_order(
     )
 
 
-def order_rows(order: Order) -> list[str]:
-    """Ids of the sequences that an order holds."""
-    if order.kind is OrderKind.PREFILL:
-        return [prefill_row.sequence_id for prefill_row in order.prefill]
-    return [step_row.sequence_id for step_row in order.rows]
+def batch_rows(batch: Batch) -> list[str]:
+    """Ids of the sequences that a batch holds."""
+    if batch.kind is BatchKind.PREFILL:
+        return [prefill_row.sequence_id for prefill_row in batch.prefill]
+    return [step_row.sequence_id for step_row in batch.rows]
 
 
-def prefill_tokens(order: Order) -> int:
-    """KV positions that an order fills, those included that the replica may find filled."""
-    return sum(row.end - row.begin for row in order.prefill)
+def prefill_tokens(batch: Batch) -> int:
+    """KV positions that a batch fills, those included that the replica may find filled."""
+    return sum(row.end - row.begin for row in batch.prefill)
 
 
-def order_spread(order: Order) -> int:
-    """Tokens between the longest and the shortest row of a speculate order."""
-    return order.rows[-1].length - order.rows[0].length
+def batch_spread(batch: Batch) -> int:
+    """Tokens between the longest and the shortest row of a speculate batch."""
+    return batch.rows[-1].length - batch.rows[0].length
