@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replicas.batched import SCORES_MOST
-from replicas.products import PACKED_LEAST
-from replicas.tiles import Tiles
+from replicas.invariant.ops import PREPACK_LEAST
+from replicas.kv_cache.host_layout import SCORES_MOST
+
+Tiles = Any
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -429,7 +430,7 @@ def packed_bytes(shape: ModelShape, item: int) -> int:
     return sum(
         _whole_tiles(outputs) * _whole_tiles(inputs) * item
         for outputs, inputs in weights
-        if outputs * inputs >= PACKED_LEAST
+        if outputs * inputs >= PREPACK_LEAST
     )
 
 

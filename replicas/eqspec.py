@@ -1,15 +1,11 @@
-"""One EQSPEC step: the draft proposes, the target checks all rows at once, each row commits.
+"""One EQSPEC step: the drafter proposes, the target checks all rows at once, each row commits.
 
 The method is that of "Batch Speculative Decoding Done Right" (arXiv 2510.22876). The ragged-tensor
 problem it solves by unpadding and re-padding is index arithmetic here: rows keep their own lengths
 in a paged cache, and a rejected token is overwritten by the next step.
 
 Invariant before and after a step: a row of content length n has valid target KV for n - 1
-positions; its last token has none yet. Its draft KV is valid for at least n - 2 positions.
-
-`propose` and `check` are the device part: tensors to tensors, shapes from `Inputs` alone, nothing
-read back. Where fewer draft tokens are checked than were proposed (`replicas.trimming`), the target
-sees the chosen ones only, packed into one row.
+positions; its last token has none yet.
 """
 
 from __future__ import annotations
@@ -17,15 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from replicas.model import PagedModel
-from replicas.sampling import SamplingBatch, array_of, choose, choose_and_rate
+from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
+from replicas.models.paged_model import PagedModel, Wants
+from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
-from replicas.trimming import trimmed
-from replicas.upload import upload
-from replicas.windows import CacheShape, Layout, Span, Window
+from replicas.verification import Selection, select
 
 _NO_TOKEN = -1
 
@@ -34,25 +30,33 @@ class NotFinite(ArithmeticError):
     """A row's logits are no numbers, so it has no next token; the message says which row's."""
 
 
-@dataclass(slots=True)
-class Group:
-    """The rows of one step. Like all that a step makes it is changed by nobody; to freeze it would
-    triple what making it takes."""
+class RowHooks(Protocol):
+    """What a request adds to choosing, on the host: a function of the row's own tokens."""
 
+    def masks(self, row: int, draft: Sequence[int]) -> torch.Tensor | None:
+        """What is added to the row's logits, [1 + len(draft), vocab]: at place j the row's content
+        is followed by the first j draft tokens. None: nothing."""
+        ...
+
+    def committed(self, row: int, tokens: Sequence[int], accepted: int) -> None:
+        """The row has committed these tokens; draft tokens beyond `accepted` are rolled back."""
+        ...
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The rows of one step."""
+
+    ids: Sequence[str]
     contents: Sequence[Sequence[int]]
     """All content tokens per row; at least one. Read, never changed."""
     draft_lens: Sequence[int]
-    """Draft tokens per row, each at most k."""
+    """Draft tokens per row, at most k."""
     sampling: SamplingBatch
     table: torch.Tensor  # [rows, blocks], int64
     verify_tokens: int | None = None
-    """Draft tokens of all rows together that the target checks; None: all. Needs a `whole`
-    SamplingBatch."""
-    parts: Sequence[int] = ()
-    """Rows of each part that the target's attention reads together, in order; see `replicas.parts`.
-    Empty: all. Steps of fixed shapes read all."""
-    draft_parts: Sequence[int] = ()
-    """The same of the draft's."""
+    """Draft tokens of all rows together that the target checks; None: all."""
+    hooks: RowHooks | None = None
 
 
 @dataclass(slots=True)
@@ -64,202 +68,112 @@ class Outcome:
     accepted: list[int]
     checked: list[int]
     """Draft tokens that the target saw."""
-
-
-@dataclass(slots=True)
-class Inputs:
-    """All that the device part depends on: tensors, and beside them what fixes their shapes."""
-
-    state: torch.Tensor  # [4 + k, rows], int64
-    """Draft length, first position and last two tokens of each row; below them drafting writes the
-    draft tokens."""
-    table: torch.Tensor  # [rows, blocks], int64
-    sampling: SamplingBatch
-    k: int
-    verify_tokens: int | None
-    """Fewer than rows * k, or None."""
-    span: Span
-    starts: Sequence[int] | None = None
-    """The first positions once more, where the host does the index arithmetic: on a CPU. None:
-    those of `state` are taken, and nothing is read back."""
-    parts: Sequence[int] = ()
-    """The group's; they need `starts`."""
-    draft_parts: Sequence[int] = ()
-
-
-@dataclass(slots=True)
-class Proposal:
-    """What `check` needs of `propose`."""
-
-    window: Window
-    """Of the tokens to check: all of them."""
-    noise: torch.Tensor | None  # [sampled, k + 1, vocab]
-    tokens: torch.Tensor  # [1 + k, rows], int64: the last committed token, then the draft's
-    belief: torch.Tensor | None  # [rows, k], float32: cumulated log-probability, if trimmed
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What the target says of a proposal."""
-
-    seen: torch.Tensor  # [rows], int64: draft tokens that it was shown, or more
-    drafted: torch.Tensor  # [k, rows], int64
-    chosen: torch.Tensor  # [rows, k + 1], int64
-    """_NO_TOKEN where the target saw no token or its logits are no numbers."""
-
-    def joined(self) -> torch.Tensor:  # [2 + 2 * k, rows], int64
-        """All of it as one tensor, for one transfer; `read_back` takes it apart."""
-        return torch.cat((self.seen[None], self.drafted, self.chosen.t()))
+    positions_read: int
+    """KV positions that the target's attention read, padding included."""
 
 
 def step(
-    target: PagedModel,
-    draft: PagedModel | None,
-    group: Group,
-    shape: CacheShape,
-    watch: Stopwatch,
+    target: PagedModel, drafter: Drafter | None, rows: StepRows, watch: Stopwatch
 ) -> Outcome:
-    """Run one step with exactly the shapes that the group needs."""
-    rows, k = len(group.contents), max(group.draft_lens)
-    trimmed = group.verify_tokens
-    if trimmed is not None:
-        trimmed = min(trimmed, sum(group.draft_lens))
-    on_host = group.table.device.type == "cpu"
-    state = state_of(group, k)
-    inputs = Inputs(
-        upload(state, torch.int64, group.table.device),
-        group.table,
-        group.sampling,
-        k,
-        trimmed if trimmed is not None and trimmed < rows * k else None,
-        Span.of(state[1], k + 2, group.table, shape),
-        state[1] if on_host else None,
-        group.parts,
-        group.draft_parts,
-    )
-    verdict = check(target, inputs, propose(target, draft, inputs, shape, watch), watch)
-    if on_host:
-        parts = (verdict.seen, verdict.drafted, verdict.chosen)
-        return _outcome(group, *[part.tolist() for part in parts])
-    # One transfer, the step's only synchronisation.
-    return read_back(group, verdict.joined())
-
-
-def state_of(group: Group, k: int) -> list[list[int]]:
-    """`Inputs.state`, line by line. A step begins one position before a row's last token, for the
-    draft to catch up from."""
-    contents = group.contents
-    return [
-        list(group.draft_lens),
-        [len(content) - 2 for content in contents],
-        [content[-2] if len(content) > 1 else 0 for content in contents],
-        [content[-1] for content in contents],
-        *[[0] * len(contents)] * k,
-    ]
-
-
-def read_back(group: Group, joined: torch.Tensor) -> Outcome:
-    """What the rows commit by a joined verdict, which may have more rows than the group at its end;
-    raises NotFinite."""
-    seen, *lines = joined.tolist()
-    k = len(lines) // 2
-    return _outcome(group, seen, lines[:k], list(zip(*lines[k:], strict=True)))
-
-
-def _outcome(
-    group: Group,
-    seen: Sequence[int],
-    drafted: Sequence[Sequence[int]],
-    chosen: Sequence[Sequence[int]],
-) -> Outcome:
-    """What the rows commit, within each row's own draft length."""
-    committed, accepted, checked = [], [], []
-    for row, draft_len in enumerate(group.draft_lens):
-        tokens = chosen[row]
-        limit = min(draft_len, seen[row])
-        right = 0
-        while right < limit and drafted[right][row] == tokens[right]:
-            right += 1
-        mine = list(tokens[: right + 1])
-        if _NO_TOKEN in mine:
-            raise NotFinite(
-                f"row {row}: the logits after {len(group.contents[row])} tokens or a few more are"
-                " not finite"
-            )
-        committed.append(mine)
-        accepted.append(right)
-        checked.append(limit)
-    return Outcome(committed, accepted, checked)
-
-
-def propose(
-    target: PagedModel,
-    draft: PagedModel | None,
-    inputs: Inputs,
-    shape: CacheShape,
-    watch: Stopwatch,
-) -> Proposal:
-    """Draft k tokens per row."""
-    k = inputs.k
-    starts = inputs.state[1] if inputs.starts is None else inputs.starts
-    layout = Layout(inputs.table, starts, k + 2, shape, inputs.span, inputs.parts)
-    # After a step that accepted everything the draft lacks two positions, else one; feeding two
-    # always keeps the shapes fixed and writes nothing new into the second. All windows are made
-    # now, and not each before its pass: after a pass a processor would have to fetch the code anew.
-    windows = layout.draft_windows(k, inputs.draft_parts)
-    verified = layout.window(1, k + 2)
-    tokens = inputs.state[2:]
-    feeds = tokens[:, :, None].unbind(0)  # each [rows, 1]
-    # Embeddings may be padded to different sizes; an id that only one model has is never proposed,
-    # and the draft is fed its own last id in place of one that only the target has.
-    shared = target.vocab if draft is None else min(target.vocab, draft.vocab)
+    """Propose, mask, verify, choose, commit, advance."""
+    proposal = _propose(target, drafter, rows, watch)
+    k = proposal.tokens.shape[0]
+    last = [content[-1] for content in rows.contents]
+    tokens = torch.tensor(last, device=rows.table.device)[None]
+    tokens = torch.cat((tokens, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
+    masks = _masks(rows, proposal)
+    starts = [len(content) - 1 for content in rows.contents]
+    layout = target.backend.step_layout(rows.table, starts, k + 1)
     noise = None
-    if inputs.sampling.any_sampled:
+    if rows.sampling.any_sampled:
         # Logits at position p choose the token of position p + 1.
-        noise = inputs.sampling.noise(layout.positions[:, 1:] + 1, target.vocab)
-    belief = []
-    drafting = watch.section("draft")
-    for j, window in enumerate(windows):
-        assert draft is not None, "drafting needs a draft"
-        fed = feeds[j + 1] if j else tokens[:2].t()
-        if draft.vocab > shared or target.vocab > shared:
-            fed = fed.clamp(max=shared - 1)
-        with drafting:
-            logits = draft.forward(fed, window, logits_to_keep=1)
-        if logits.shape[-1] > shared:
-            logits = logits[..., :shared]
-        here = None if noise is None else noise[:, j : j + 1]
-        if inputs.verify_tokens is None:
-            choose(logits, inputs.sampling, here, out=feeds[j + 2])
-        else:
-            token, rated = choose_and_rate(logits, inputs.sampling, here)
-            feeds[j + 2].copy_(token)
-            belief.append(rated)
-    return Proposal(verified, noise, tokens[1:], torch.cat(belief, 1).cumsum(1) if belief else None)
+        noise = rows.sampling.noise(layout.positions + 1, target.vocab)
+    window, cells = layout.window(0, k + 1), None
+    if rows.verify_tokens is not None and proposal.log_probabilities is not None:
+        budget = min(rows.verify_tokens, sum(proposal.lens))
+        cells = select(proposal.log_probabilities, proposal.lens, budget)
+        window = layout.some(cells)
+    chosen, taps = _verify(target, drafter, rows, tokens, window, cells, noise, masks, watch)
+    outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
+    if drafter is not None:
+        drafter.observe(_seen(rows, outcome, k, taps))
+    if rows.hooks is not None:
+        for row, (new, accepted) in enumerate(
+            zip(outcome.committed, outcome.accepted, strict=True)
+        ):
+            rows.hooks.committed(row, new, accepted)
+    return outcome
 
 
-def check(target: PagedModel, inputs: Inputs, proposal: Proposal, watch: Stopwatch) -> Verdict:
-    """Have the target choose after each token that it is to see."""
-    k, window, noise = inputs.k, proposal.window, proposal.noise
-    tokens = proposal.tokens.t()
-    rows = tokens.shape[0]
-    if proposal.belief is None:
-        with watch.section("verify"):
-            logits = target.forward(tokens, window)
-        chosen = _of_numbers(choose(logits, inputs.sampling, noise), logits, inputs.sampling)
-        return Verdict(inputs.state[0], proposal.tokens[1:], chosen)
-    assert inputs.verify_tokens is not None
-    trim = trimmed(proposal.belief, inputs.state[0, :, None], inputs.verify_tokens)
+def _propose(
+    target: PagedModel, drafter: Drafter | None, rows: StepRows, watch: Stopwatch
+) -> Proposal:
+    if max(rows.draft_lens) == 0:
+        empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
+        return Proposal(empty, rows.draft_lens)
+    assert drafter is not None, "drafting needs a drafter"
+    ask = Ask(
+        ids=rows.ids,
+        contents=rows.contents,
+        draft_lens=rows.draft_lens,
+        sampling=rows.sampling,
+        table=rows.table,
+        rate=rows.verify_tokens is not None and drafter.rates,
+        token_most=target.vocab,
+    )
+    return drafter.propose(ask, watch)
+
+
+def _masks(rows: StepRows, proposal: Proposal) -> torch.Tensor | None:  # [rows, 1 + k, vocab]
+    if rows.hooks is None:
+        return None
+    drafts = proposal.tokens.t().tolist()
+    k = proposal.tokens.shape[0]
+    whole: torch.Tensor | None = None
+    for row, draft in enumerate(drafts):
+        mask = rows.hooks.masks(row, draft)
+        if mask is None:
+            continue
+        if whole is None:
+            whole = mask.new_zeros((len(drafts), 1 + k, mask.shape[-1]))
+        whole[row] = mask
+    return None if whole is None else whole.to(rows.table.device)
+
+
+def _verify(
+    target: PagedModel,
+    drafter: Drafter | None,
+    rows: StepRows,
+    tokens: torch.Tensor,  # [rows, 1 + k], int64
+    window: object,
+    cells: Selection | None,
+    noise: torch.Tensor | None,  # [sampled, 1 + k, vocab]
+    masks: torch.Tensor | None,  # [rows, 1 + k, vocab]
+    watch: Stopwatch,
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
+    numbers; and the hidden states that the drafter taps."""
+    count, width = tokens.shape
+    flat = tokens.reshape(-1) if cells is None else tokens.reshape(-1)[cells.cells]
+    wants = Wants(taps=() if drafter is None else drafter.taps)
     with watch.section("verify"):
-        packed = tokens.reshape(-1).index_select(0, trim.cells)[None]
-        logits = target.forward(packed, window.packed(trim.cells))
+        out = target.forward(flat, window, wants)
+    assert out.logits is not None
+    if masks is not None:
+        masks = masks.flatten(0, 1) if cells is None else masks.flatten(0, 1)[cells.cells]
+        out.logits += masks
+    if cells is None:
+        logits = out.logits.view(count, width, -1)
+        chosen = _of_numbers(choose(logits, rows.sampling, noise), logits, rows.sampling)
+        return chosen.tolist(), out.taps
     if noise is not None:
-        noise = noise.flatten(0, 1)[trim.cells][:, None]
-    logits = logits.transpose(0, 1)
-    sampling = inputs.sampling.take(trim.of_row)
+        noise = noise.flatten(0, 1)[cells.cells][:, None]
+    logits = out.logits[:, None]
+    sampling = rows.sampling.take(cells.of_row)
     picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)[:, 0]
-    chosen = tokens.new_full((rows * (k + 1),), _NO_TOKEN).index_copy_(0, trim.cells, picked)
-    return Verdict(trim.seen[:, 0], proposal.tokens[1:], chosen.view(rows, k + 1))
+    chosen = tokens.new_full((count * width,), _NO_TOKEN)
+    chosen.index_copy_(0, cells.cells, picked)
+    return chosen.view(count, width).tolist(), out.taps
 
 
 def _of_numbers(
@@ -272,18 +186,45 @@ def _of_numbers(
     argmax takes a NaN for the greatest, so a greedy choice shows it. A sampled one does not: one
     NaN spreads to all scores there, and any token may be the first of them.
     """
-    if logits.is_cpu and not sampling.any_sampled:
-        # A few numbers, one by one: less code to fetch than for any operation on all.
-        score = array_of(logits).item
-        tokens = chosen.numpy()
-        for row, of_row in enumerate(tokens.tolist()):
-            for column, token in enumerate(of_row):
-                if not score(row, column, token) > -math.inf:
-                    tokens[row, column] = _NO_TOKEN
-        return chosen
-    best = (
-        logits.amax(dim=-1)
-        if sampling.any_sampled
-        else logits.gather(-1, chosen[..., None])[..., 0]
-    )
-    return chosen.masked_fill((best > -torch.inf).logical_not(), _NO_TOKEN)
+    if sampling.any_sampled:
+        best = logits.amax(dim=-1)
+    else:
+        best = logits.gather(-1, chosen[..., None])[..., 0]
+    return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
+
+
+def _outcome(
+    rows: StepRows,
+    proposal: Proposal,
+    cells: Selection | None,
+    chosen: Sequence[Sequence[int]],
+    positions_read: int,
+) -> Outcome:
+    """What the rows commit, within each row's own draft length."""
+    drafted = proposal.tokens.t().tolist()
+    seen = proposal.lens if cells is None else cells.seen.tolist()
+    committed, accepted, checked = [], [], []
+    for row, draft_len in enumerate(proposal.lens):
+        tokens = chosen[row]
+        limit = min(draft_len, seen[row])
+        right = 0
+        while right < limit and drafted[row][right] == tokens[right]:
+            right += 1
+        mine = list(tokens[: right + 1])
+        if _NO_TOKEN in mine:
+            raise NotFinite(
+                f"row {row}: the logits after {len(rows.contents[row])} tokens or a few more are"
+                " not finite"
+            )
+        committed.append(mine)
+        accepted.append(right)
+        checked.append(limit)
+    return Outcome(committed, accepted, checked, positions_read)
+
+
+def _seen(rows: StepRows, outcome: Outcome, k: int, taps: list[torch.Tensor]) -> Seen:
+    ranges = [
+        (len(content) - 1, len(content) + accepted)
+        for content, accepted in zip(rows.contents, outcome.accepted, strict=True)
+    ]
+    return Seen(rows.ids, rows.contents, ranges, rows.table, k, taps)

@@ -17,12 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from replicas.batched import can_batch
 from replicas.buffers import Buffers, ModelShape, Workload, buffers, kv_bytes_per_position
 from replicas.config import ReplicaConfig
+from replicas.invariant.ops import can_prepack
 from replicas.pair import Pair, PairFiles, take_part
-from replicas.products import can_pack
-from replicas.tiles import TILES
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10
@@ -153,9 +151,9 @@ def plan_memory(
             least_blocks * block_bytes,
         )
     wanted = wanted_work(config, pair.context_len, on_gpu)
-    tiles = TILES[device.type] if config.deterministic else None
+    tiles = None
     packed = packs_weights(config, device)
-    batched = config.fuse_layers and can_batch(device, dtype)
+    batched = False
 
     def count(work: Workload) -> Buffers:
         return buffers(
@@ -214,7 +212,7 @@ def plan_memory(
 def packs_weights(config: ReplicaConfig, device: torch.device) -> bool:
     """Whether weights are laid out a second time if there is memory for it."""
     wanted = config.pack_weights and config.fuse_layers and not config.deterministic
-    return wanted and can_pack(device, getattr(torch, config.dtype))
+    return wanted and can_prepack(device, getattr(torch, config.dtype))
 
 
 def _least_work(wanted: Workload) -> Workload:

@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from replicas.config import DEMO, ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
-from replicas.deterministic import NotDeterministic, make_deterministic
-from replicas.model import ATTENTION
+from replicas.models.paged_model import ATTENTION
 from replicas.planted import plant, planted_config
 from replicas.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
 from replicas.sharding import NotDivisible, shard
@@ -120,11 +119,6 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     target = _load_model(
         target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
-    if config.deterministic:  # the target alone decides tokens
-        try:
-            make_deterministic(target, files.context_len)
-        except NotDeterministic as error:
-            raise PairRefused(f"deterministic: {error}") from None
     return Pair(
         target=target,
         # A planted draft always follows the map: acceptance is the target's business.

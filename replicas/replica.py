@@ -1,6 +1,6 @@
-"""A replica without Ray: `Replica.step(batch) -> StepResult` over one target/draft pair.
+"""A replica without Ray: `Replica.step(batch) -> StepResult` over one target and its drafter.
 
-Holds the residents: their tokens, how far each model's KV cache reaches, their blocks. Decides
+Holds the residents: their tokens, how far the target's KV cache reaches, their blocks. Decides
 nothing: which rows run, when and how far ahead is the pool's business.
 """
 
@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
 import torch
+from transformers import PreTrainedModel
 
-from replicas.attention import FLEX, GATHER, Place, choose_attention
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
-from replicas.eqspec import Group, step
-from replicas.graphs import Limits, StepRunner
-from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
-from replicas.model import PagedModel
-from replicas.paged_cache import BlockAllocator, PagedCache
+from replicas.drafters import Drafter, ModelDrafter, Seen
+from replicas.eqspec import RowHooks, StepRows, step
+from replicas.fingerprint import fingerprint
+from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, root_key
+from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory, weight_bytes
+from replicas.models.build import build
+from replicas.models.paged_model import PagedModel
+from replicas.models.prefill import fill
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
-from replicas.parts import coarser, part_rows, positions_in_place, positions_read
-from replicas.prefill import PASS_COST_TOKENS, prefill
-from replicas.prefix import Chain, SharedBlocks, root_key
-from replicas.resident import Resident, Tally, commit
+from replicas.resident import Resident, Tally
 from replicas.sampling import sampling_batch
 from replicas.stopwatch import Stopwatch
-from replicas.windows import CacheShape
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import (
     Batch,
@@ -40,6 +39,9 @@ from scheduler.messages import (
     StepTimes,
 )
 
+PREFIX_GAIN_TOKENS = {"cpu": 48, "cuda": 2048}
+"""Tokens of a prefill that a shared prefix must spare before it is worth a pass of its own."""
+
 
 class Replica:
     """One incarnation's models, caches and residents. Not thread-safe: one thread calls it."""
@@ -51,85 +53,45 @@ class Replica:
         if pair.device.type == "cuda":
             # Recordings and timing events are made on the thread's current device.
             torch.cuda.set_device(pair.device)
-        models = [pair.target] + ([pair.draft] if pair.draft is not None else [])
         plan = plan or plan_memory(config, pair_shape(pair), pair.device, loaded=True)
-        blocks = plan.kv_blocks
-        paged = [
-            PagedModel(
-                model,
-                PagedCache(
-                    shape.layers,
-                    shape.kv_heads,
-                    shape.head_dim,
-                    blocks,
-                    config.block_size,
-                    pair.dtype,
-                    pair.device,
-                ),
-            )
-            for model, shape in zip(models, plan.pair.models, strict=True)
-        ]
-        self._models = paged
-        self._target = paged[0]
-        self._draft = paged[1] if pair.draft is not None else None
+        mark = fingerprint(pair.target, config)
         self._device = pair.device
-        self._shape = CacheShape(config.block_size, pair.context_len, pair.dtype)
-        self._chunk = config.prefill_chunk_tokens
+        self._block_size = config.block_size
         self._work = plan.work
+        blocks = plan.kv_blocks
         self._shared = SharedBlocks(blocks, config.block_size) if config.prefix_sharing else None
         self._blocks = self._shared or BlockAllocator(blocks, config.block_size)
         self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
-        for model, name in zip(paged, (pair.target_name, pair.draft_name), strict=False):
-            self._try_out(model, name, config.fuse_layers, plan.packed)
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            # Weights that were joined leave holes too small for what comes.
-            torch.cuda.empty_cache()
-        draft_len_max = plan.draft_len_max(DRAFT_LEN_MAX)
-        fixed_shapes = config.graphs == "on" or (config.graphs == "auto" and on_gpu)
-        sizes = (plan.work.rows, plan.work.draft_len, plan.work.pass_tokens)
-        place = Place(blocks, self._shape, *sizes, fixed_shapes)
-        self.attention = choose_attention(paged, config, place)
-        """Of target and draft: `gather`, `flex` or `varlen`."""
+        self._target, built = _built(pair.target, pair.target_name, pair, config, plan)
+        self._drafter: Drafter | None = None
+        if pair.draft is not None:
+            draft, _ = _built(pair.draft, pair.draft_name, pair, config, plan)
+            self._drafter = ModelDrafter(
+                draft, pair.draft_name, plan.work.pass_tokens, weight_bytes(pair.draft)
+            )
         self.broken: Exception | None = None
         """One device breaks with its process."""
-        self._runner: StepRunner | None = None
-        if fixed_shapes:
-            limits = Limits(plan.work.rows, plan.work.draft_len, plan.work.context_len)
-            self._runner = StepRunner(
-                self._target,
-                self._draft,
-                self._shape,
-                limits,
-                plan.work.recordings or config.graphs_max,
-                plan.buffers.pool,
-            )
-        in_place = self.attention["target"] != GATHER
-        # FlexAttention reads whole blocks, varlen attention as many positions as it is told.
-        whole_blocks = self.attention["target"] == FLEX
-        self._read_unit = (config.block_size if whole_blocks else 1) if in_place else None
-        self._part_positions: tuple[int | None, int | None] = (None, None)
-        if self._runner is None:
-            # Steps of fixed shapes read all rows as one.
-            draft_positions = self._draft.part_positions if self._draft else None
-            self._part_positions = (self._target.part_positions, draft_positions)
+        self.hooks: RowHooks | None = None
+        """What requests add to choosing, if anything."""
         self.spec = ReplicaSpec(
             kv_blocks=blocks,
             block_size=config.block_size,
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self._target.vocab,
-            draft_len_max=draft_len_max,
+            draft_len_max=plan.draft_len_max(DRAFT_LEN_MAX),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
-            trims_drafts=self._target.packs,
-            reads_apart=in_place or self._part_positions[0] is not None,
+            trims_drafts=self._drafter is not None and self._drafter.rates,
+            reads_apart=self._target.backend.reads_apart,
             target=pair.target_name,
             draft=pair.draft_name,
             device=str(pair.device),
             dtype=config.dtype,
-            attention=self.attention["target"],
+            attention=self._target.backend.name,
+            arithmetic=built,
+            fingerprint=mark,
         )
 
     @classmethod
@@ -144,13 +106,6 @@ class Replica:
             timings = calibrate(replica, *replica.planned)
             replica.spec = dataclasses.replace(replica.spec, timings=timings)
         return replica
-
-    def _try_out(self, model: PagedModel, name: str, fuse: bool, pack: bool) -> None:
-        """One forward pass: what cannot be served is refused now."""
-        try:
-            model.try_out(self._shape, fuse, pack)
-        except Exception as error:
-            raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
 
     @torch.inference_mode()
     def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
@@ -169,6 +124,8 @@ class Replica:
             if sequence_id in self._residents:
                 self._publish(sequence_id)
                 del self._residents[sequence_id]
+                if self._drafter is not None:
+                    self._drafter.end(sequence_id)
             self._blocks.release(sequence_id)
 
     @property
@@ -185,10 +142,9 @@ class Replica:
         return self._blocks.free_blocks
 
     def check_integrity(self) -> None:
-        """Blocks are whole, and every resident's draft KV lies within its content."""
+        """Blocks are whole, and what is still to fill lies within a resident's content."""
         self._blocks.check_integrity()
         for resident in self._residents.values():
-            assert 0 <= resident.draft_kv <= len(resident.content) - 1
             assert resident.tokens_left >= 0
             assert 0 <= resident.to_fill < len(resident.content)
 
@@ -201,17 +157,15 @@ class Replica:
         try:
             for rows in self._waves(batch.prefill):
                 ids = [row.sequence_id for row in rows]
-                spans = [self._span(row) for row in rows]
+                ranges = [self._range(row) for row in rows]
                 with watch.section("prefill"):
-                    self._fill(self._models, ids, spans)
+                    self._fill(ids, ranges)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                for sequence_id, (begin, end) in zip(ids, spans, strict=True):
+                for sequence_id, (begin, end) in zip(ids, ranges, strict=True):
                     begins[sequence_id] = begin
                     resident = self._residents[sequence_id]
                     resident.to_fill = len(resident.content) - 1 - end
-                    if self._draft is not None:
-                        resident.draft_kv = max(resident.draft_kv, end)
                     self._publish(sequence_id)
         except BaseException:
             self.release(row.sequence_id for row in batch.prefill)
@@ -231,19 +185,19 @@ class Replica:
         the prefix of another row of the batch comes second, and finds it."""
         if self._shared is None or len(rows) == 1:
             return [list(rows)]
-        block_size = self._shape.block_size
+        block_size = self._block_size
         keys, fills = [], []
         for row in rows:
             chain = Chain(root_key(self._identity, row.salt), block_size)
             blocks = max(len(row.tokens) - 2, 0) // block_size
             keys.append(chain.keys(row.tokens, blocks))
             fills.append(blocks if row.until is None else min(row.until // block_size, blocks))
-        least = PASS_COST_TOKENS.get(self._device.type, PASS_COST_TOKENS["cuda"]) // block_size
+        least = PREFIX_GAIN_TOKENS[self._device.type] // block_size
         second = self._shared.followers(keys, fills, least)
         first = [row for index, row in enumerate(rows) if index not in second]
         return [first, [rows[index] for index in second]] if second else [first]
 
-    def _span(self, row: PrefillRow) -> tuple[int, int]:
+    def _range(self, row: PrefillRow) -> TokenRange:
         """The KV positions [begin, end) that this batch fills of a row, which is resident now."""
         resident = self._residents.get(row.sequence_id)
         assert bool(row.tokens) == (resident is None), (
@@ -262,7 +216,7 @@ class Replica:
 
     def _admit(self, row: PrefillRow) -> Resident:
         """A new resident, with the KV of its prefix if blocks of it are here."""
-        block_size = self._shape.block_size
+        block_size = self._block_size
         chain = Chain(root_key(self._identity, row.salt), block_size)
         resident = Resident(
             content=list(row.tokens),
@@ -276,8 +230,8 @@ class Replica:
             keys = chain.keys(row.tokens, resident.settled // block_size)
             found = self._shared.adopt(row.sequence_id, keys) * block_size
         resident.to_fill = len(row.tokens) - 1 - found
-        if self._draft is not None:
-            resident.draft_kv = found
+        if self._drafter is not None:
+            self._drafter.begin(row.sequence_id, row.tokens, row.salt, found)
         self._own(row.sequence_id, row.blocks, len(row.tokens))
         self._residents[row.sequence_id] = resident
         return resident
@@ -288,36 +242,43 @@ class Replica:
             return
         resident = self._residents[sequence_id]
         valid = min(resident.settled, len(resident.content) - 1 - resident.to_fill)
-        if self._draft is not None:
-            valid = min(valid, resident.draft_kv)
-        blocks = valid // self._shape.block_size
+        drafted = None if self._drafter is None else self._drafter.valid(sequence_id)
+        if drafted is not None:
+            valid = min(valid, drafted)
+        blocks = valid // self._block_size
         self._shared.publish(sequence_id, resident.chain.keys(resident.content, blocks))
 
     def _own(self, sequence_id: str, blocks: int, positions: int) -> None:
         """Give the sequence its blocks; the pool has set them aside and says how many."""
-        room = blocks * self._shape.block_size
+        room = blocks * self._block_size
         assert room >= positions, f"{sequence_id}: {positions} positions, room for {room}"
         self._blocks.grow(sequence_id, room)
 
     def _frozen(self, sequence_id: str) -> int:
         return 0 if self._shared is None else self._shared.frozen(sequence_id)
 
-    def _fill(
-        self, models: Sequence[PagedModel], ids: list[str], spans: list[tuple[int, int]]
-    ) -> None:
-        """In passes of as many rows and tokens as memory was planned for."""
-        for sequence_id, (begin, _) in zip(ids, spans, strict=True):
+    def _fill(self, ids: list[str], ranges: list[TokenRange]) -> None:
+        """Fill the target's cache, and show the drafter what was filled."""
+        for sequence_id, (begin, _) in zip(ids, ranges, strict=True):
             assert begin >= self._frozen(sequence_id), f"{sequence_id}: would write shared blocks"
-        for begin in range(0, len(ids), self._work.rows_most):
-            some = ids[begin : begin + self._work.rows_most]
-            prefill(
-                models,
-                contents=[self._residents[sequence_id].content for sequence_id in some],
-                spans=spans[begin : begin + len(some)],
-                table=self._blocks.table(some, self._device),
-                shape=self._shape,
-                chunk=max(1, min(self._chunk, self._work.pass_tokens // len(some))),
-            )
+        contents = [self._residents[sequence_id].content for sequence_id in ids]
+        table = self._blocks.table(ids, self._device)
+        drafter = self._drafter
+
+        def seen(rows: list[int], parts: list[TokenRange], taps: list[torch.Tensor]) -> None:
+            assert drafter is not None
+            some = [ids[row] for row in rows], [contents[row] for row in rows]
+            drafter.observe(Seen(*some, parts, table[rows], taps=taps))
+
+        fill(
+            self._target,
+            contents,
+            ranges,
+            table,
+            self._work.pass_tokens,
+            () if drafter is None else drafter.taps,
+            None if drafter is None else seen,
+        )
 
     # ------------------------------------------------------------------ speculate
 
@@ -326,53 +287,43 @@ class Replica:
         watch = Stopwatch(self._device)
         ids = [row.sequence_id for row in batch.rows]
         rows = [self._ready(row, batch.steps) for row in batch.rows]
-        before = [(resident.tokens_left, resident.draft_kv) for resident in rows]
+        before = [resident.tokens_left for resident in rows]
         tallies = [Tally() for _ in rows]
         table = self._blocks.table(ids, self._device)
-        # A target that cannot leave tokens out checks all of them: slower, and as right.
-        verify = batch.verify_tokens if self._target.packs else None
         sampling = sampling_batch(
             tuple(resident.sampling for resident in rows),
             self._device,
-            whole=verify is not None or self._runner is not None,
-            static=self._runner is not None,
+            whole=batch.verify_tokens is not None,
+            static=False,
         )
-        part_positions, draft_part_positions = self._part_positions
         own = read = done = 0
         try:
             for done in range(1, batch.steps + 1):  # noqa: B007, the count outlives the loop
                 caps = [
-                    min(row.draft_len, resident.tokens_left - 1) if verify != 0 else 0
+                    min(row.draft_len, resident.tokens_left - 1) if batch.verify_tokens != 0 else 0
                     for row, resident in zip(batch.rows, rows, strict=True)
                 ]
-                k = max(caps)
-                if k > 0:
-                    self._catch_up(ids, rows, watch)
-                lengths = [len(resident.content) for resident in rows]
-                parts = part_rows(lengths, part_positions)
-                own += sum(lengths) + len(rows) * k
-                draft_parts = coarser(lengths, parts, draft_part_positions)
                 contents = [resident.content for resident in rows]
-                group = Group(contents, caps, sampling, table, verify, parts, draft_parts)
-                if self._runner is None:
-                    outcome = step(self._target, self._draft, group, self._shape, watch)
-                else:
-                    outcome = self._runner.step(group, watch)
-                read += self._positions_read(lengths, k, parts)
+                own += sum(map(len, contents)) + len(rows) * max(caps)
+                of_step = StepRows(
+                    ids, contents, caps, sampling, table, batch.verify_tokens, self.hooks
+                )
+                outcome = step(self._target, self._drafter, of_step, watch)
+                read += outcome.positions_read
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
-                    tally.draft_tokens += caps[index]
-                    commit(resident, tally, outcome, index, k)
-                    ended |= resident.finished(outcome.committed[index])
+                    tokens, accepted = outcome.committed[index], outcome.accepted[index]
+                    tally.note(caps[index], accepted, outcome.checked[index])
+                    resident.commit(tokens)
+                    ended |= resident.finished(tokens)
                 if ended or interrupted():
                     break
         except BaseException:
-            for row, resident, (tokens_left, draft_kv) in zip(
-                batch.rows, rows, before, strict=True
-            ):
+            for row, resident, tokens_left in zip(batch.rows, rows, before, strict=True):
                 del resident.content[row.length :]
                 resident.tokens_left = tokens_left
-                resident.draft_kv = min(draft_kv, row.length - 1)
+            if self._drafter is not None:
+                self._drafter.rollback(ids, [row.length for row in batch.rows])
             raise
         return StepResult(
             batch_id=batch.id,
@@ -399,15 +350,6 @@ class Replica:
             kv_positions_read=read,
         )
 
-    def _positions_read(self, lengths: Sequence[int], k: int, parts: Sequence[int]) -> int:
-        """KV positions that the target has read in a step that drafted up to k tokens per row."""
-        unit = self._read_unit
-        if self._runner is not None:
-            return self._runner.positions_read(lengths, unit)
-        if unit is None:
-            return positions_read(lengths, parts) + len(lengths) * k
-        return positions_in_place((length + k for length in lengths), unit)
-
     def _ready(self, row: StepRow, steps: int) -> Resident:
         """The row's resident, as the pool says it is, with the blocks that so many steps need."""
         resident = self._residents[row.sequence_id]
@@ -418,23 +360,18 @@ class Replica:
         assert resident.to_fill == 0, f"{row.sequence_id} is filled in part only"
         assert self._frozen(row.sequence_id) <= resident.settled, "it would write shared blocks"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
-        assert row.draft_len == 0 or self._draft is not None, "drafting needs a draft"
+        assert row.draft_len == 0 or self._drafter is not None, "drafting needs a drafter"
         # The last token committed has no KV entry yet.
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
         self._own(row.sequence_id, row.blocks, row.length + most - 1)
         return resident
 
-    def _catch_up(self, ids: list[str], rows: list[Resident], watch: Stopwatch) -> None:
-        """Fill the draft's KV of rows that steps without drafting left behind."""
-        assert self._draft is not None
-        behind = [
-            (sequence_id, resident)
-            for sequence_id, resident in zip(ids, rows, strict=True)
-            if resident.draft_kv < len(resident.content) - 2
-        ]
-        if behind:
-            spans = [(resident.draft_kv, len(resident.content) - 2) for _, resident in behind]
-            with watch.section("catch_up"):
-                self._fill([self._draft], [sequence_id for sequence_id, _ in behind], spans)
-            for (_, resident), (_, end) in zip(behind, spans, strict=True):
-                resident.draft_kv = end
+
+def _built(
+    model: PreTrainedModel, name: str, pair: Pair, config: ReplicaConfig, plan: MemoryPlan
+) -> tuple[PagedModel, str]:
+    """The model on its cache; what cannot be served is refused now."""
+    try:
+        return build(model, name, config, plan.kv_blocks, pair.context_len, plan.packed)
+    except Exception as error:
+        raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error

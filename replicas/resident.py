@@ -1,6 +1,6 @@
 """A sequence on a replica, and what its row commits over the steps of a batch.
 
-Knows lengths and tokens; nothing of models, caches or blocks.
+Knows lengths and tokens; nothing of models, drafters, caches or blocks.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from replicas.eqspec import Outcome
-from replicas.prefix import Chain
+from replicas.kv_cache import Chain
 from scheduler.messages import SamplingParams
 
 
@@ -25,15 +24,18 @@ class Resident:
     chain: Chain
     """Keys of its blocks."""
     to_fill: int = 0
-    """KV positions of both models that prefill batches are still to fill; 0 before any step."""
-    draft_kv: int = 0
-    """Valid draft KV positions: len(content) - 1 or - 2 after a step, less after draft_len 0."""
+    """KV positions that prefill batches are still to fill; 0 before any step."""
 
     @property
     def settled(self) -> int:
-        """Positions before all that a step may write: the draft begins one before the last
+        """Positions before all that a step may write: a drafter may begin one before the last
         token."""
         return max(len(self.content) - 2, 0)
+
+    def commit(self, tokens: list[int]) -> None:
+        """Append a step's tokens."""
+        self.content.extend(tokens)
+        self.tokens_left -= len(tokens)
 
     def finished(self, committed: list[int]) -> bool:
         """Whether it has ended with these tokens, the last that it committed."""
@@ -50,6 +52,12 @@ class Tally:
     tried: list[int] = field(default_factory=list)
     """By step: how many were checked that had none but right ones before them."""
 
+    def note(self, drafted: int, accepted: int, checked: int) -> None:
+        """A step's draft tokens of the row, those that were right, and those that were checked."""
+        self.draft_tokens += drafted
+        self.accepted.append(accepted)
+        self.tried.append(min(accepted + 1, checked))
+
     def accepted_at(self, draft_len: int) -> tuple[int, ...]:
         """By position, up to draft_len: in how many steps that draft token was right."""
         return _steps_beyond(tuple(self.accepted), draft_len)
@@ -63,14 +71,3 @@ class Tally:
 def _steps_beyond(counts: tuple[int, ...], draft_len: int) -> tuple[int, ...]:
     """Mostly of one step, so there are few of them."""
     return tuple([sum(count > j for count in counts) for j in range(draft_len)])
-
-
-def commit(resident: Resident, tally: Tally, outcome: Outcome, row: int, k: int) -> None:
-    """Append a step's tokens. Drafting fed the draft all proposed tokens but the last one."""
-    tokens, accepted = outcome.committed[row], outcome.accepted[row]
-    if k > 0:
-        resident.draft_kv = len(resident.content) + min(accepted, k - 1)
-    resident.content.extend(tokens)
-    resident.tokens_left -= len(tokens)
-    tally.accepted.append(accepted)
-    tally.tried.append(min(accepted + 1, outcome.checked[row]))

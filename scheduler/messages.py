@@ -261,6 +261,10 @@ class ReplicaSpec:
     dtype: str = "float32"
     attention: str = ""
     """How the target's attention reads its KV cache, for people."""
+    arithmetic: str = ""
+    """How its layers compute, and whether a token's bits depend on the batch, for people."""
+    fingerprint: str = ""
+    """Of the target's weights, the dtype and what else decides output; empty: unknown."""
     trims_drafts: bool = False
     """Whether it obeys a batch's `verify_tokens`."""
     reads_apart: bool = False

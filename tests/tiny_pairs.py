@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from replicas.config import ReplicaConfig
-from replicas.model import ATTENTION
+from replicas.models.paged_model import ATTENTION
 from replicas.pair import Pair
 from replicas.replica import Replica
 

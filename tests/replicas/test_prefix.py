@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.paged_cache import OutOfBlocks
-from replicas.prefix import Chain, SharedBlocks, root_key
+from replicas.kv_cache import OutOfBlocks
+from replicas.kv_cache import Chain, SharedBlocks, root_key
 from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepResult, StepRow
 from tests.reference import plain_greedy

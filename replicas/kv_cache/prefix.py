@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
 
-from replicas.paged_cache import BlockAllocator
+from replicas.kv_cache.allocator import BlockAllocator
 
 _KEY_BYTES = 32
 

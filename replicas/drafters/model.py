@@ -1,0 +1,128 @@
+"""A drafter that is a smaller language model with a KV cache of its own in the same block table.
+
+It proposes with the target's rule and the target's noise, so that it agrees as often as its
+distribution does (drafter-invariant coupling, arXiv 2408.07978). It needs tokens alone: rows that
+steps without drafting left behind are filled before it drafts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from replicas.drafters.protocol import Ask, Cost, Proposal, Seen
+from replicas.models.paged_model import PagedModel, Wants
+from replicas.models.prefill import fill
+from replicas.sampling import choose, choose_and_rate
+from replicas.stopwatch import Stopwatch
+
+
+class ModelDrafter:
+    """Drafts token by token; its KV of a row is valid for at least length - 2 positions when it
+    drafts."""
+
+    taps: tuple[int, ...] = ()
+    rates = True
+    draft_len_max: int | None = None
+
+    def __init__(self, model: PagedModel, name: str, pass_tokens: int, weight_bytes: int) -> None:
+        """`pass_tokens`: tokens of one prefill pass at most."""
+        self.name = name
+        self.vocab: int | None = model.vocab
+        self.model = model
+        self._pass_tokens = pass_tokens
+        self._weight_bytes = weight_bytes
+        self._valid: dict[str, int] = {}
+        """Valid KV positions of each row."""
+
+    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
+        self._valid[row] = filled
+
+    def end(self, row: str) -> None:
+        self._valid.pop(row, None)
+
+    def valid(self, row: str) -> int | None:
+        return self._valid[row]
+
+    def observe(self, seen: Seen) -> None:
+        for row, content, (begin, end) in zip(seen.ids, seen.contents, seen.ranges, strict=True):
+            if seen.drafted is None:
+                continue
+            if seen.drafted:
+                # Drafting fed all proposed tokens but the last one.
+                self._valid[row] = min(end, len(content) + seen.drafted - 1)
+        if seen.drafted is None:
+            self._fill(seen.ids, seen.contents, seen.ranges, seen.table)
+
+    def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
+        for row, length in zip(rows, lengths, strict=True):
+            self._valid[row] = min(self._valid[row], length - 1)
+
+    def cost(self) -> Cost:
+        return Cost()
+
+    def memory(self) -> int:
+        return self._weight_bytes + self.model.cache.bytes
+
+    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+        self._catch_up(ask, watch)
+        rows, k, model = len(ask.ids), ask.k, self.model
+        device = ask.table.device
+        # After a step that accepted everything two positions are missing, else one: feeding two
+        # always keeps shapes fixed, and the second writes what is there already.
+        starts = [len(content) - 2 for content in ask.contents]
+        layout = model.backend.step_layout(ask.table, starts, k + 1)
+        last = [[content[-2] if len(content) > 1 else 0, content[-1]] for content in ask.contents]
+        fed = torch.tensor(last, dtype=torch.int64).to(device).reshape(-1)
+        shared = min(ask.token_most, model.vocab)
+        noise = None
+        if ask.sampling.any_sampled:
+            # Logits at position p choose the token of position p + 1.
+            noise = ask.sampling.noise(layout.positions[:, 1:] + 1, ask.token_most)
+        kept = torch.arange(1, 2 * rows, 2, device=device)
+        tokens = torch.empty((k, rows), dtype=torch.int64, device=device)
+        rated = []
+        for j in range(k):
+            window = layout.window(j + 1 if j else 0, j + 2)
+            with watch.section("draft"):
+                wants = Wants() if j else Wants(kept)
+                logits = model.forward(fed.clamp(max=model.vocab - 1), window, wants).logits
+            assert logits is not None
+            logits = logits[:, None, :shared]  # [rows, 1, ids that both have]
+            here = None if noise is None else noise[:, j : j + 1]
+            if ask.rate:
+                token, one = choose_and_rate(logits, ask.sampling, here)
+                rated.append(one)
+            else:
+                token = choose(logits, ask.sampling, here)
+            fed = tokens[j].copy_(token[:, 0])
+        return Proposal(tokens, ask.draft_lens, torch.cat(rated, 1).cumsum(1) if rated else None)
+
+    def _catch_up(self, ask: Ask, watch: Stopwatch) -> None:
+        """Fill rows that steps without drafting left behind."""
+        behind = [
+            index
+            for index, (row, content) in enumerate(zip(ask.ids, ask.contents, strict=True))
+            if self._valid[row] < len(content) - 2
+        ]
+        if not behind:
+            return
+        with watch.section("catch_up"):
+            self._fill(
+                [ask.ids[index] for index in behind],
+                [ask.contents[index] for index in behind],
+                [(self._valid[ask.ids[i]], len(ask.contents[i]) - 2) for i in behind],
+                ask.table[behind],
+            )
+
+    def _fill(
+        self,
+        ids: Sequence[str],
+        contents: Sequence[Sequence[int]],
+        ranges: Sequence[tuple[int, int]],
+        table: torch.Tensor,
+    ) -> None:
+        fill(self.model, contents, ranges, table, self._pass_tokens)
+        for row, (_, end) in zip(ids, ranges, strict=True):
+            self._valid[row] = max(self._valid[row], end)

@@ -1,0 +1,31 @@
+"""What of a replica decides its output: two replicas of one pool must have it in common."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from transformers import PreTrainedModel
+
+from replicas.config import ReplicaConfig
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of so many bytes."""
+
+
+def fingerprint(target: PreTrainedModel, config: ReplicaConfig) -> str:
+    """A hash of the target's weights, the dtype and what else changes the bits of its logits.
+
+    Of each weight the sum of its bits is taken, so that a large model costs one reading of it.
+    """
+    digest = blake2b(digest_size=16)
+    device = target.device.type
+    digest.update(
+        repr((config.dtype, config.deterministic, config.tensor_parallel, device)).encode()
+    )
+    for name, weight in target.named_parameters():
+        bits = weight.detach().view(_BITS[weight.element_size()]).flatten()
+        # Neither an exchange of numbers nor one of rows leaves both sums as they are.
+        sums = (int(bits.sum(dtype=torch.int64)), int(bits[::7].sum(dtype=torch.int64)))
+        digest.update(repr((name, tuple(weight.shape), sums)).encode())
+    return digest.hexdigest()

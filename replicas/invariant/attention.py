@@ -1,0 +1,233 @@
+"""Attention over the paged cache on a CPU, whose bits for a query depend on its own row alone.
+
+Keys and values of a group of rows are copied together, one batched product gives all scores, one
+softmax their weights. What a matrix library may do by shape is taken away from it:
+
+- The queries of a product are padded to a multiple of `query_unit`: with fewer a library takes
+  other kernels.
+- Scores of a position depend on one key, so their number does not matter; it is a multiple of
+  `kv_unit`, the width of a vector.
+- Values are summed over pieces of at most `piece` positions, piece after piece. A longer sum would
+  be split by its own length. Positions beyond a row's own have the weight 0 and add nothing.
+
+Which sizes have the property here, `replicas.invariant.proof` shows when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replicas.invariant.ops import Arithmetic
+from replicas.kv_cache.host_layout import CacheShape, PassLayout, RowGroup
+
+if TYPE_CHECKING:
+    from replicas.kv_cache.cache import PagedCache
+
+
+def attend(
+    queries: torch.Tensor,  # [items, queries, head_dim]
+    keys: torch.Tensor,  # [items, head_dim, length]
+    scores: torch.Tensor,  # [items, queries, length], overwritten
+    pieces: Sequence[Piece],
+    out: torch.Tensor,  # [items, queries, head_dim], overwritten
+    scaling: float,
+    hidden: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Softmax attention of every item.
+
+    `hidden` is a view of some scores, and what is added to them: 0, or -inf where a query does not
+    see a position.
+    """
+    torch.baddbmm(scores, queries, keys, beta=0, alpha=scaling, out=scores)
+    if hidden is not None:
+        hidden[0].add_(hidden[1])
+    torch.softmax(scores, -1, out=scores)
+    weights, values = pieces[0]
+    torch.bmm(weights, values, out=out)
+    for weights, values in pieces[1:]:
+        torch.baddbmm(out, weights, values, out=out)
+
+
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""Weights [items, queries, positions] and values [items, positions, head_dim] of one product."""
+
+
+def pieces_of(
+    scores: torch.Tensor,  # [items, queries, length]
+    values: torch.Tensor,  # [items, length, head_dim]
+    piece: int,
+) -> list[Piece]:
+    """Views of both, by `piece` positions."""
+    return list(zip(scores.split(piece, 2), values.split(piece, 1), strict=True))
+
+
+@dataclass(slots=True)
+class _Views:
+    """One group's share of the buffers; `items` are its rows x KV heads."""
+
+    runs: torch.Tensor  # [runs], int64
+    gathered: torch.Tensor  # [runs, block_size * head_dim]
+    converted: torch.Tensor | None
+    """The same in float32, of a cache that is not."""
+    queries: torch.Tensor  # [items, queries, head_dim]
+    keys: torch.Tensor  # [items, head_dim, length]
+    scores: torch.Tensor  # [items, queries, length]
+    pieces: list[Piece]
+    out: torch.Tensor  # [items, queries, head_dim]
+    hidden: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class HostAttention:
+    """The attention of one forward pass. What its layers share is worked out once."""
+
+    def __init__(
+        self,
+        layout: PassLayout,
+        cache: PagedCache,
+        shape: CacheShape,
+        arithmetic: Arithmetic,
+        stride: int,
+    ) -> None:
+        """`stride`: vectors per token in the queries that layers bring, the heads first."""
+        self._cache = cache
+        indices = _indices if layout.plain is None else _indices_of_plain
+        self._asked, self._answered = indices(layout, shape, arithmetic, stride)
+        dim, kv_heads = shape.head_dim, shape.kv_heads
+        self._queries = torch.empty((self._asked.shape[0], dim))
+        self._out = torch.empty_like(self._queries)
+        self._groups = []
+        begin = 0
+        for group in layout.groups:
+            rows, width = group.tokens.shape
+            wide = _queries_of(width, shape, arithmetic)
+            items = rows * kv_heads
+            own = slice(begin, begin + items * wide)
+            scores = torch.empty((items, wide, group.length))
+            runs = cache.runs(group.blocks)
+            gathered = cache.room(runs.shape[0])
+            converted = None
+            if gathered.dtype is not torch.float32:
+                converted = torch.empty(gathered.shape)
+            both = gathered if converted is None else converted
+            keys, values = both.view(items, 2, group.length, dim).unbind(1)
+            self._groups.append(
+                _Views(
+                    runs=runs,
+                    gathered=gathered,
+                    converted=converted,
+                    queries=self._queries[own].view(items, wide, dim),
+                    keys=keys.transpose(1, 2),
+                    scores=scores,
+                    pieces=pieces_of(scores, values, arithmetic.piece),
+                    out=self._out[own].view(items, wide, dim),
+                    hidden=_hidden(group, scores, shape),
+                )
+            )
+            begin = own.stop
+
+    def __call__(
+        self,
+        layer: int,
+        queries: torch.Tensor,  # [padded tokens, stride, head_dim]
+        scaling: float,
+    ) -> torch.Tensor:  # [padded tokens, heads * head_dim], valid until the next layer
+        """The layer's result; keys and values of the pass are in the cache already."""
+        flat = queries.reshape(-1, queries.shape[2])
+        if flat.dtype is torch.float32:
+            torch.index_select(flat, 0, self._asked, out=self._queries)
+        else:
+            self._queries.copy_(flat.index_select(0, self._asked))
+        for group in self._groups:
+            self._cache.gather(layer, group.runs, group.gathered)
+            if group.converted is not None:
+                group.converted.copy_(group.gathered)
+            attend(
+                group.queries,
+                group.keys,
+                group.scores,
+                group.pieces,
+                group.out,
+                scaling,
+                group.hidden,
+            )
+        out = self._out.index_select(0, self._answered).view(queries.shape[0], -1)
+        return out if out.dtype is queries.dtype else out.to(queries.dtype)
+
+
+def _queries_of(width: int, shape: CacheShape, arithmetic: Arithmetic) -> int:
+    """Queries of one item: all heads that share a KV head, `width` tokens each, padded."""
+    unit = arithmetic.query_unit
+    return -(-width * (shape.heads // shape.kv_heads) // unit) * unit
+
+
+def _hidden(
+    group: RowGroup, scores: torch.Tensor, shape: CacheShape
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The scores of positions that not every query sees, and what hides them."""
+    rows, width = group.tokens.shape
+    items, wide, length = scores.shape
+    seen = int(group.begins.min()) + 1
+    if seen >= length:
+        return None
+    seen = max(seen, 1)  # a query that lies before the first position sees that one
+    last = np.maximum(group.begins[:, None] + np.arange(wide) % width, 0)  # [rows, wide]
+    beyond = np.arange(seen, length) > last[:, :, None]
+    mask = np.where(beyond, np.float32(-np.inf), np.float32(0))
+    view = scores.view(rows, shape.kv_heads, wide, length)[..., seen:]
+    return view, torch.from_numpy(mask)[:, None]
+
+
+Indices = tuple[torch.Tensor, torch.Tensor]
+"""Of every query of every item among the vectors of all tokens, [items * queries]; and of every
+head of every token among those, [padded tokens * heads]. Both int64."""
+
+
+def _indices(
+    layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stride: int
+) -> Indices:
+    padded = layout.positions.shape[0]
+    per_head = shape.heads // shape.kv_heads
+    asked: list[Any] = []
+    # Padding takes the answer of the first query.
+    answered = np.zeros((padded, shape.heads), np.int64)
+    begin = 0
+    for group in layout.groups:
+        rows, width = group.tokens.shape
+        wide = _queries_of(width, shape, arithmetic)
+        queries = np.arange(wide)
+        # Padding asks as the last query of the last head does.
+        head = np.minimum(queries // width, per_head - 1)
+        token = group.tokens[:, None, queries % width]  # [rows, 1, wide]
+        first = np.arange(shape.kv_heads)[:, None] * per_head
+        asked.append((token * stride + (first + head)).reshape(-1))
+        item = np.arange(rows)[:, None, None] * shape.kv_heads + np.arange(shape.heads) // per_head
+        within = np.arange(shape.heads) % per_head * width + np.arange(width)[:, None]
+        answered[group.tokens] = begin + item * wide + within
+        begin += rows * shape.kv_heads * wide
+    return torch.from_numpy(np.concatenate(asked)), torch.from_numpy(answered.reshape(-1))
+
+
+def _indices_of_plain(
+    layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stride: int
+) -> Indices:
+    assert layout.plain is not None
+    rows, width, _ = layout.plain
+    padded = layout.positions.shape[0]
+    return _kept_indices(rows, width, padded, shape, arithmetic, stride)
+
+
+@lru_cache(maxsize=256)
+def _kept_indices(
+    rows: int, width: int, padded: int, shape: CacheShape, arithmetic: Arithmetic, stride: int
+) -> Indices:
+    """Those of steps, of which there are few kinds."""
+    tokens = np.arange(rows * width).reshape(rows, width)
+    group = RowGroup(tokens, np.zeros(rows, np.int64), None, 0)
+    layout = PassLayout(rows * width, torch.empty(padded), (None, None), [group])
+    return _indices(layout, shape, arithmetic, stride)

@@ -1,0 +1,41 @@
+"""The attention backend of a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from replicas.invariant.attention import HostAttention
+from replicas.invariant.ops import Arithmetic
+from replicas.kv_cache.cache import PagedCache
+from replicas.kv_cache.host_layout import (
+    CacheShape,
+    PassLayout,
+    StepLayout,
+    TokenRange,
+    ranges_layout,
+)
+
+
+@dataclass(frozen=True)
+class HostBackend:
+    """Attention by fixed pieces over what a pass gathers."""
+
+    cache: PagedCache
+    shape: CacheShape
+    arithmetic: Arithmetic
+
+    name = "gather"
+    reads_apart = True
+    """A row reads about as far as its own KV goes."""
+
+    def begin(self, layout: PassLayout, stride: int) -> HostAttention:
+        return HostAttention(layout, self.cache, self.shape, self.arithmetic, stride)
+
+    def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> StepLayout:
+        return StepLayout(table, starts, width, self.shape, self.arithmetic)
+
+    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> PassLayout:
+        return ranges_layout(table, ranges, self.shape, self.arithmetic)

@@ -1,0 +1,120 @@
+"""The proof at load: in which sizes this processor and library give a token the same bits.
+
+Every product of a model is computed for 1 to 64 tokens, and some more, and compared, bit for bit,
+with the same tokens in tiles of 64; numbers of tokens that differ are left out, and passes are
+padded to the next one. Attention is tried with its fixed sizes, from the fastest to the safest. Random numbers do for
+weights: which kernel runs depends on shapes, not on values. Results are kept for the process, for
+many replicas have the same shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+
+from replicas.invariant.attention import attend, pieces_of
+from replicas.invariant.ops import TILE, Arithmetic, Product
+
+_WEIGHT_NUMBERS_MOST = 1 << 27
+"""Larger weights are tried with fewer outputs: half a gigabyte twice is enough for a trial."""
+_COUNTS = (*range(1, TILE + 1), *range(TILE + 16, 4 * TILE + 1, 16))
+"""Numbers of tokens that are tried."""
+_SIZES = ((4, 192), (4, 128), (8, 128), (16, 64), (64, 64))
+"""Query units and pieces of attention, from the fastest to the safest."""
+_QUERIES_MOST = 192
+_LENGTHS = (1, 40, 100, 190, 192, 250, 500)
+_ITEMS = (1, 2, 3, 8, 24)
+
+_log = logging.getLogger("lockstep.replica")
+
+
+def prove(
+    products: Iterable[tuple[int, int]],  # (in, out) of each weight
+    head_dims: Iterable[int],
+    prepack: bool,
+) -> Arithmetic:
+    """The arithmetic of models with these products and attention heads, on a CPU in float32."""
+    threads = torch.get_num_threads()
+    tokens = set(_COUNTS)
+    for fan_in, fan_out in set(products):
+        tokens &= _token_counts(fan_in, fan_out, prepack, threads)
+    for query_unit, piece in _SIZES if tokens else ():
+        if all(_attention_holds(dim, query_unit, piece, threads) for dim in set(head_dims)):
+            return Arithmetic(tuple(sorted(tokens)), query_unit, piece, proven=True)
+    _log.warning("no sizes of %s give the same bits here whatever the batch",
+                 "attention" if tokens else "products")
+    return Arithmetic()
+
+
+@lru_cache(maxsize=256)
+def _token_counts(fan_in: int, fan_out: int, prepack: bool, threads: int) -> frozenset[int]:
+    """Numbers of tokens that get the bits of TILE tokens, whatever their places; none if places
+    matter."""
+    generator = torch.Generator().manual_seed(fan_in)
+    fan_out = max(1, min(fan_out, _WEIGHT_NUMBERS_MOST // fan_in))
+    weight = torch.randn(fan_out, fan_in, generator=generator)
+    product = Product.of(weight, None, prepack)
+    x = torch.randn(_COUNTS[-1], fan_in, generator=generator)
+    x *= torch.logspace(-2, 2, fan_in)  # sums in another order shall differ
+    tiles = x.split(TILE)
+    whole = torch.cat([product(tile) for tile in tiles])
+    residual = torch.randn(whole.shape, generator=generator)
+    added = torch.cat(
+        [product.added(*two) for two in zip(tiles, residual.split(TILE), strict=True)]
+    )
+    for shift in (1, 17, 32, 63):
+        if not torch.equal(product(tiles[0].roll(shift, 0)), whole[:TILE].roll(shift, 0)):
+            return frozenset()
+    return frozenset(
+        count
+        for count in _COUNTS
+        if torch.equal(product(x[:count]), whole[:count])
+        and torch.equal(product(x[-count:].clone()), whole[-count:])
+        and torch.equal(product.added(x[:count], residual[:count]), added[:count])
+    )
+
+
+@lru_cache(maxsize=64)
+def _attention_holds(dim: int, query_unit: int, piece: int, threads: int) -> bool:
+    """Whether a query's result is the same in groups of all kinds, over any padded length."""
+    generator = torch.Generator().manual_seed(dim)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    wide = sorted({query_unit, 2 * query_unit, 3 * query_unit, 5 * query_unit, _QUERIES_MOST})
+    unit = Arithmetic().kv_unit
+    for length in _LENGTHS:
+        query, keys, values = 3 * noise(dim), 2 * noise(length, dim), noise(length, dim)
+        expected: torch.Tensor | None = None
+        for number, queries in enumerate(wide):
+            for items in _ITEMS:
+                for more in (0, unit, 3 * unit, 320):
+                    reach = -(-length // unit) * unit + more
+                    item, place = (number + more) % items, (items + more) % queries
+                    q, k = noise(items, queries, dim), noise(items, reach, dim)
+                    v = noise(items, reach, dim)
+                    q[item, place], k[item, :length], v[item, :length] = query, keys, values
+                    got = _attended(q, k, v, length, piece)[item, place]
+                    if expected is None:
+                        expected = got.clone()
+                    elif not torch.equal(got, expected):
+                        return False
+    return True
+
+
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, piece: int
+) -> torch.Tensor:
+    scores = torch.empty(*q.shape[:2], k.shape[1])
+    out = torch.empty_like(q)
+    hidden = None
+    if length < k.shape[1]:
+        tail = scores[:, :, length:]
+        hidden = (tail, torch.full_like(tail, -torch.inf))
+    pieces = pieces_of(scores, v, piece)
+    attend(q, k.transpose(1, 2), scores, pieces, out, q.shape[-1] ** -0.5, hidden)
+    return out

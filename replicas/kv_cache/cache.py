@@ -1,0 +1,132 @@
+"""One model's keys and values in fixed blocks. Knows nothing of tokens, sampling or batches.
+
+Where a pass writes and reads is said by its layout (`host_layout` on a CPU, `device_layout` on a
+GPU).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class PagedCache:
+    """One model's KV tensors.
+
+    On a GPU keys and values of a position lie side by side, so that a layer costs one write and one
+    gather, and paged attention finds whole positions. On a CPU those of a block lie head by head,
+    so that a gather copies whole runs of positions.
+
+    What is stored is finite. Attention reads masked positions, too: padding in the scrap block, what
+    an earlier sequence left in a block. Their weight is 0, but 0 times NaN is NaN, so one row beyond
+    the range of numbers would spoil others. Only float16 has a range that activations may leave.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`blocks` without the scrap block, which is added."""
+        self.blocks = blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self._overflows = dtype is torch.float16
+        self._kv_heads = kv_heads
+        self._head_dim = head_dim
+        self._on_host = device.type == "cpu"
+        shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
+        if self._on_host:
+            shape = (blocks + 1, 2, kv_heads, block_size, head_dim)
+        self._stores = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        # Whatever lies where: [blocks + 1, block_size, 2, kv_heads, head_dim].
+        self._layers = self._stores
+        self._arrays: list[Any] = []
+        """The same for numpy, which stores a few positions in a third of torch's time."""
+        if self._on_host:
+            self._layers = [store.permute(0, 3, 1, 2, 4) for store in self._stores]
+            self._arrays = [_array(layer) for layer in self._layers]
+        # One layer is read at a time: a standing buffer spares the page faults of fresh memory.
+        self._gathered = self._stores[0].new_empty((0, block_size * head_dim))
+        self._runs: tuple[Any, torch.Tensor] | None = None
+
+    def write(self, layer: int, slots: Any, fresh: torch.Tensor) -> None:
+        """Store keys and values, [tokens, 2, kv_heads, head_dim], where a layout says: by block and
+        position in it on a CPU, by flat position on a GPU. Those that are no numbers become some,
+        in place."""
+        if self._overflows:
+            fresh.nan_to_num_()
+        if self._on_host:
+            self._arrays[layer][slots] = _array(fresh)
+        else:
+            self._stores[layer].flatten(0, 1).index_copy_(0, slots, fresh)
+
+    def read(
+        self,
+        layer: int,
+        blocks: torch.Tensor,  # [rows * blocks of a row], int64
+        rows: int,
+        length: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, kv_heads, length, head_dim]
+        """Copies of keys and values of the rows' first positions, on a GPU."""
+        read = self._stores[layer].index_select(0, blocks)
+        read = read.view(rows, -1, *self._stores[layer].shape[2:])[:, :length]
+        keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
+        return keys, values
+
+    def all_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's whole cache, each [blocks + 1, block_size, kv_heads, head_dim]; nothing is
+        copied."""
+        keys, values = self._layers[layer].unbind(2)
+        return keys, values
+
+    # ------------------------------------------------------------------ on a CPU
+
+    def runs(self, blocks: Any) -> torch.Tensor:  # [2 * kv_heads * blocks of all rows], int64
+        """Where the keys and values of these blocks, [rows, blocks], lie: one run for a block and a
+        head of either, in the order row, KV head, keys or values, block of the row.
+
+        The last result is kept, for the passes of a step read the same blocks.
+        """
+        if self._runs is None or self._runs[0] is not blocks:
+            per_block = 2 * self._kv_heads
+            heads = np.arange(per_block).reshape(2, self._kv_heads).T
+            runs = blocks[:, None, None, :] * per_block + heads[:, :, None]
+            self._runs = (blocks, torch.from_numpy(runs.reshape(-1)))
+        return self._runs[1]
+
+    def room(self, runs: int) -> torch.Tensor:  # [runs, block_size * head_dim]
+        """Of the standing buffer, for `gather`."""
+        if self._gathered.shape[0] < runs:
+            self._gathered = self._gathered.new_empty((runs, self._gathered.shape[1]))
+        return self._gathered[:runs]
+
+    def gather(
+        self,
+        layer: int,
+        runs: torch.Tensor,  # [runs], int64
+        out: torch.Tensor,  # [runs, block_size * head_dim]
+    ) -> None:
+        """Copy keys and values, run by run."""
+        torch.index_select(self._stores[layer].view(-1, out.shape[1]), 0, runs, out=out)
+
+    def clear(self) -> None:
+        """Store 0 everywhere."""
+        for layer in self._layers:
+            layer.zero_()
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self._layers)
+
+
+def _array(x: torch.Tensor) -> Any:
+    """The tensor's memory as numpy's array, which knows no bfloat16: its bits are as good."""
+    return (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()

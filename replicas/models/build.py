@@ -1,0 +1,161 @@
+"""Puts a loaded model on its paged cache: the fastest forward pass that computes what it computes.
+
+Layers are joined where the model is of a known make, and where the joined logits are about as near
+to the truth as the model's own: the error of both is measured against float64 on a few tokens. A
+model with large activations is far from float64 in either way, so no fixed tolerance would do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from replicas.invariant.backend import HostBackend
+from replicas.buffers import ModelShape
+from replicas.config import ReplicaConfig
+from replicas.invariant.ops import Arithmetic, Product
+from replicas.invariant.proof import prove
+from replicas.kv_cache.cache import PagedCache
+from replicas.kv_cache.host_layout import CacheShape, StepLayout
+from replicas.models.decoder import JoinedDecoder, NotJoined
+from replicas.models.paged_model import PagedModel
+from replicas.models.reference import own_logits
+
+ERROR_RATIO_MOST = 4.0
+"""Joined layers may be so many times as far from float64 as the model's own forward pass."""
+ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
+_TRIAL_TOKENS = 8
+
+_log = logging.getLogger("lockstep.replica")
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """Whether layers were joined, and why not."""
+
+    joined: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'joined' if self.joined else 'separate'} layers ({self.reason})"
+
+
+def build(
+    model: PreTrainedModel, name: str, config: ReplicaConfig, blocks: int, context_len: int,
+    prepack: bool,
+) -> tuple[PagedModel, str]:
+    """The model on a cache of `blocks`, and how it computes, for people.
+
+    Raises what the model's own forward raises.
+    """
+    shape = ModelShape.of(model.config)
+    cache = PagedCache(
+        shape.layers,
+        shape.kv_heads,
+        shape.head_dim,
+        blocks,
+        config.block_size,
+        model.dtype,
+        model.device,
+    )
+    of_cache = CacheShape(
+        config.block_size, context_len, shape.heads, shape.kv_heads, shape.head_dim
+    )
+    paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack)
+    built = f"{joining}; {paged.arithmetic}"
+    _log.info("%s: %s", name, built)
+    return paged, built
+
+
+def _on_host(
+    model: PreTrainedModel, cache: PagedCache, shape: CacheShape, join: bool, prepack: bool
+) -> tuple[PagedModel, Joining]:
+    """On a CPU, with the arithmetic proven where it computes in float32."""
+    decoder, joining = None, Joining(False, "as configured")
+    if join:
+        decoder, joining = _joined(
+            model, cache, shape, prepack, lambda: HostBackend(cache, shape, Arithmetic())
+        )
+    arithmetic = Arithmetic()
+    if model.dtype is torch.float32:
+        products = decoder.products if decoder else _tiled_products(model, prepack)
+        if products:
+            shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}
+            arithmetic = prove(shapes, [shape.head_dim], prepack)
+            for one in products:
+                one.tile = arithmetic.tile if arithmetic.proven else None
+    paged = PagedModel(model, cache, HostBackend(cache, shape, arithmetic), arithmetic, decoder)
+    _try_out(paged, shape)
+    return paged, joining
+
+
+def _joined(
+    model: PreTrainedModel,
+    cache: PagedCache,
+    shape: CacheShape,
+    prepack: bool,
+    backend: Callable[[], HostBackend],
+) -> tuple[JoinedDecoder | None, Joining]:
+    own = own_logits(model, _trial_tokens(model, shape))
+    truth = own_logits(model, _trial_tokens(model, shape), torch.float64)
+    try:
+        decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
+    except NotJoined as error:
+        return None, Joining(False, str(error))
+    joined = _try_out(PagedModel(model, cache, backend(), Arithmetic(), decoder), shape)
+    own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
+    floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
+    figures = f"error {error:.1e} against float64, the model's own {own_error:.1e}"
+    if not error <= ERROR_RATIO_MOST * own_error + floor:  # NaN, too
+        _log.warning("layers stay separate: %s", figures)
+        return None, Joining(False, figures)
+    return decoder, Joining(True, figures)
+
+
+def _trial_tokens(model: PreTrainedModel, shape: CacheShape) -> torch.Tensor:
+    width = min(shape.context_len, _TRIAL_TOKENS)
+    return torch.arange(1, width + 1, device=model.device) % model.config.vocab_size
+
+
+@torch.inference_mode()
+def _try_out(paged: PagedModel, shape: CacheShape) -> torch.Tensor:  # [tokens, vocab]
+    """The logits of a pass over the first blocks, which belong to no sequence yet."""
+    tokens = _trial_tokens(paged.model, shape)
+    width = tokens.shape[0]
+    table = torch.arange(1, 1 - (-width // shape.block_size))[None]
+    layout = StepLayout(table, [0], width, shape, paged.arithmetic).window(0, width)
+    logits = paged.forward(tokens, layout).logits
+    assert logits is not None
+    return logits
+
+
+def _tiled_products(model: PreTrainedModel, prepack: bool) -> list[Product]:
+    """Have the model's own linear layers compute in tiles; none of a model with other layers that
+    multiply."""
+    linears = [one for one in model.modules() if type(one) is nn.Linear]
+    known = {id(weight) for one in linears for weight in one.parameters()}
+    others = (one for one in model.parameters() if one.dim() > 1 and id(one) not in known)
+    embedding = model.get_input_embeddings().weight
+    if any(one is not embedding for one in others):
+        return []
+    if any("forward" in vars(one) for one in linears):
+        return []  # a rank's part: sums are finished elsewhere
+    products = []
+    for one in linears:
+        product = Product.of(one.weight, one.bias, prepack)
+        one.forward = _forward_of(product)  # type: ignore[method-assign]
+        products.append(product)
+    return products
+
+
+def _forward_of(product: Product) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:  # [..., in] -> [..., out]
+        return product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    return forward

@@ -1,0 +1,244 @@
+"""One transformers model run over a paged KV cache.
+
+The model is plugged in twice: the cache through `past_key_values`, the attention through
+transformers' attention interface. Nothing else of a model is touched, so any decoder-only model
+with full attention works. Llama-like ones run faster with joined layers (`decoder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, PreTrainedModel
+
+from replicas.invariant.ops import Arithmetic
+from replicas.kv_cache.cache import PagedCache
+from replicas.models.decoder import JoinedDecoder, LayerAttention
+
+ATTENTION = "lockstep_paged"
+
+_OTHER_MATHS = frozenset({"softcap", "s_aux", "position_bias", "sinks"})
+"""Arguments by which models ask the interface for another function than softmax(QK)V."""
+
+
+class UnsupportedAttention(ValueError):
+    """Serving the model would silently compute something else than the model does."""
+
+
+class Layout(Protocol):
+    """Where a pass reads and writes; what attention needs besides, its backend knows."""
+
+    tokens: int
+    """Tokens of the pass, without padding."""
+    positions: torch.Tensor
+    """[padded tokens], int64, within the context."""
+    slots: Any
+    """Where keys and values go, as `PagedCache.write` wants it."""
+
+
+class AttentionBackend(Protocol):
+    """One way to attend over a paged cache, with the index arithmetic that it needs."""
+
+    def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
+        """The passes over `width` positions from each row's start on, which may be -1. Has
+        `positions`, [rows, width]; `window(begin, end)`, the pass over some columns of all rows, row
+        by row; and `some(selection)`, the pass over some cells."""
+        ...
+
+    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Layout:
+        """The pass over positions [begin, end) of each row, row by row."""
+        ...
+
+    def begin(self, layout: Any, stride: int) -> LayerAttention:
+        """What all layers of one pass share; `stride` vectors per token are brought."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a forward pass shall return."""
+
+    logits: torch.Tensor | bool = True
+    """Of which tokens, [n], int64; True: of all; False: of none."""
+    taps: tuple[int, ...] = ()
+    """Hidden states after so many layers, as transformers counts them (0: the embedding), below the
+    number of layers."""
+
+
+ALL = Wants()
+NONE = Wants(logits=False)
+
+
+@dataclass(slots=True)
+class Output:
+    logits: torch.Tensor | None  # [n, vocab]
+    taps: list[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
+
+
+class PagedModel:
+    """A causal language model and its own paged KV cache."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        backend: AttentionBackend,
+        arithmetic: Arithmetic,
+        decoder: JoinedDecoder | None = None,
+    ) -> None:
+        """`decoder`: the joined layers that take the place of the model's own forward pass."""
+        self.model = model
+        self.cache = cache
+        self.backend = backend
+        self.arithmetic = arithmetic
+        self.decoder = decoder
+        self.vocab = int(model.config.vocab_size)
+        """Rows of the embedding, its padding included: logits have this many."""
+        # The model's own property looks through its modules for a parameter, every time.
+        self.device: torch.device = model.device
+
+    def forward(
+        self,
+        tokens: torch.Tensor,  # [tokens], int64
+        layout: Layout,
+        wants: Wants = ALL,
+    ) -> Output:
+        """The logits and hidden states wanted; KV entries of all tokens are written on the way."""
+        count, padded = tokens.shape[0], layout.positions.shape[0]
+        if padded > count:
+            tokens = pad(tokens, (0, padded - count))
+        kept, rows = wants.logits, count
+        if isinstance(kept, torch.Tensor):
+            rows = kept.shape[0]
+            if self.arithmetic.proven:
+                kept = pad(kept, (0, self.arithmetic.padded(rows) - rows))
+        if self.decoder is None:
+            logits, taps = self._own(tokens, layout, kept, wants.taps)
+        else:
+            logits, taps = self._joined(self.decoder, tokens, layout, kept, wants.taps)
+        taps = [tap[:count] for tap in taps]
+        return Output(None if logits is None else logits[:rows], taps)
+
+    def _joined(
+        self,
+        decoder: JoinedDecoder,
+        tokens: torch.Tensor,
+        layout: Layout,
+        kept: torch.Tensor | bool,
+        taps: tuple[int, ...],
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        fill = kept is False
+        attention = self.backend.begin(layout, decoder.stride)
+        x, tapped = decoder.forward(tokens, layout.positions, layout.slots, attention, taps, fill)
+        if fill:
+            return None, tapped
+        if isinstance(kept, torch.Tensor):
+            x = x.index_select(0, kept)
+        return decoder.logits(x), tapped
+
+    def _own(
+        self, tokens: torch.Tensor, layout: Layout, kept: torch.Tensor | bool, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        config = self.model.config
+        heads = int(config.num_attention_heads)
+        reset = _PASS.set(_Pass(self.cache, layout, self.backend.begin(layout, heads)))
+        try:
+            out = self.model(
+                input_ids=tokens[None],
+                position_ids=layout.positions[None],
+                past_key_values=_CacheDoor(self.cache),
+                use_cache=True,
+                # One position's logits are the least that such a model computes.
+                logits_to_keep=1 if kept is False else 0 if kept is True else kept,
+                output_hidden_states=bool(taps),
+            )
+        finally:
+            _PASS.reset(reset)
+        tapped = [out.hidden_states[tap][0] for tap in taps]
+        return (None if kept is False else out.logits[0]), tapped
+
+
+# --------------------------------------------------------------------------- transformers' doors
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The forward pass of a model's own that runs now."""
+
+    cache: PagedCache
+    layout: Layout
+    attention: LayerAttention
+    layer: int = 0
+
+
+_PASS: ContextVar[_Pass | None] = ContextVar("lockstep_pass", default=None)
+
+
+class _CacheDoor:
+    """transformers' cache interface, as far as decoders use it."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
+        value_states: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new positions; what is returned is only passed on to `paged_attention`."""
+        current = _PASS.get()
+        assert current is not None, "the cache is used outside of a forward pass"
+        current.layer = layer_idx
+        both = torch.stack((key_states[0], value_states[0]))  # [2, kv_heads, tokens, head_dim]
+        self._cache.write(layer_idx, current.layout.slots, both.permute(2, 0, 1, 3).contiguous())
+        return key_states, value_states
+
+
+def refuse_other_maths(arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedAttention when a model asks for more than plain softmax attention."""
+    for name in _OTHER_MATHS & arguments.keys():
+        if arguments[name] is not None:
+            raise UnsupportedAttention(f"the model's attention needs {name!r}, which is not served")
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, tokens, head_dim]
+    key: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # [1, tokens, heads, head_dim]
+    """Attention for transformers' interface: by the current pass over the paged cache, or without
+    one plainly, over the tokens themselves."""
+    refuse_other_maths(kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    current = _PASS.get()
+    if current is None:
+        return _plain_attention(query, key, value, scale), None
+    queries = query[0].transpose(0, 1)
+    out = current.attention(current.layer, queries, scale)
+    return out.view(1, *queries.shape), None
+
+
+def _plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    heads, tokens = query.shape[1:3]
+    key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
+    hidden = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype, device=query.device)
+    scores = query @ key.transpose(2, 3) * scale + hidden.triu(1)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+AttentionInterface.register(ATTENTION, paged_attention)

@@ -1,0 +1,38 @@
+"""Fills a model's KV cache for ranges of several rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from replicas.kv_cache import TokenRange, passes
+from replicas.models.paged_model import PagedModel, Wants
+
+Tapped = Callable[[list[int], list[TokenRange], list[torch.Tensor]], None]
+"""Told after each pass: which rows, what of each was computed, and the hidden states tapped."""
+
+
+def fill(
+    model: PagedModel,
+    contents: Sequence[Sequence[int]],
+    ranges: Sequence[TokenRange],
+    table: torch.Tensor,  # [rows, blocks], int64
+    pass_tokens: int,
+    taps: tuple[int, ...] = (),
+    tapped: Tapped | None = None,
+) -> None:
+    """Write KV for the tokens of each row's range, in passes of at most so many tokens."""
+    wants = Wants(logits=False, taps=taps)
+    for one_pass in passes(ranges, pass_tokens):
+        rows = [row for row, _ in one_pass]
+        parts = [part for _, part in one_pass]
+        fed = [
+            token for row, (begin, end) in one_pass for token in contents[row][begin:end]
+        ]
+        # An id that only the target has, padding of its embedding, is fed as the last one.
+        tokens = torch.tensor(fed, dtype=torch.int64).clamp_(max=model.vocab - 1)
+        layout = model.backend.ranges_layout(table[rows], parts)
+        out = model.forward(tokens.to(table.device), layout, wants)
+        if tapped is not None:
+            tapped(rows, parts, out.taps)
