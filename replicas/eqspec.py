@@ -65,6 +65,8 @@ class Outcome:
 
     committed: list[list[int]]
     """Accepted tokens, then one of the target's own: 1 .. draft_len + 1."""
+    drafted: Sequence[int]
+    """Draft tokens that it had: the drafter may propose fewer than were asked for."""
     accepted: list[int]
     checked: list[int]
     """Draft tokens that the target saw."""
@@ -72,9 +74,7 @@ class Outcome:
     """KV positions that the target's attention read, padding included."""
 
 
-def step(
-    target: PagedModel, drafter: Drafter | None, rows: StepRows, watch: Stopwatch
-) -> Outcome:
+def step(target: PagedModel, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
     """Propose, mask, verify, choose, commit, advance."""
     proposal = _propose(target, drafter, rows, watch)
     k = proposal.tokens.shape[0]
@@ -219,7 +219,7 @@ def _outcome(
         committed.append(mine)
         accepted.append(right)
         checked.append(limit)
-    return Outcome(committed, accepted, checked, positions_read)
+    return Outcome(committed, proposal.lens, accepted, checked, positions_read)
 
 
 def _seen(rows: StepRows, outcome: Outcome, k: int, taps: list[torch.Tensor]) -> Seen:

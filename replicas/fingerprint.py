@@ -24,8 +24,7 @@ def fingerprint(target: PreTrainedModel, config: ReplicaConfig) -> str:
         repr((config.dtype, config.deterministic, config.tensor_parallel, device)).encode()
     )
     for name, weight in target.named_parameters():
-        bits = weight.detach().view(_BITS[weight.element_size()]).flatten()
-        # Neither an exchange of numbers nor one of rows leaves both sums as they are.
+        bits = weight.detach().contiguous().view(_BITS[weight.element_size()]).flatten()
         sums = (int(bits.sum(dtype=torch.int64)), int(bits[::7].sum(dtype=torch.int64)))
         digest.update(repr((name, tuple(weight.shape), sums)).encode())
     return digest.hexdigest()

@@ -46,8 +46,15 @@ PREFIX_GAIN_TOKENS = {"cpu": 48, "cuda": 2048}
 class Replica:
     """One incarnation's models, caches and residents. Not thread-safe: one thread calls it."""
 
-    def __init__(self, pair: Pair, config: ReplicaConfig, plan: MemoryPlan | None = None) -> None:
-        """Without a plan memory is divided by what is free now."""
+    def __init__(
+        self,
+        pair: Pair,
+        config: ReplicaConfig,
+        plan: MemoryPlan | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Without a plan memory is divided by what is free now; a drafter takes the place of the
+        pair's draft model."""
         if config.torch_threads is not None:
             torch.set_num_threads(config.torch_threads)
         if pair.device.type == "cuda":
@@ -64,8 +71,8 @@ class Replica:
         self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
         self._target, built = _built(pair.target, pair.target_name, pair, config, plan)
-        self._drafter: Drafter | None = None
-        if pair.draft is not None:
+        self._drafter = drafter
+        if drafter is None and pair.draft is not None:
             draft, _ = _built(pair.draft, pair.draft_name, pair, config, plan)
             self._drafter = ModelDrafter(
                 draft, pair.draft_name, plan.work.pass_tokens, weight_bytes(pair.draft)
@@ -80,7 +87,7 @@ class Replica:
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self._target.vocab,
-            draft_len_max=plan.draft_len_max(DRAFT_LEN_MAX),
+            draft_len_max=DRAFT_LEN_MAX if drafter else plan.draft_len_max(DRAFT_LEN_MAX),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             trims_drafts=self._drafter is not None and self._drafter.rates,
@@ -313,7 +320,7 @@ class Replica:
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tokens, accepted = outcome.committed[index], outcome.accepted[index]
-                    tally.note(caps[index], accepted, outcome.checked[index])
+                    tally.note(outcome.drafted[index], accepted, outcome.checked[index])
                     resident.commit(tokens)
                     ended |= resident.finished(tokens)
                 if ended or interrupted():

@@ -1,8 +1,8 @@
 """Which draft tokens the target checks, where it checks fewer than were proposed.
 
-The rule is TETRIS (arXiv 2502.15197): of all rows together those are checked that the drafter itself
-holds most likely. Acceptance is by equality, so the choice changes how many tokens a step commits
-and never which.
+The rule is TETRIS (arXiv 2502.15197): of all rows together those are checked that the drafter
+itself holds most likely. Acceptance is by equality, so the choice changes how many tokens a step
+commits and never which.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from replicas.config import ReplicaConfig
+from replicas.drafters import Drafter
 from replicas.models.paged_model import ATTENTION
 from replicas.pair import Pair
 from replicas.replica import Replica
@@ -90,8 +91,12 @@ def tiny_pair(architecture: str, draft_architecture: str | None = None) -> Pair:
 
 
 def tiny_replica(
-    architecture: str, draft_architecture: str | None = None, **config: object
+    architecture: str,
+    draft_architecture: str | None = None,
+    drafter: Drafter | None = None,
+    **config: object,
 ) -> Replica:
     """A replica of a tiny pair; blocks of 4 positions, so that rows cross block borders often."""
     settings = {"block_size": 4, "kv_blocks": 2048, "device": "cpu", **config}
-    return Replica(tiny_pair(architecture, draft_architecture), ReplicaConfig(**settings))
+    pair = tiny_pair(architecture, draft_architecture)
+    return Replica(pair, ReplicaConfig(**settings), drafter=drafter)

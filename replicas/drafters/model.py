@@ -46,14 +46,12 @@ class ModelDrafter:
         return self._valid[row]
 
     def observe(self, seen: Seen) -> None:
-        for row, content, (begin, end) in zip(seen.ids, seen.contents, seen.ranges, strict=True):
-            if seen.drafted is None:
-                continue
-            if seen.drafted:
-                # Drafting fed all proposed tokens but the last one.
-                self._valid[row] = min(end, len(content) + seen.drafted - 1)
         if seen.drafted is None:
             self._fill(seen.ids, seen.contents, seen.ranges, seen.table)
+        elif seen.drafted > 0:
+            for row, content, (_, end) in zip(seen.ids, seen.contents, seen.ranges, strict=True):
+                # Drafting fed all proposed tokens but the last one.
+                self._valid[row] = min(end, len(content) + seen.drafted - 1)
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):

@@ -171,7 +171,7 @@ def _hidden(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The scores of positions that not every query sees, and what hides them."""
     rows, width = group.tokens.shape
-    items, wide, length = scores.shape
+    _, wide, length = scores.shape
     seen = int(group.begins.min()) + 1
     if seen >= length:
         return None
@@ -188,9 +188,7 @@ Indices = tuple[torch.Tensor, torch.Tensor]
 head of every token among those, [padded tokens * heads]. Both int64."""
 
 
-def _indices(
-    layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stride: int
-) -> Indices:
+def _indices(layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stride: int) -> Indices:
     padded = layout.positions.shape[0]
     per_head = shape.heads // shape.kv_heads
     asked: list[Any] = []

@@ -95,9 +95,9 @@ class Product:
         residual: torch.Tensor,  # [tokens, out]
     ) -> torch.Tensor:  # [tokens, out]
         """The residual and the product."""
-        if self.bias is None and self.packed is None:
-            if self.tile is None or x.shape[0] <= self.tile:
-                return torch.addmm(residual, x, self.weight.t())
+        one_tile = self.tile is None or x.shape[0] <= self.tile
+        if one_tile and self.bias is None and self.packed is None:
+            return torch.addmm(residual, x, self.weight.t())
         return self(x).add_(residual)
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:

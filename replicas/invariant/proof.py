@@ -2,15 +2,15 @@
 
 Every product of a model is computed for 1 to 64 tokens, and some more, and compared, bit for bit,
 with the same tokens in tiles of 64; numbers of tokens that differ are left out, and passes are
-padded to the next one. Attention is tried with its fixed sizes, from the fastest to the safest. Random numbers do for
-weights: which kernel runs depends on shapes, not on values. Results are kept for the process, for
-many replicas have the same shapes.
+padded to the next one. So are norms, activations and rotations. Attention is tried with its fixed
+sizes, from the fastest to the safest. Random numbers do for weights: which kernel runs depends on
+shapes, not on values. Results are kept for the process, for many replicas have the same shapes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
@@ -28,25 +28,42 @@ _QUERIES_MOST = 192
 _LENGTHS = (1, 40, 100, 190, 192, 250, 500)
 _ITEMS = (1, 2, 3, 8, 24)
 
+RowFunction = Callable[[torch.Tensor], torch.Tensor]
+"""[tokens, width] to [tokens, width of its own]; may change what it is given."""
+
 _log = logging.getLogger("lockstep.replica")
 
 
 def prove(
     products: Iterable[tuple[int, int]],  # (in, out) of each weight
     head_dims: Iterable[int],
+    rowwise: Iterable[tuple[RowFunction, int]],  # and the width of its input
     prepack: bool,
 ) -> Arithmetic:
-    """The arithmetic of models with these products and attention heads, on a CPU in float32."""
+    """The arithmetic of models with these products, attention heads and row-wise functions (norms,
+    activations, rotation), on a CPU in float32."""
     threads = torch.get_num_threads()
     tokens = set(_COUNTS)
+    for function, width in rowwise:
+        tokens &= _row_counts(function, width)
     for fan_in, fan_out in set(products):
         tokens &= _token_counts(fan_in, fan_out, prepack, threads)
     for query_unit, piece in _SIZES if tokens else ():
         if all(_attention_holds(dim, query_unit, piece, threads) for dim in set(head_dims)):
             return Arithmetic(tuple(sorted(tokens)), query_unit, piece, proven=True)
-    _log.warning("no sizes of %s give the same bits here whatever the batch",
-                 "attention" if tokens else "products")
+    _log.warning(
+        "no sizes of %s give the same bits here whatever the batch",
+        "attention" if tokens else "products",
+    )
     return Arithmetic()
+
+
+def _row_counts(function: RowFunction, width: int) -> set[int]:
+    """Numbers of tokens for which a row-wise function gives each row the bits that it gives among
+    many: code for vectors and for what is left behind them may round differently."""
+    x = 4 * torch.randn(_COUNTS[-1], width, generator=torch.Generator().manual_seed(width))
+    whole = function(x.clone())
+    return {count for count in _COUNTS if torch.equal(function(x[-count:].clone()), whole[-count:])}
 
 
 @lru_cache(maxsize=256)

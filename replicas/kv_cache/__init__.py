@@ -1,4 +1,4 @@
-"""The paged KV cache: which blocks a sequence has, what they hold, and where a pass reads and writes."""
+"""The paged KV cache: blocks, what they hold, and where a pass reads and writes."""
 
 from replicas.kv_cache.allocator import BlockAllocator, OutOfBlocks
 from replicas.kv_cache.cache import PagedCache

@@ -1,4 +1,4 @@
-"""The blocks of a paged KV cache: which belong to which sequence. Knows nothing of tensors' contents."""
+"""The blocks of a paged KV cache, and which sequence has which. Knows nothing of their content."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ class PagedCache:
     gather, and paged attention finds whole positions. On a CPU those of a block lie head by head,
     so that a gather copies whole runs of positions.
 
-    What is stored is finite. Attention reads masked positions, too: padding in the scrap block, what
-    an earlier sequence left in a block. Their weight is 0, but 0 times NaN is NaN, so one row beyond
-    the range of numbers would spoil others. Only float16 has a range that activations may leave.
+    What is stored is finite. Attention reads masked positions, too: padding in the scrap block,
+    what an earlier sequence left in a block. Their weight is 0, but 0 times NaN is NaN, so one row
+    beyond the range of numbers would spoil others. Only float16 has a range that activations may
+    leave.
     """
 
     def __init__(

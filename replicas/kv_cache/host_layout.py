@@ -138,9 +138,7 @@ class StepLayout:
     def some(self, selection: Selection) -> PassLayout:
         """The pass over some positions of each row, all from its start on."""
         counts = (selection.seen + 1).tolist()
-        ranges = [
-            (start, start + count) for start, count in zip(self._starts, counts, strict=True)
-        ]
+        ranges = [(start, start + count) for start, count in zip(self._starts, counts, strict=True)]
         return ranges_layout(self._table, ranges, self._shape, self._arithmetic)
 
 
@@ -223,9 +221,7 @@ def _slots(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> Any:
     size = shape.block_size
     column = positions // size
     outside = (column < 0) | (column >= columns.shape[1])
-    block = np.where(
-        outside, SCRAP_BLOCK, columns[rows, column.clip(0, columns.shape[1] - 1)]
-    )
+    block = np.where(outside, SCRAP_BLOCK, columns[rows, column.clip(0, columns.shape[1] - 1)])
     return block * size + positions % size
 
 
@@ -251,7 +247,7 @@ def _pad(array: Any, beyond: tuple[int, int]) -> Any:
 def _runs(
     ends: Iterable[int], shape: CacheShape, arithmetic: Arithmetic, width: int
 ) -> list[tuple[int, int]]:
-    """[first, after) of neighbouring rows that read together, where row i reads `ends[i]` positions.
+    """[first, after) of neighbouring rows that read together; row i reads `ends[i]` positions.
 
     A group ends where one more row would have the others read more positions than a group costs,
     or all of them have more scores than SCORES_MOST.

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from replicas.invariant.backend import HostBackend
 from replicas.buffers import ModelShape
 from replicas.config import ReplicaConfig
+from replicas.invariant.backend import HostBackend
 from replicas.invariant.ops import Arithmetic, Product
-from replicas.invariant.proof import prove
+from replicas.invariant.proof import RowFunction, prove
 from replicas.kv_cache.cache import PagedCache
 from replicas.kv_cache.host_layout import CacheShape, StepLayout
 from replicas.models.decoder import JoinedDecoder, NotJoined
@@ -47,7 +47,11 @@ class Joining:
 
 
 def build(
-    model: PreTrainedModel, name: str, config: ReplicaConfig, blocks: int, context_len: int,
+    model: PreTrainedModel,
+    name: str,
+    config: ReplicaConfig,
+    blocks: int,
+    context_len: int,
     prepack: bool,
 ) -> tuple[PagedModel, str]:
     """The model on a cache of `blocks`, and how it computes, for people.
@@ -87,7 +91,8 @@ def _on_host(
         products = decoder.products if decoder else _tiled_products(model, prepack)
         if products:
             shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}
-            arithmetic = prove(shapes, [shape.head_dim], prepack)
+            rowwise = decoder.rowwise if decoder else _rowwise(model)
+            arithmetic = prove(shapes, [shape.head_dim], rowwise, prepack)
             for one in products:
                 one.tile = arithmetic.tile if arithmetic.proven else None
     paged = PagedModel(model, cache, HostBackend(cache, shape, arithmetic), arithmetic, decoder)
@@ -159,3 +164,30 @@ def _forward_of(product: Product) -> Callable[[torch.Tensor], torch.Tensor]:
         return product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     return forward
+
+
+def _rowwise(model: PreTrainedModel) -> list[tuple[RowFunction, int]]:
+    """One norm, activation and rotary table of each kind of a model's own layers, and the width of
+    its input."""
+    functions: dict[tuple[type, int], RowFunction] = {}
+    inner = {one.in_features for one in model.modules() if type(one) is nn.Linear}
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            functions[type(module), 1] = _table_of(module)
+        elif next(module.children(), None) is None and type(module) not in (
+            nn.Linear,
+            nn.Embedding,
+        ):
+            weight = getattr(module, "weight", None)
+            for width in inner if weight is None else {weight.shape[-1]}:
+                functions[type(module), width] = module
+    return [(function, width) for (_, width), function in functions.items()]
+
+
+def _table_of(rotary: nn.Module) -> RowFunction:
+    def table(x: torch.Tensor) -> torch.Tensor:  # [tokens, 1] -> [tokens, 2 * rotated]
+        positions = torch.arange(1000)[-x.shape[0] :]
+        cos, sin = rotary(x, positions[None])
+        return torch.cat((cos[0], sin[0]), -1)
+
+    return table

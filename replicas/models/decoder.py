@@ -22,13 +22,13 @@ from torch import nn
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
 
-from replicas.invariant.ops import Product
+from replicas.invariant.ops import TILE, Product
 from replicas.kv_cache.cache import PagedCache
 
 LayerAttention = Callable[[int, torch.Tensor, float], torch.Tensor]
-"""The attention of one pass: a layer's number, its queries, [tokens, vectors, head_dim] of which the
-heads come first, and the scale of scores, to the result [tokens, heads * head_dim]. Keys and values
-are in the cache already."""
+"""The attention of one pass: a layer's number, its queries, [tokens, vectors, head_dim] of which
+the heads come first, and the scale of scores, to the result [tokens, heads * head_dim]. Keys and
+values are in the cache already."""
 
 _ATTENTIONS = {
     "LlamaAttention",
@@ -83,6 +83,17 @@ class _Layer:
     down: Product
     after_mlp: _Norm | None
 
+    def activated(
+        self, gate_up: torch.Tensor
+    ) -> torch.Tensor:  # [tokens, 2 * inner] -> [.., inner]
+        gate, up = gate_up.chunk(2, -1)
+        return self.activation(gate).mul_(up)
+
+
+_Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of each token."""
+_ROWS_MOST = 4 * TILE
+
 
 class JoinedDecoder:
     """The decoder of a model over its paged cache."""
@@ -125,6 +136,24 @@ class JoinedDecoder:
         return [self._head, *(product for layer in of_layers for product in layer)]
 
     @property
+    def rowwise(self) -> list[tuple[Callable[[torch.Tensor], torch.Tensor], int]]:
+        """What else a layer computes of each token, and the width of its input."""
+        layer = self._layers[0]
+        # Positions differ from token to token, as they do in a pass.
+        every = torch.arange(len(self._cos)).repeat(1 + _ROWS_MOST // len(self._cos))
+
+        def rotated(qkv: torch.Tensor) -> torch.Tensor:
+            rotation = self._rotation(every[-qkv.shape[0] :])
+            return self._rotated(layer, qkv, rotation).flatten(1)
+
+        width = layer.gate_up.weight.shape[0]
+        return [
+            (layer.before_mlp, self._embedding.shape[1]),
+            (layer.activated, width),
+            (rotated, self.stride * self._dim),
+        ]
+
+    @property
     def stride(self) -> int:
         """Vectors per token that attention is given: queries, keys and values."""
         return self._heads + 2 * self._kv_heads
@@ -145,21 +174,17 @@ class JoinedDecoder:
         """
         x = embedding(tokens, self._embedding)
         tapped = [x.clone()] if 0 in taps else []
-        if self._half_rotation:
-            cos, sin = self._table.index_select(0, positions)[:, :, None].unbind(1)
-            sin = sin.view(-1, 1, 2, self._dim // 2)
-        else:
-            cos, sin = self._cos[positions], self._sin[positions]
+        rotation = self._rotation(positions)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            qkv = self._rotated(layer, layer.before_attention(x), cos, sin)
+            qkv = self._rotated(layer, layer.qkv(layer.before_attention(x)), rotation)
             fresh = qkv[:, self._heads :].view(-1, 2, self._kv_heads, self._dim)
             self._cache.write(index, slots, fresh)
             if fill and index == last and index + 1 not in taps:
                 break
             x = _added(x, attention(index, qkv, self._scaling), layer.out, layer.after_attention)
-            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, -1)
-            x = _added(x, layer.activation(gate).mul_(up), layer.down, layer.after_mlp)
+            inner = layer.activated(layer.gate_up(layer.before_mlp(x)))
+            x = _added(x, inner, layer.down, layer.after_mlp)
             if index + 1 in taps:
                 tapped.append(x.clone())
         return x, tapped
@@ -167,16 +192,22 @@ class JoinedDecoder:
     def logits(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden] -> [tokens, vocab]
         return self._head(self._norm(x))
 
+    def _rotation(self, positions: torch.Tensor) -> _Rotation:
+        if not self._half_rotation:
+            return self._cos[positions], self._sin[positions]
+        cos, sin = self._table.index_select(0, positions)[:, :, None].unbind(1)
+        return cos, sin.view(-1, 1, 2, self._dim // 2)
+
     def _rotated(
         self,
         layer: _Layer,
-        x: torch.Tensor,  # [tokens, hidden]
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
+        rotation: _Rotation,
     ) -> torch.Tensor:  # [tokens, heads + 2 * kv_heads, head_dim]
-        """Queries, keys and values, the first two rotated."""
+        """Queries, keys and values, the first two rotated, in place."""
+        cos, sin = rotation
         heads, turned = self._heads, self._heads + self._kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], -1, self._dim)
+        qkv = qkv.view(qkv.shape[0], -1, self._dim)
         both = qkv[:, :turned]  # the heads that are rotated: queries, then keys
         if layer.head_norm is not None:
             weight, eps = layer.head_norm
@@ -199,7 +230,9 @@ class JoinedDecoder:
 
     def _joined(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = Product.of(*_join((attention.q_proj, attention.k_proj, attention.v_proj)), self._prepack)
+        qkv = Product.of(
+            *_join((attention.q_proj, attention.k_proj, attention.v_proj)), self._prepack
+        )
         if hasattr(mlp, "gate_up_proj"):
             gate_up, activation = self._product(mlp.gate_up_proj), mlp.activation_fn
         else:

@@ -46,9 +46,11 @@ class AttentionBackend(Protocol):
     """One way to attend over a paged cache, with the index arithmetic that it needs."""
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
-        """The passes over `width` positions from each row's start on, which may be -1. Has
-        `positions`, [rows, width]; `window(begin, end)`, the pass over some columns of all rows, row
-        by row; and `some(selection)`, the pass over some cells."""
+        """The passes over `width` positions from each row's start on, which may be -1.
+
+        It has `positions`, [rows, width]; `window(begin, end)`, the pass over some columns of all
+        rows, row by row; and `some(selection)`, the pass over some cells.
+        """
         ...
 
     def ranges_layout(self, table: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Layout:

@@ -27,9 +27,7 @@ def fill(
     for one_pass in passes(ranges, pass_tokens):
         rows = [row for row, _ in one_pass]
         parts = [part for _, part in one_pass]
-        fed = [
-            token for row, (begin, end) in one_pass for token in contents[row][begin:end]
-        ]
+        fed = [token for row, (begin, end) in one_pass for token in contents[row][begin:end]]
         # An id that only the target has, padding of its embedding, is fed as the last one.
         tokens = torch.tensor(fed, dtype=torch.int64).clamp_(max=model.vocab - 1)
         layout = model.backend.ranges_layout(table[rows], parts)

@@ -65,16 +65,16 @@ def _tokens_per_step(result: StepResult) -> int:
 def test_trap_04_the_draft_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = tiny_replica("llama")
     widths: list[int] = []
-    forward = replica._draft.forward
+    forward = replica._drafter.model.forward
 
-    def recorded(tokens, window, logits_to_keep=0):  # type: ignore[no-untyped-def]
-        widths.append(tokens.shape[1])
-        return forward(tokens, window, logits_to_keep)
+    def recorded(tokens, *args):  # type: ignore[no-untyped-def]
+        widths.append(tokens.shape[0])
+        return forward(tokens, *args)
 
     engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=4))
     engine.submit(Request("a", prompt(40), 60))
     engine.advance()
-    monkeypatch.setattr(replica._draft, "forward", recorded)
+    monkeypatch.setattr(replica._drafter.model, "forward", recorded)
     engine.run()
     assert set(widths) == {1, 2}, "after the prefill the draft is fed at most two tokens"
 
@@ -86,7 +86,7 @@ def test_trap_05_realignment_moves_no_kv_data() -> None:
     for i in range(4):
         engine.submit(Request(str(i), prompt(10 + i), 40))
     engine.advance()
-    layer = replica._target._cache._layers[0]
+    layer = replica._target.cache._layers[0]
     for _ in range(6):
         before = layer.clone()
         valid = {name: len(resident.content) - 1 for name, resident in replica._residents.items()}

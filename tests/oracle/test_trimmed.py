@@ -15,8 +15,9 @@ from cluster.local_engine import LocalEngine, Output
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Batch, BatchKind, Request, StepResult
+from tests.oracle.drafter import OracleDrafter
 from tests.oracle.worlds import sampled, world
-from tests.tiny_pairs import ARCHITECTURES, tiny_replica
+from tests.tiny_pairs import ARCHITECTURES, VOCAB, tiny_replica
 
 ROWS, K = 5, 4
 SEED = 80
@@ -75,6 +76,18 @@ def test_sampled_output_depends_on_the_request_alone(architecture: str, verify: 
     """Greedy rows among them."""
     outputs = run(tiny_replica(architecture), sampled(world(architecture, SEED).requests), verify)
     assert [output.tokens for output in outputs] == world(architecture, SEED).sampled
+
+
+@pytest.mark.parametrize("probability", [0.5, 1.0])
+def test_so_do_drafts_of_an_oracle(probability: float) -> None:
+    of_world = world("qwen3", SEED)
+    sequences = [
+        [*request.prompt, *tokens]
+        for request, tokens in zip(of_world.requests, of_world.greedy, strict=True)
+    ]
+    replica = tiny_replica("qwen3", drafter=OracleDrafter(sequences, probability, VOCAB))
+    outputs = run(replica, of_world.requests, None)
+    assert [output.tokens for output in outputs] == of_world.greedy
 
 
 def test_layers_that_are_not_joined_pack_tokens_as_well() -> None:

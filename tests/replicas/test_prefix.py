@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.kv_cache import OutOfBlocks
-from replicas.kv_cache import Chain, SharedBlocks, root_key
+from replicas.kv_cache import Chain, OutOfBlocks, SharedBlocks, root_key
 from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepResult, StepRow
 from tests.reference import plain_greedy
@@ -333,7 +332,7 @@ def test_a_failed_prefill_leaves_what_is_shared_as_it_was(
         def broken(*_args: object, **_fields: object) -> None:
             raise RuntimeError("out of memory")
 
-        patch.setattr("replicas.replica.prefill", broken)
+        patch.setattr("replicas.replica.fill", broken)
         with pytest.raises(RuntimeError):
             chats.prefill("b", [*PROMPT, *PROMPT], 10)
     chats.replica.check_integrity()
@@ -345,7 +344,7 @@ def test_a_failed_prefill_leaves_what_is_shared_as_it_was(
 def test_shared_blocks_are_never_written(chats: Chats) -> None:
     chats.run("a", PROMPT, 10)
     replica = chats.replica
-    caches = [model._cache for model in (replica._target, replica._draft) if model is not None]
+    caches = [model.cache for model in (replica._target, replica._drafter.model)]
     table = replica._blocks.table(["a"], torch.device("cpu"))[0, :4]
     before = [[layer[table].clone() for layer in cache._layers] for cache in caches]
     for k in (0, 1, 4):

@@ -231,7 +231,7 @@ def test_a_failed_prefill_leaves_no_resident(monkeypatch: pytest.MonkeyPatch) ->
     def failing(*args, **kwargs):  # type: ignore[no-untyped-def]
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(replica._draft, "fill", failing)
+    monkeypatch.setattr(replica._drafter, "observe", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         client.prefill(a=prompt(5), b=prompt(3))
     assert replica.residents == ()
@@ -273,39 +273,21 @@ def test_a_disagreement_about_the_length_is_an_assertion() -> None:
         client.steps(2)
 
 
-def test_padding_read_is_counted_by_length() -> None:
+def test_positions_read_are_counted_in_whole_units_of_sixteen() -> None:
+    """Rows of about one length read together, as far as the longest; rows far apart do not."""
     client = Client(tiny_replica("llama"))
-    client.prefill(a=prompt(10), b=prompt(10), c=prompt(4))
-    uniform = client.steps(0, 1, ["a", "b"])
-    assert uniform.kv_positions_own == uniform.kv_positions_read == 20
-    mixed = client.steps(0, 1, ["a", "c"])
-    assert (mixed.kv_positions_own, mixed.kv_positions_read) == (11 + 4, 2 * 11)
-
-
-def test_rows_far_apart_read_in_parts_and_are_counted_so() -> None:
-    """Not where steps have fixed shapes, which read all of their table, and not by a model whose
-    layers are its own; in place each reads its own, in whole blocks. The pool is told, for it cuts
-    groups where rows read as far as the longest."""
-    lengths = {"a": 4, "b": 9, "e": 7, "f": 9, "c": 200, "d": 180}
-    prompts = {name: prompt(length) for name, length in lengths.items()}
-    own = sum(lengths.values()) + 6 * 2
-    blocks = 2 + 3 + 3 + 3 + 51 + 46
-    for settings, read in (
-        ({}, 4 * (9 + 2) + 2 * (200 + 2)),
-        ({"graphs": "on"}, 6 * 64 * 4),
-        ({"fuse_layers": False}, 6 * (200 + 2)),
-        ({"attention": "flex"}, blocks * 4),
-        ({"attention": "flex", "graphs": "on"}, blocks * 4),
-    ):
-        replica = tiny_replica("llama", **settings)
-        assert replica.spec.reads_apart == (read < 6 * (200 + 2))
-        client = Client(replica)
-        client.prefill(**prompts)
-        result = client.steps(2)
-        assert (result.kv_positions_own, result.kv_positions_read) == (own, read)
-        for name, tokens in prompts.items():
-            got = client.new_tokens(name)
-            assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
+    lengths = {"a": 10, "b": 14, "c": 200, "d": 180}
+    client.prefill(**{name: prompt(length) for name, length in lengths.items()})
+    together = client.steps(0, 1, ["a", "b"])
+    assert (together.kv_positions_own, together.kv_positions_read) == (24, 32)
+    apart = client.steps(2, 1)
+    assert client.replica.spec.reads_apart
+    assert apart.kv_positions_own == 11 + 15 + 180 + 200 + 4 * 2
+    reads = 16 + 32 + 192 + 208
+    assert reads <= apart.kv_positions_read < 4 * 208
+    for name, length in lengths.items():
+        got = client.new_tokens(name)
+        assert got == plain_greedy(target_model("llama"), prompt(length), NEW)[: len(got)]
 
 
 def test_accepted_tokens_are_counted_per_position() -> None:
@@ -324,7 +306,7 @@ def test_torch_keeps_no_graph() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(a=prompt(4))
     client.steps(2)
-    assert not any(layer.requires_grad for layer in client.replica._target._cache._layers)
+    assert not any(layer.requires_grad for layer in client.replica._target.cache._layers)
     assert torch.is_grad_enabled()
 
 

@@ -1,0 +1,158 @@
+"""Proves that joined layers compute what the model's own forward computes, or are not used.
+
+Models without norm weights, biases or rotation other than the default would hide a mistake in
+them, so all of these are random here.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from replicas.models.build import ERROR_FLOOR
+from replicas.models.reference import own_logits
+from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
+from tests.tiny_pairs import ARCHITECTURES
+
+LENGTHS = (3, 40, 97, 200)
+
+
+def error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((got - truth).abs().max() / truth.abs().max())
+
+
+@pytest.mark.parametrize("join", [True, False])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
+def test_logits_over_the_paged_cache_are_the_models_own(architecture: str, join: bool) -> None:
+    model = uneven_model(architecture)
+    plain = copy.deepcopy(model)
+    paged, how = built(model, join)
+    assert (paged.decoder is not None) == join, how
+    rows = Rows(paged, LENGTHS)
+    for tokens, length, logits in zip(rows.tokens, LENGTHS, rows.logits, strict=True):
+        truth = own_logits(plain, tokens[:length], torch.float64)
+        assert error(logits, truth) <= ERROR_FLOOR[torch.float32]
+        assert error(own_logits(plain, tokens[:length]), truth) <= ERROR_FLOOR[torch.float32]
+
+
+def test_layers_are_joined_where_the_models_own_error_is_as_large() -> None:
+    """Massive activations put both far from float64: no fixed distance from the model's own would
+    let joined layers in."""
+    model = with_massive_activations(uneven_model("llama"))
+    paged, how = built(model)
+    assert paged.decoder is not None, how
+    assert "error" in how
+
+
+def test_weights_in_float64_are_given_back() -> None:
+    model = uneven_model("glm4")
+    before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    truth = own_logits(model, torch.arange(5), torch.float64)
+    assert truth.dtype is torch.float64
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
+    assert own_logits(model, torch.arange(5)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen2"])
+def test_replicas_of_a_pair_share_weights_that_are_joined_once(architecture: str) -> None:
+    model = uneven_model(architecture)
+    joined = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+
+    def storages() -> list[int]:
+        return [
+            parameter.untyped_storage().data_ptr()
+            for name, parameter in model.named_parameters()
+            if name.split(".")[-2] in joined
+        ]
+
+    apart = storages()
+    first, _ = built(model, prepack=False)
+    once = storages()
+    assert len(set(once)) < len(set(apart))
+    second, _ = built(model, prepack=False)
+    assert storages() == once
+    both = [Rows(one, LENGTHS).logits for one in (first, second)]
+    assert all(map(torch.equal, *both))
+
+
+def test_weights_that_only_lie_in_one_storage_are_joined_anew() -> None:
+    """In another order, say, or with something between them."""
+    model = uneven_model("llama")
+    expected = Rows(built(copy.deepcopy(model))[0], LENGTHS).logits
+    attention = model.model.layers[0].self_attn
+    for order in (("v_proj", "k_proj", "q_proj"), ("q_proj", "v_proj", "k_proj")):
+        parts = [getattr(attention, name) for name in order]
+        whole = torch.cat([part.weight.detach() for part in parts])
+        for part, weight in zip(parts, whole.split([p.out_features for p in parts]), strict=True):
+            part.weight = nn.Parameter(weight, requires_grad=False)
+        assert all(map(torch.equal, Rows(built(model)[0], LENGTHS).logits, expected))
+
+
+def _another_activation(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.forward = lambda x: x * 0.5
+
+
+def _a_part_more(model: PreTrainedModel) -> None:
+    model.model.layers[2].self_attn.sinks = nn.Linear(2, 2)
+
+
+def _a_hook(model: PreTrainedModel) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, inputs, out: out * 2)
+
+
+def _scaled_logits(model: PreTrainedModel) -> None:
+    plain = model.forward
+
+    def forward(*args, **kwargs):  # type: ignore[no-untyped-def]
+        out = plain(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = forward
+
+
+def _another_norm(model: PreTrainedModel) -> None:
+    class OffsetRMSNorm(type(model.model.norm)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x * 0.01
+
+    model.model.norm.__class__ = OffsetRMSNorm
+
+
+def _another_projection(model: PreTrainedModel) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model.model.layers[0].self_attn.o_proj.__class__ = Doubled
+
+
+def _another_output_layer(model: PreTrainedModel) -> None:
+    model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _another_projection,
+        _another_output_layer,
+        _another_activation,
+        _a_part_more,
+        _a_hook,
+        _scaled_logits,
+        _another_norm,
+    ],
+)
+def test_a_model_that_computes_something_else_keeps_its_own_forward(change) -> None:  # type: ignore[no-untyped-def]
+    model = uneven_model("llama")
+    change(model)
+    plain = copy.deepcopy(model)
+    paged, how = built(model)
+    assert paged.decoder is None, how
+    rows = Rows(paged, LENGTHS)
+    for tokens, length, logits in zip(rows.tokens, LENGTHS, rows.logits, strict=True):
+        assert error(logits, own_logits(plain, tokens[:length])) <= 5 * ERROR_FLOOR[torch.float32]
