@@ -7,8 +7,8 @@ output with this engine at batch 1 without speculation. Needs no Ray.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from cluster.local_engine import LocalEngine, Output
 from cluster.target_text import TargetText
@@ -17,6 +17,9 @@ from scheduler.admission import blocks_needed, check_request
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from replicas.models.reference import Judgement
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how many prompts are done, how many there are."""
@@ -31,6 +34,13 @@ class Difference:
     """Index among the new tokens."""
     expected: int | None
     got: int | None
+    judgement: Judgement | None = None
+    """Both ways held against float64; of greedy output, where both have a token there."""
+
+    @property
+    def tie(self) -> bool:
+        """The two tokens tie below the noise of float32: neither way is wrong."""
+        return self.judgement is not None and self.judgement.tie
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,10 @@ class VerifyReport:
     @property
     def identical(self) -> int:
         return self.prompts - len(self.differences)
+
+    @property
+    def ties(self) -> int:
+        return sum(difference.tie for difference in self.differences)
 
 
 def verify(
@@ -92,17 +106,21 @@ def verify(
         for tokens in transformers_greedy(replica_config, requests, text.eos_token_ids):
             references.append(tokens)
             note("plain", len(references), len(requests))
-    found = (
-        first_difference(i, reference, output.tokens)
-        for i, (reference, output) in enumerate(zip(references, outputs, strict=True))
-    )
+    differences = []
+    for i, (reference, output) in enumerate(zip(references, outputs, strict=True)):
+        difference = first_difference(i, reference, output.tokens)
+        if difference is not None:
+            if sampling.temperature == 0 and replica_config.tensor_parallel == 1:
+                content = (*requests[i].prompt, *reference[: difference.position])
+                difference = _judged(difference, content, replica, replica_config)
+            differences.append(difference)
     return VerifyReport(
         against=against,
         prompts=len(requests),
         tokens=sum(len(output.tokens) for output in outputs),
         accepted_tokens=sum(output.usage.accepted_tokens for output in outputs),
         draft_tokens=sum(output.usage.draft_tokens for output in outputs),
-        differences=tuple(difference for difference in found if difference is not None),
+        differences=tuple(differences),
     )
 
 
@@ -132,6 +150,19 @@ def first_difference(prompt: int, expected: Sequence[int], got: Sequence[int]) -
     return None
 
 
+def _judged(
+    difference: Difference, content: Sequence[int], replica: Any, config: ReplicaConfig
+) -> Difference:
+    from replicas.models.reference import judge
+
+    if difference.expected is None or difference.got is None:
+        return difference
+    model = _transformers_model(config)
+    logits = replica.logits(content)
+    judgement = judge(model, content, difference.expected, difference.got, logits)
+    return replace(difference, judgement=judgement)
+
+
 def _run(
     engine: LocalEngine, requests: Sequence[Request], note: Progress, phase: str
 ) -> list[Output]:
@@ -146,17 +177,9 @@ def transformers_greedy(
 ) -> Iterator[list[int]]:
     """New tokens of each request by transformers, untouched by any code of ours."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    from replicas.pair import resolve, resolve_device
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(config.target),
-        dtype=getattr(torch, config.dtype),
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-    )
-    model.to(resolve_device(config.device)).eval()
+    model = _transformers_model(config)
     # The model's own defaults (a repetition penalty, say) would not be plain greedy decoding.
     model.generation_config = GenerationConfig(
         eos_token_id=list(eos_token_ids) or None, pad_token_id=0
@@ -170,3 +193,18 @@ def transformers_greedy(
             do_sample=False,
         )
         yield out[0, len(request.prompt) :].tolist()
+
+
+def _transformers_model(config: ReplicaConfig) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from replicas.pair import resolve, resolve_device
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        resolve(config.target),
+        dtype=getattr(torch, config.dtype),
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
+    )
+    return model.to(resolve_device(config.device)).eval()

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
-from replicas.models.paged_model import PagedModel, Wants
+from replicas.models.paged_model import Layout, PagedModel, Wants
 from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
 from replicas.verification import Selection, select
@@ -145,7 +145,7 @@ def _verify(
     drafter: Drafter | None,
     rows: StepRows,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
-    window: object,
+    window: Layout,
     cells: Selection | None,
     noise: torch.Tensor | None,  # [sampled, 1 + k, vocab]
     masks: torch.Tensor | None,  # [rows, 1 + k, vocab]

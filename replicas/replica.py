@@ -155,6 +155,24 @@ class Replica:
             assert resident.tokens_left >= 0
             assert 0 <= resident.to_fill < len(resident.content)
 
+    @torch.inference_mode()
+    def logits(self, content: Sequence[int]) -> torch.Tensor:  # [vocab]
+        """The target's logits after this content, on blocks that are given back: for who compares
+        ways of computing. Raises OutOfBlocks."""
+        name = "logits of a content"
+        last = len(content) - 1
+        self._blocks.grow(name, len(content))
+        try:
+            table = self._blocks.table([name], self._device)
+            fill(self._target, [content], [(0, last)], table, self._work.pass_tokens)
+            layout = self._target.backend.step_layout(table, [last], 1).window(0, 1)
+            tokens = torch.tensor(content[-1:], device=self._device)
+            logits = self._target.forward(tokens, layout).logits
+        finally:
+            self._blocks.release(name)
+        assert logits is not None
+        return logits[0]
+
     # ------------------------------------------------------------------ prefill
 
     def _prefill(self, batch: Batch) -> StepResult:

@@ -64,7 +64,7 @@ def pieces_of(
     piece: int,
 ) -> list[Piece]:
     """Views of both, by `piece` positions."""
-    return list(zip(scores.split(piece, 2), values.split(piece, 1), strict=True))
+    return list(zip(torch.split(scores, piece, 2), torch.split(values, piece, 1), strict=True))
 
 
 @dataclass(slots=True)

@@ -27,8 +27,8 @@ class HostBackend:
     shape: CacheShape
     arithmetic: Arithmetic
 
-    name = "gather"
-    reads_apart = True
+    name: str = "gather"
+    reads_apart: bool = True
     """A row reads about as far as its own KV goes."""
 
     def begin(self, layout: PassLayout, stride: int) -> HostAttention:

@@ -87,7 +87,7 @@ class Product:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, in] -> [tokens, out]
         if self.tile is None or x.shape[0] <= self.tile:
             return self._one(x)
-        return torch.cat([self._one(tile) for tile in x.split(self.tile)])
+        return torch.cat([self._one(tile) for tile in torch.split(x, self.tile)])
 
     def added(
         self,

@@ -76,11 +76,11 @@ def _token_counts(fan_in: int, fan_out: int, prepack: bool, threads: int) -> fro
     product = Product.of(weight, None, prepack)
     x = torch.randn(_COUNTS[-1], fan_in, generator=generator)
     x *= torch.logspace(-2, 2, fan_in)  # sums in another order shall differ
-    tiles = x.split(TILE)
+    tiles = torch.split(x, TILE)
     whole = torch.cat([product(tile) for tile in tiles])
     residual = torch.randn(whole.shape, generator=generator)
     added = torch.cat(
-        [product.added(*two) for two in zip(tiles, residual.split(TILE), strict=True)]
+        [product.added(*two) for two in zip(tiles, torch.split(residual, TILE), strict=True)]
     )
     for shift in (1, 17, 32, 63):
         if not torch.equal(product(tiles[0].roll(shift, 0)), whole[:TILE].roll(shift, 0)):

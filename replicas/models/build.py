@@ -111,8 +111,8 @@ def _joined(
     truth = own_logits(model, _trial_tokens(model, shape), torch.float64)
     try:
         decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
-    except NotJoined as error:
-        return None, Joining(False, str(error))
+    except NotJoined as reason:
+        return None, Joining(False, str(reason))
     joined = _try_out(PagedModel(model, cache, backend(), Arithmetic(), decoder), shape)
     own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
     floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
@@ -135,7 +135,7 @@ def _try_out(paged: PagedModel, shape: CacheShape) -> torch.Tensor:  # [tokens, 
     width = tokens.shape[0]
     table = torch.arange(1, 1 - (-width // shape.block_size))[None]
     layout = StepLayout(table, [0], width, shape, paged.arithmetic).window(0, width)
-    logits = paged.forward(tokens, layout).logits
+    logits: torch.Tensor | None = paged.forward(tokens, layout).logits
     assert logits is not None
     return logits
 
@@ -154,7 +154,7 @@ def _tiled_products(model: PreTrainedModel, prepack: bool) -> list[Product]:
     products = []
     for one in linears:
         product = Product.of(one.weight, one.bias, prepack)
-        one.forward = _forward_of(product)  # type: ignore[method-assign]
+        one.forward = _forward_of(product)  # type: ignore[method-assign, assignment]
         products.append(product)
     return products
 

@@ -156,7 +156,8 @@ class JoinedDecoder:
     @property
     def stride(self) -> int:
         """Vectors per token that attention is given: queries, keys and values."""
-        return self._heads + 2 * self._kv_heads
+        stride: int = self._heads + 2 * self._kv_heads
+        return stride
 
     def forward(
         self,

@@ -38,6 +38,8 @@ class Layout(Protocol):
     """Tokens of the pass, without padding."""
     positions: torch.Tensor
     """[padded tokens], int64, within the context."""
+    positions_read: int
+    """KV positions that attention reads for it, padding included."""
     slots: Any
     """Where keys and values go, as `PagedCache.write` wants it."""
 
@@ -56,6 +58,10 @@ class AttentionBackend(Protocol):
     def ranges_layout(self, table: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Layout:
         """The pass over positions [begin, end) of each row, row by row."""
         ...
+
+    name: str
+    reads_apart: bool
+    """Whether a row reads about as far as its own KV goes, not as far as the longest of a batch."""
 
     def begin(self, layout: Any, stride: int) -> LayerAttention:
         """What all layers of one pass share; `stride` vectors per token are brought."""

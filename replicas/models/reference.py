@@ -5,6 +5,8 @@ The measure by which joined layers are accepted, and by which `lockstep verify` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +15,40 @@ from transformers import PreTrainedModel
 
 _NORM_RTOL = 1e-5
 """What float32 may change in a norm's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Two float32 ways to the next token's logits, held against float64."""
+
+    gap: float
+    """By how much the expected token's logit is above the other one's, in float64."""
+    error_expected: float
+    """Greatest difference of a logit from float64, of the way that chose the expected token."""
+    error_got: float
+    choice: int
+    """The token that float64 chooses."""
+
+    @property
+    def tie(self) -> bool:
+        """Whether the two tokens are nearer to each other than the errors of both ways."""
+        return abs(self.gap) <= self.error_expected + self.error_got
+
+
+def judge(
+    model: PreTrainedModel,
+    content: Sequence[int],
+    expected: int,
+    got: int,
+    logits: torch.Tensor,  # [vocab], of the way that chose `got`
+) -> Judgement:
+    """Which of two tokens after this content float64 chooses, and how far either way is from it."""
+    tokens = torch.tensor(content, device=model.device)
+    theirs = own_logits(model, tokens)[-1]
+    truth = own_logits(model, tokens, torch.float64)[-1]
+    errors = [float((one - truth).abs().max()) for one in (theirs, logits)]
+    gap = float(truth[expected] - truth[got])
+    return Judgement(gap, errors[0], errors[1], int(truth.argmax()))
 
 
 @torch.inference_mode()
