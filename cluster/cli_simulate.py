@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +16,8 @@ from cluster.writable import check_writable
 
 if TYPE_CHECKING:
     from cluster.simulate import Result
-    from scheduler.arrivals import Ask, Lengths
     from scheduler.config import SchedulerConfig
-    from scheduler.study import PoolTimes
+    from scheduler.simulation import AcceptanceMix, Lengths, PoolTimes, WorkloadRequest
 
 CHARACTERS_PER_TOKEN = 4
 """By which the lengths of prompts in a file are estimated."""
@@ -40,7 +39,7 @@ def simulate(
     ] = None,
     bursts: Annotated[
         str | None,
-        typer.Option(help="With --rate: that for ON seconds, nobody for OFF.", metavar="ON,OFF"),
+        typer.Option(help="With --rate: that for ON seconds, none for OFF.", metavar="ON,OFF"),
     ] = None,
     in_flight: Annotated[
         int | None, typer.Option(min=1, help="Closed loop: so many at a time.")
@@ -74,7 +73,7 @@ def simulate(
         Path | None,
         typer.Option(help="Fitted times as JSON, instead of both.", exists=True, dir_okay=False),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a group.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
     draft_len: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per step; else chosen by cost.")
     ] = None,
@@ -104,7 +103,7 @@ def simulate(
         raise typer.BadParameter("--baseline: expected eqspec")
     from cluster import simulate as runs
     from scheduler.messages import ReplicaSpec
-    from scheduler.study import Setup
+    from scheduler.simulation import Setup
 
     load = _Load(
         requests=requests,
@@ -151,7 +150,7 @@ def simulate(
     for case in all_cases:
         if sys.stderr.isatty():
             typer.echo(f"{case.named()} ...", err=True)
-        results.append(runs.run(case, load.asks, seed))
+        results.append(runs.run(case, load.drawn(case.setup.replicas, Random(seed)), seed))
     described = {
         "device": device if times is None else str(times.name),
         "pair": pair if times is None else None,
@@ -163,7 +162,7 @@ def simulate(
         "draft_len": draft_len,
         "wait_rounds": config.wait_rounds,
         "kv_blocks": spec.kv_blocks,
-        "pool_cost": None if base.pool is None else base.pool.model_dump(),
+        "pool_cost": None if base.pool is None else asdict(base.pool),
         "seed": seed,
     }
     _print(results)
@@ -192,29 +191,27 @@ class _Load:
     per_replica: bool
     prompts: Lengths
     new: Lengths
-    acceptance: tuple[tuple[float, float], ...]
+    acceptance: AcceptanceMix
 
-    def asks(self, replicas: int, rng: Random) -> tuple[Iterable[Ask], int]:
-        """The requests for so many replicas, and how many they are."""
-        from scheduler import arrivals
+    def drawn(self, replicas: int, rng: Random) -> Sequence[WorkloadRequest]:
+        """The requests for so many replicas: the same for every case of as many replicas."""
+        from scheduler.simulation import bursts, drawn, poisson, read_trace
 
         if self.trace is not None:
             try:
                 # Not splitlines: it also breaks where a JSON string may.
                 lines = self.trace.read_text(encoding="utf-8").split("\n")
-                read = arrivals.read_trace(lines, self.acceptance, rng)
+                return read_trace(lines, self.acceptance, rng)
             except (OSError, ValueError) as error:
                 raise typer.BadParameter(f"--trace: {error}") from None
-            return read, len(read)
         times = replicas if self.per_replica else 1
-        due = arrivals.at_once()
+        arrivals = None
         if self.rate is not None and self.bursts is not None:
-            due = arrivals.bursts(self.rate * times, *self.bursts, rng)
+            arrivals = bursts(self.rate * times, *self.bursts, rng)
         elif self.rate is not None:
-            due = arrivals.poisson(self.rate * times, rng)
+            arrivals = poisson(self.rate * times, rng)
         count = self.requests * times
-        drawn = arrivals.drawn(due, count, self.prompts, self.new, self.acceptance, rng)
-        return drawn, count
+        return drawn(arrivals, count, self.prompts, self.new, self.acceptance, rng)
 
     def described(self, in_flight: int | None) -> str:
         each = " for each replica" if self.per_replica else ""
@@ -238,7 +235,7 @@ def _scheduler(batch_size: int, draft_len: int | None, wait_rounds: int | None) 
             rows_max=batch_size,
             draft_len=draft_len,
             wait_rounds=wait_rounds or SchedulerConfig().wait_rounds,
-            # Who waits is to be seen, not refused.
+            # A queue is to be seen, so no request is refused for load.
             waiting_requests_max=10**9,
             waiting_tokens_max=10**12,
         )
@@ -269,7 +266,7 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def _hardware(device: str, pair: str, times: Path | None) -> Any:
-    from scheduler.hardware import DEVICES, PAIRS, FittedTimes, Roofline
+    from scheduler.simulation import DEVICES, PAIRS, FittedTimes, Roofline
 
     if times is not None:
         try:
@@ -279,25 +276,27 @@ def _hardware(device: str, pair: str, times: Path | None) -> Any:
     for option, name, known in (("--device", device, DEVICES), ("--pair", pair, PAIRS)):
         if name not in known:
             raise typer.BadParameter(f"{option}: expected one of {', '.join(known)}")
-    return Roofline(device=DEVICES[device], pair=PAIRS[pair])
+    return Roofline(DEVICES[device], *PAIRS[pair])
 
 
 def _pool_times(text: str) -> PoolTimes | None:
-    from scheduler.study import MEASURED_POOL, PoolTimes
+    from scheduler.simulation import MEASURED_POOL, PoolTimes
 
     if text in ("none", "measured"):
         return MEASURED_POOL if text == "measured" else None
     try:
         each_s = float(text) * 1e-6
-        return PoolTimes(batch_s=each_s, other_s=each_s)
     except ValueError:
+        each_s = -1.0
+    if not 0 <= each_s < math.inf:
         raise typer.BadParameter(
             f"--pool-cost: expected none, measured or microseconds, got {text!r}"
-        ) from None
+        )
+    return PoolTimes(batch_s=each_s, other_s=each_s)
 
 
 def _lengths(option: str, text: str) -> Lengths:
-    from scheduler.arrivals import parse_lengths
+    from scheduler.simulation import parse_lengths
 
     try:
         return parse_lengths(text)
@@ -307,17 +306,17 @@ def _lengths(option: str, text: str) -> Lengths:
 
 def _seen(path: Path) -> Lengths:
     from cluster.prompts import read_prompts
-    from scheduler.arrivals import Seen
 
     try:
         texts = read_prompts(path)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"--prompts: {error}") from None
-    return Seen([max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in texts])
+    lengths = [max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in texts]
+    return lambda rng: rng.choice(lengths)
 
 
-def _acceptance(text: str) -> tuple[tuple[float, float], ...]:
-    from scheduler.arrivals import parse_acceptance
+def _acceptance(text: str) -> AcceptanceMix:
+    from scheduler.simulation import parse_acceptance
 
     try:
         return parse_acceptance(text)
