@@ -38,7 +38,8 @@ class Speed:
         if batch.kind is BatchKind.SPECULATE:
             return StepTimes(total_s=self.step_s)
         tokens = sum(len(row.tokens) for row in batch.prefill)
-        return StepTimes(total_s=self.prefill_s + self.prefill_token_s * tokens)
+        spent_s = self.prefill_s + self.prefill_token_s * tokens
+        return StepTimes(prefill_s=spent_s, total_s=spent_s)
 
     def tokens_per_s(self, rows: int, draft_len: int) -> float:
         """What full batches of so many rows commit, without prefills."""

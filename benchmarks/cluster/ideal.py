@@ -50,8 +50,8 @@ def _play(
 
     world = World(
         Random(seed),
+        speed.times,
         config,
-        times=speed.times,
         faults=FaultPlan(delay_s=(0.0, 0.0)),
         watch=come_back,
     )

@@ -25,7 +25,7 @@ from scheduler.simulation.workload import (
     read_trace,
     uniform,
 )
-from scheduler.simulation.world import Outcome, Report, World
+from scheduler.simulation.world import Report, World
 
 __all__ = [
     "DEVICES",
@@ -37,7 +37,6 @@ __all__ = [
     "Figures",
     "FittedTimes",
     "Lengths",
-    "Outcome",
     "PoolTimes",
     "Report",
     "Roofline",

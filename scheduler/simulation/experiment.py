@@ -73,8 +73,6 @@ class Sample:
     committed_tokens: int
     busy_s: float
     pool_busy_s: float
-    pool_behind_s: float
-    """How long an event that comes now waits for its pool, at the worst of them."""
 
 
 @dataclass(slots=True)
@@ -95,7 +93,7 @@ class Figures:
     waiting_most: int = 0
     """The most that waited at a time, in all shards together; `samples` miss such moments."""
     pool_behind_s_most: float = 0.0
-    """The longest that an event would have waited for its pool, likewise."""
+    """The longest that an event that comes would have waited for its pool."""
     batches: int = 0
     rows_mean: float = 0.0
     """Rows per speculate batch."""
@@ -120,24 +118,22 @@ class Figures:
         return self.samples[-1].at_s - self.samples[0].at_s
 
     def tokens_per_s(self) -> float:
-        """Over the middle half of the requests, or over all where there is no such time."""
-        first, last = self._span()
-        return _ratio(last.committed_tokens - first.committed_tokens, last.at_s - first.at_s)
+        """Over the middle half of the requests, or over all where that takes no time."""
+        return self._growth_per_s("committed_tokens")
 
     def utilisation(self, replicas: int) -> float:
-        """Share of the replicas' time in which they ran batches, over the same span."""
-        first, last = self._span()
-        return _ratio(last.busy_s - first.busy_s, (last.at_s - first.at_s) * replicas)
+        """Share of the replicas' time in which they ran batches, likewise."""
+        return self._growth_per_s("busy_s") / replicas
 
     def pool_utilisation(self, shards: int) -> float:
-        """Share of the pools' time in which they were occupied, over the same span."""
-        first, last = self._span()
-        return _ratio(last.pool_busy_s - first.pool_busy_s, (last.at_s - first.at_s) * shards)
+        """Share of the pools' time in which they were occupied, likewise."""
+        return self._growth_per_s("pool_busy_s") / shards
 
-    def _span(self) -> tuple[Sample, Sample]:
+    def _growth_per_s(self, name: str) -> float:
+        first, last = self.samples[0], self.samples[-1]
         if len(self.middle) == 2 and self.middle[0].at_s < self.middle[1].at_s:
-            return self.middle[0], self.middle[1]
-        return self.samples[0], self.samples[-1]
+            first, last = self.middle
+        return _ratio(getattr(last, name) - getattr(first, name), last.at_s - first.at_s)
 
 
 class Experiment:
@@ -181,8 +177,8 @@ class Experiment:
 
         world = World(
             self._rng,
+            setup.times,
             setup.config,
-            times=setup.times,
             faults=FaultPlan(delay_s=setup.message_s),
             watch=watch,
             clock=self._clock,
@@ -283,7 +279,6 @@ class Experiment:
             committed_tokens=sum(one.committed_tokens for one in replicas),
             busy_s=sum(one.busy_s for one in replicas),
             pool_busy_s=sum(world.report.pool_busy_s for world in self._worlds),
-            pool_behind_s=max(world.pool_behind_s for world in self._worlds),
         )
 
 

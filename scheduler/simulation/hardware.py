@@ -20,13 +20,6 @@ Times = Callable[[Batch], StepTimes]
 """What one step of a speculate batch takes, or all of a prefill."""
 
 
-def linear_times(batch: Batch) -> StepTimes:
-    """A small fixed cost and a part per token, for worlds that need just some time."""
-    if batch.kind is BatchKind.PREFILL:
-        return _prefill_times(0.002 + 5e-6 * prefill_tokens(batch))
-    return StepTimes(total_s=0.004 + 2e-5 * sum(row.draft_len + 1 for row in batch.rows))
-
-
 @dataclass(frozen=True)
 class Device:
     """An accelerator; figures per second are for 16-bit numbers without sparsity."""

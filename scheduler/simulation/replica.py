@@ -184,9 +184,8 @@ class Run:
         self._residents = [replica.residents[row.sequence_id] for row in batch.rows]
         self._reused = reused
         self._tokens: list[list[int]] = [[] for _ in batch.rows]
-        self._drafted = [0] * len(batch.rows)
-        self._accepted_at = [[0] * batch.draft_len for _ in batch.rows]
-        self._tried_at = [[0] * batch.draft_len for _ in batch.rows]
+        self._drafts: list[list[tuple[int, int, int]]] = [[] for _ in batch.rows]
+        """By row and step: draft tokens, those verified, those accepted."""
         self._steps = self._kv_own = self._kv_read = 0
 
     def advance(self) -> bool:
@@ -206,10 +205,7 @@ class Run:
         finished = False
         for index, resident in enumerate(self._residents):
             accepted = _draw_accepted(resident.acceptance, verified[index], self._rng)
-            self._drafted[index] += draft_lens[index]
-            for position in range(min(accepted + 1, verified[index])):
-                self._tried_at[index][position] += 1
-                self._accepted_at[index][position] += position < accepted
+            self._drafts[index].append((draft_lens[index], verified[index], accepted))
             new = resident.commit(accepted + 1, self._vocab_size)
             self._tokens[index] += new
             stopped = any(token in resident.admitted.stop_token_ids for token in new)
@@ -218,36 +214,30 @@ class Run:
 
     def result(self) -> StepResult:
         """What was committed so far."""
-        batch, times, steps = self._batch, self._times, self._steps
-        filled = [
-            RowResult(row.sequence_id, reused=reused)
-            for row, reused in zip(batch.prefill, self._reused, strict=True)
-        ]
-        stepped = [
-            RowResult(row.sequence_id, tuple(tokens), steps, drafted, tuple(accepted), tuple(tried))
-            for row, tokens, drafted, accepted, tried in zip(
-                batch.rows,
-                self._tokens,
-                self._drafted,
-                self._accepted_at,
-                self._tried_at,
-                strict=True,
-            )
-        ]
-        whole = StepTimes(
-            prefill_s=times.prefill_s * steps,
-            draft_s=times.draft_s * steps,
-            verify_s=times.verify_s * steps,
-            total_s=times.total_s * steps,
+        batch, each, steps = self._batch, self._times, self._steps
+        if batch.prefill:
+            filled = zip(batch.prefill, self._reused, strict=True)
+            results = tuple(RowResult(row.sequence_id, reused=reused) for row, reused in filled)
+            return StepResult(batch.id, batch.replica_id, results, times=each)
+        times = StepTimes(
+            draft_s=each.draft_s * steps,
+            verify_s=each.verify_s * steps,
+            total_s=each.total_s * steps,
         )
+        rows = tuple(self._row_result(index) for index in range(len(batch.rows)))
         return StepResult(
-            batch.id,
-            batch.replica_id,
-            (*filled, *stepped),
-            steps if stepped else 0,
-            whole,
-            self._kv_own,
-            self._kv_read,
+            batch.id, batch.replica_id, rows, steps, times, self._kv_own, self._kv_read
+        )
+
+    def _row_result(self, index: int) -> RowResult:
+        drafts, positions = self._drafts[index], range(self._batch.draft_len)
+        return RowResult(
+            self._batch.rows[index].sequence_id,
+            tuple(self._tokens[index]),
+            self._steps,
+            draft_tokens=sum(drafted for drafted, _, _ in drafts),
+            accepted_at=tuple([sum(a > at for _, _, a in drafts) for at in positions]),
+            tried_at=tuple([sum(v > at <= a for _, v, a in drafts) for at in positions]),
         )
 
 

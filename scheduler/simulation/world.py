@@ -43,11 +43,10 @@ from scheduler.messages import (
 from scheduler.scheduler import Scheduler
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.faults import FaultPlan
-from scheduler.simulation.hardware import Times, linear_times
+from scheduler.simulation.hardware import Times
 from scheduler.simulation.replica import SimulatedReplica
 
 TICK_S = 0.05
-ACCEPTANCE = 0.7
 
 Watch = Callable[[float, Event, list[Action]], None]
 """Called after every event: (now_s, event, its actions)."""
@@ -114,9 +113,9 @@ class World:
     def __init__(
         self,
         rng: Random,
+        times: Times,
         config: SchedulerConfig | None = None,
         *,
-        times: Times = linear_times,
         faults: FaultPlan | None = None,
         watch: Watch | None = None,
         clock: VirtualClock | None = None,
@@ -143,14 +142,9 @@ class World:
         """Sequences that hold KV blocks of a replica."""
         return sum(len(host.replica.residents) for host in self._hosts.values())
 
-    @property
-    def pool_behind_s(self) -> float:
-        """How long an event that comes now waits for the pool."""
-        return max(self._pool_free_s - self._clock.now_s, 0.0)
-
     # ----------------------------------------------------------------- what is to happen
 
-    def submit(self, at_s: float, request: Request, acceptance: float = ACCEPTANCE) -> None:
+    def submit(self, at_s: float, request: Request, acceptance: float = 0.7) -> None:
         """A request arrives; its id must be new in this world.
 
         Each of its draft tokens is accepted with this probability if those before it are.
@@ -200,9 +194,10 @@ class World:
             self._step(event)
             return
         cost_s = self._pool_cost(event)
-        self._pool_free_s = max(self._clock.now_s, self._pool_free_s) + cost_s
-        # Between events it only falls.
-        self.report.pool_behind_s_most = max(self.report.pool_behind_s_most, self.pool_behind_s)
+        now_s = self._clock.now_s
+        self._pool_free_s = max(now_s, self._pool_free_s) + cost_s
+        behind_s = self._pool_free_s - now_s
+        self.report.pool_behind_s_most = max(self.report.pool_behind_s_most, behind_s)
 
         def do() -> None:
             self.report.pool_busy_s += cost_s

@@ -43,7 +43,7 @@ class ElasticWorld(World):
         start_s: float,
     ) -> None:
         """A replica serves `start_s` after it is wanted."""
-        super().__init__(rng, scheduler, times=times, watch=self._look)
+        super().__init__(rng, times, scheduler, watch=self._look)
         self.looks: list[Look] = []
         self._config = config
         self._spec = spec

@@ -6,10 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
+from scheduler.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
 from scheduler.grouping import passes_bound
 from scheduler.messages import (
     Action,
+    Batch,
+    BatchKind,
     Emit,
     Event,
     FinishReason,
@@ -19,6 +22,7 @@ from scheduler.messages import (
     ReplicaSpec,
     Request,
     SamplingParams,
+    StepTimes,
     Submit,
 )
 from scheduler.narrowing import narrow_groups
@@ -182,7 +186,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     )
     watcher = Watcher()
     acceptance = rng.choice([0.0, 0.7, 1.0])
-    world = World(rng, config, faults=faults, watch=watcher)
+    world = World(rng, linear_times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
     for name in names:
@@ -208,6 +212,14 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     for _ in range(knobs.drains):
         world.drain(rng.random() * 0.5, rng.choice(names), leave_s=0.3)
     return world, requests
+
+
+def linear_times(batch: Batch) -> StepTimes:
+    """A small fixed cost and a part per token."""
+    if batch.kind is BatchKind.PREFILL:
+        spent_s = 0.002 + 5e-6 * prefill_tokens(batch)
+        return StepTimes(prefill_s=spent_s, total_s=spent_s)
+    return StepTimes(total_s=0.004 + 2e-5 * sum(row.draft_len + 1 for row in batch.rows))
 
 
 def _gentle(faults: FaultPlan, knobs: Knobs) -> bool:

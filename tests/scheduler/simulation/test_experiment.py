@@ -120,18 +120,16 @@ def test_the_most_that_wait_are_noted_though_no_sample_sees_them(shards: int) ->
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_how_far_a_pool_is_behind_is_noted_though_no_sample_sees_it(shards: int) -> None:
+def test_how_far_a_pool_was_behind_is_noted(shards: int) -> None:
     pool = PoolTimes(batch_s=0.0, other_s=0.010)
     figures = crowd(setup(replicas=shards, shards=shards, config=ONE_BY_ONE, pool=pool))
     assert figures.pool_behind_s_most == pytest.approx(0.010 * 40 / shards)
-    assert max(one.pool_behind_s for one in figures.samples) < 0.1
 
 
-def test_nothing_is_below_what_the_samples_saw() -> None:
-    made = setup(replicas=4, shards=2, in_flight=200, pool=PoolTimes(batch_s=0.005, other_s=0.001))
+def test_the_most_that_wait_are_not_below_what_the_samples_saw() -> None:
+    made = setup(replicas=4, shards=2, in_flight=200)
     figures = run(replace(made, config=SchedulerConfig(residents_max=8)), 500)
     assert figures.waiting_most >= max(one.waiting for one in figures.samples) > 0
-    assert figures.pool_behind_s_most >= max(one.pool_behind_s for one in figures.samples) > 0
 
 
 def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:

@@ -11,7 +11,7 @@ SPEC = ReplicaSpec(kv_blocks=1000, block_size=4, context_len=500, vocab_size=100
 
 
 def world(acceptance: float, faults: FaultPlan | None = None) -> World:
-    made = World(Random(1), faults=faults)
+    made = World(Random(1), lambda batch: StepTimes(total_s=0.004), faults=faults)
     made.join(0.0, "r", SPEC)
     for index in range(16):
         request = Request(str(index), (index + 1,) * (index + 1), 40)
@@ -34,7 +34,7 @@ def test_a_request_is_submitted_then_has_its_first_token_then_ends() -> None:
 
 
 def test_the_times_are_an_argument() -> None:
-    slow = World(Random(1), times=lambda batch: StepTimes(total_s=10.0))
+    slow = World(Random(1), lambda batch: StepTimes(total_s=10.0))
     slow.join(0.0, "r", SPEC)
     slow.submit(0.0, Request("a", (1,), 1))
     outcome = slow.run().outcomes["a"]
