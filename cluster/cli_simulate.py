@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -17,7 +18,14 @@ from cluster.writable import check_writable
 if TYPE_CHECKING:
     from cluster.simulate import Result
     from scheduler.config import SchedulerConfig
-    from scheduler.simulation import AcceptanceMix, Lengths, PoolTimes, WorkloadRequest
+    from scheduler.simulation import (
+        AcceptanceMix,
+        FittedTimes,
+        Lengths,
+        PoolTimes,
+        Roofline,
+        WorkloadRequest,
+    )
 
 CHARACTERS_PER_TOKEN = 4
 """By which the lengths of prompts in a file are estimated."""
@@ -103,17 +111,26 @@ def simulate(
         raise typer.BadParameter("--baseline: expected eqspec")
     from cluster import simulate as runs
     from scheduler.messages import ReplicaSpec
-    from scheduler.simulation import Setup
+    from scheduler.simulation import Setup, parse_acceptance, parse_lengths
 
+    with _option_named("--prompt-tokens"):
+        prompt_lengths = parse_lengths(prompt_tokens)
+    if prompts is not None:
+        with _option_named("--prompts"):
+            prompt_lengths = _lengths_of(prompts)
+    with _option_named("--new-tokens"):
+        new_lengths = parse_lengths(new_tokens)
+    with _option_named("--acceptance"):
+        acceptance_mix = parse_acceptance(acceptance)
     load = _Load(
         requests=requests,
         rate=rate,
         bursts=None if bursts is None else _two("--bursts", bursts),
         trace=trace,
         per_replica=per_replica,
-        prompts=_lengths("--prompt-tokens", prompt_tokens) if prompts is None else _seen(prompts),
-        new=_lengths("--new-tokens", new_tokens),
-        acceptance=_acceptance(acceptance),
+        prompts=prompt_lengths,
+        new=new_lengths,
+        acceptance=acceptance_mix,
     )
     hardware = _hardware(device, pair, times)
     spec = ReplicaSpec(
@@ -142,10 +159,8 @@ def simulate(
         raise typer.BadParameter("every shard needs a replica")
     for option, written in (("--json", json), ("--svg", svg)):
         if written is not None:
-            try:
+            with _option_named(option):
                 check_writable(written)
-            except OSError as error:
-                raise typer.BadParameter(f"{option}: {error}") from None
     results = []
     for case in all_cases:
         if sys.stderr.isatty():
@@ -198,12 +213,10 @@ class _Load:
         from scheduler.simulation import bursts, drawn, poisson, read_trace
 
         if self.trace is not None:
-            try:
+            with _option_named("--trace"):
                 # Not splitlines: it also breaks where a JSON string may.
                 lines = self.trace.read_text(encoding="utf-8").split("\n")
                 return read_trace(lines, self.acceptance, rng)
-            except (OSError, ValueError) as error:
-                raise typer.BadParameter(f"--trace: {error}") from None
         times = replicas if self.per_replica else 1
         arrivals = None
         if self.rate is not None and self.bursts is not None:
@@ -265,14 +278,21 @@ def _write(option: str, path: Path, text: str) -> None:
         raise typer.Exit(1) from None
 
 
-def _hardware(device: str, pair: str, times: Path | None) -> Any:
+@contextmanager
+def _option_named(option: str) -> Iterator[None]:
+    """What is wrong with a value is said with its option's name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def _hardware(device: str, pair: str, times: Path | None) -> FittedTimes | Roofline:
     from scheduler.simulation import DEVICES, PAIRS, FittedTimes, Roofline
 
     if times is not None:
-        try:
+        with _option_named("--times"):
             return FittedTimes.model_validate_json(times.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"--times: {error}") from None
     for option, name, known in (("--device", device, DEVICES), ("--pair", pair, PAIRS)):
         if name not in known:
             raise typer.BadParameter(f"{option}: expected one of {', '.join(known)}")
@@ -295,33 +315,12 @@ def _pool_times(text: str) -> PoolTimes | None:
     return PoolTimes(batch_s=each_s, other_s=each_s)
 
 
-def _lengths(option: str, text: str) -> Lengths:
-    from scheduler.simulation import parse_lengths
-
-    try:
-        return parse_lengths(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}") from None
-
-
-def _seen(path: Path) -> Lengths:
+def _lengths_of(prompts: Path) -> Lengths:
     from cluster.prompts import read_prompts
 
-    try:
-        texts = read_prompts(path)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--prompts: {error}") from None
+    texts = read_prompts(prompts)
     lengths = [max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in texts]
     return lambda rng: rng.choice(lengths)
-
-
-def _acceptance(text: str) -> AcceptanceMix:
-    from scheduler.simulation import parse_acceptance
-
-    try:
-        return parse_acceptance(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--acceptance: {error}") from None
 
 
 def _counts(option: str, text: str) -> list[int]:

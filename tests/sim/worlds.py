@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from scheduler.batches import prefill_tokens
@@ -135,17 +135,7 @@ def random_request(rng: Random, name: str, pinned: float = 0.0) -> Request:
     if rng.random() < 0.15:
         tokens, _ = reference_output(request, VOCAB_SIZE)
         carried = tokens[: rng.randint(0, len(tokens))]
-        request = Request(
-            request.id,
-            request.prompt,
-            request.max_new_tokens,
-            request.sampling,
-            request.stop_token_ids,
-            committed=carried,
-            priority=request.priority,
-            tenant=request.tenant,
-            pins=request.pins,
-        )
+        request = replace(request, committed=carried)
     return request
 
 

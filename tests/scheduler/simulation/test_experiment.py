@@ -126,12 +126,6 @@ def test_how_far_a_pool_was_behind_is_noted(shards: int) -> None:
     assert figures.pool_behind_s_most == pytest.approx(0.010 * 40 / shards)
 
 
-def test_the_most_that_wait_are_not_below_what_the_samples_saw() -> None:
-    made = setup(replicas=4, shards=2, in_flight=200)
-    figures = run(replace(made, config=SchedulerConfig(residents_max=8)), 500)
-    assert figures.waiting_most >= max(one.waiting for one in figures.samples) > 0
-
-
 def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
     """One resident at a time with a fixed time of service is M/D/1: its mean wait is known."""
     made = setup(replicas=1, config=ONE_BY_ONE, message_s=NO_WAY)

@@ -42,17 +42,11 @@ def prefill(begin: int, until: int | None, tokens: int) -> Batch:
     return Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
 
 
-@pytest.mark.parametrize(
-    ("name", "target_e9", "draft_e9"),
-    [("qwen3-8b/0.6b", 8.19, 0.596), ("glm-4-9b", 9.40, None), ("vicuna-7b/68m", 6.74, 0.068)],
-)
-def test_presets_have_the_parameters_of_their_models(
-    name: str, target_e9: float, draft_e9: float | None
-) -> None:
-    target, draft = PAIRS[name]
-    assert target.weight_bytes / 2e9 == pytest.approx(target_e9, rel=0.01)
-    if draft_e9 is not None:
-        assert draft.weight_bytes / 2e9 == pytest.approx(draft_e9, rel=0.01)
+def test_presets_have_the_parameters_of_their_models() -> None:
+    parameters_e9 = {name: [one.weight_bytes / 2e9 for one in pair] for name, pair in PAIRS.items()}
+    assert parameters_e9["qwen3-8b/0.6b"] == pytest.approx([8.19, 0.596], rel=0.01)
+    assert parameters_e9["vicuna-7b/68m"] == pytest.approx([6.74, 0.068], rel=0.01)
+    assert parameters_e9["glm-4-9b"][0] == pytest.approx(9.40, rel=0.01)
 
 
 def test_a_pass_of_few_tokens_is_bound_by_its_bytes() -> None:
@@ -88,14 +82,6 @@ def test_a_spread_costs_and_so_does_a_longer_prefill() -> None:
     whole_s = roofline.times(prefill(0, None, 1000)).prefill_s
     # Two chunks read the weights twice and attend to the same pairs.
     assert roofline.times(first).prefill_s < roofline.times(second).prefill_s <= whole_s
-
-
-def test_an_h100_decodes_qwen3_8b_at_its_bandwidth() -> None:
-    roofline = Roofline(DEVICES["h100"], *PAIRS["qwen3-8b/0.6b"])
-    weights = 2 * (roofline.target.body + roofline.target.head)
-    step = roofline.times(speculate([100], 0))
-    assert step.verify_s == pytest.approx(weights / (0.8 * 3.35e12) + 36 * 8e-6, rel=0.01)
-    assert 0.005 < step.verify_s < 0.007
 
 
 def test_blocks_fill_the_memory_that_weights_leave() -> None:
