@@ -11,14 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from scheduler.batches import batch_spread
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Action, Event, Finish, Reject, ReplicaSpec, Request, StepDone
-from scheduler.sharding import ShardLoad, choose_shard, shard_of_rank
+from scheduler.messages import (
+    Action,
+    Batch,
+    Dispatch,
+    Event,
+    Finish,
+    Reject,
+    ReplicaSpec,
+    Request,
+    StepDone,
+)
+from scheduler.sharding import ShardLoad, choose_shard, merged_status, shard_of_rank
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.faults import FaultPlan
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.workload import WorkloadRequest
 from scheduler.simulation.world import Outcome, World
+from scheduler.status import PoolStatus
 
 SAMPLES_MAX = 100
 """Samples over time, beside the last one; when there are more, every second one is dropped."""
@@ -150,11 +162,12 @@ class Experiment:
         self._figures = Figures()
         self._sample_s = FIRST_SAMPLE_S
         self._coming = iter(enumerate(requests))
-        self._arrived_s: list[float] = []
-        """By request."""
-        self._shards: list[int] = []
-        """By request."""
+        self._arrived: list[tuple[float, int]] = []
+        """By request: when, and the shard that it went to."""
         self._ended = 0
+        self._rows: list[int] = []
+        """By speculate batch, as the next one."""
+        self._spreads: list[int] = []
         self._outstanding = [0] * setup.shards
         """New tokens of the requests that were sent to a shard and have not ended."""
         self._serving = [0] * setup.shards
@@ -172,6 +185,8 @@ class Experiment:
             for action in actions:
                 if isinstance(action, Finish | Reject):
                     self._end(int(action.request_id), world.report.outcomes.pop(action.request_id))
+                elif isinstance(action, Dispatch):
+                    self._count(action.batch)
             self._waiting[shard] = world.scheduler.waiting
             self._figures.waiting_most = max(self._figures.waiting_most, sum(self._waiting))
 
@@ -193,20 +208,24 @@ class Experiment:
         self._clock.run()
         assert self._ended == len(self._requests), "requests were lost"
         figures = self._figures
-        reports = [world.report for world in self._worlds]
-        statuses = [world.scheduler.snapshot() for world in self._worlds]
-        replicas = [one for status in statuses for one in status.replicas]
-        step_batches = sum(report.step_batches for report in reports)
-        figures.pool_behind_s_most = max(report.pool_behind_s_most for report in reports)
-        figures.batches = sum(report.batches for report in reports)
-        figures.rows_mean = _ratio(sum(report.rows_sum for report in reports), step_batches)
-        figures.spread_mean = _ratio(sum(report.spread_sum for report in reports), step_batches)
+        figures.pool_behind_s_most = max(one.report.pool_behind_s_most for one in self._worlds)
+        figures.rows_mean = _ratio(sum(self._rows), len(self._rows))
+        figures.spread_mean = _ratio(sum(self._spreads), len(self._spreads))
+        replicas = self._status().replicas
         own = sum(one.kv_positions_own for one in replicas)
         read = sum(one.kv_positions_read for one in replicas)
         figures.padding = _ratio(read - own, read)
-        row_steps = sum(one.row_steps for one in replicas)
-        figures.committed_per_step = _ratio(figures.tokens, row_steps)
+        figures.committed_per_step = _ratio(figures.tokens, sum(one.row_steps for one in replicas))
         return figures
+
+    def _status(self) -> PoolStatus:
+        return merged_status([world.scheduler.snapshot() for world in self._worlds])
+
+    def _count(self, batch: Batch) -> None:
+        self._figures.batches += 1
+        if batch.rows:
+            self._rows.append(len(batch.rows))
+            self._spreads.append(batch_spread(batch))
 
     # ----------------------------------------------------------------- requests
 
@@ -227,8 +246,7 @@ class Experiment:
         ]
         shard = choose_shard(loads, request.new_tokens)
         self._outstanding[shard] += request.new_tokens
-        self._arrived_s.append(now_s)
-        self._shards.append(shard)
+        self._arrived.append((now_s, shard))
         prompt = (1,) * request.prompt_tokens
         submitted = Request(str(number), prompt, max_new_tokens=request.new_tokens)
         at_s = now_s + self._rng.uniform(*self._setup.message_s)
@@ -236,7 +254,8 @@ class Experiment:
 
     def _end(self, number: int, outcome: Outcome) -> None:
         figures, count = self._figures, len(self._requests)
-        self._outstanding[self._shards[number]] -= self._requests[number].new_tokens
+        arrived_s, shard = self._arrived[number]
+        self._outstanding[shard] -= self._requests[number].new_tokens
         self._ended += 1
         if self._ended in (count // 4, 3 * count // 4):
             figures.middle.append(self._sample())
@@ -250,8 +269,8 @@ class Experiment:
             return
         assert outcome.finished_s is not None
         assert outcome.first_token_s is not None, "a request failed"
-        figures.latency_s.append(outcome.finished_s - self._arrived_s[number])
-        figures.first_token_s.append(outcome.first_token_s - self._arrived_s[number])
+        figures.latency_s.append(outcome.finished_s - arrived_s)
+        figures.first_token_s.append(outcome.first_token_s - arrived_s)
         # As in `lockstep bench`: tokens that come at once took no time of their own.
         later = len(outcome.tokens) - outcome.first_tokens
         if later:
@@ -270,14 +289,13 @@ class Experiment:
         self._clock.after(self._sample_s, self._sample_again)
 
     def _sample(self) -> Sample:
-        statuses = [world.scheduler.snapshot() for world in self._worlds]
-        replicas = [one for status in statuses for one in status.replicas]
+        status = self._status()
         return Sample(
             at_s=self._clock.now_s,
-            waiting=sum(status.waiting for status in statuses),
-            live=sum(status.live for status in statuses),
-            committed_tokens=sum(one.committed_tokens for one in replicas),
-            busy_s=sum(one.busy_s for one in replicas),
+            waiting=status.waiting,
+            live=status.live,
+            committed_tokens=sum(one.committed_tokens for one in status.replicas),
+            busy_s=sum(one.busy_s for one in status.replicas),
             pool_busy_s=sum(world.report.pool_busy_s for world in self._worlds),
         )
 

@@ -16,12 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from scheduler.batches import batch_spread
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
     Batch,
-    BatchKind,
     Cancel,
     Dispatch,
     Emit,
@@ -79,11 +77,6 @@ class Report:
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     ended_s: float = 0.0
-    batches: int = 0
-    step_batches: int = 0
-    """Speculate batches; the next two are sums over them."""
-    spread_sum: int = 0
-    rows_sum: int = 0
     killed: int = 0
     """Replicas killed by deadly requests."""
     pool_busy_s: float = 0.0
@@ -217,7 +210,6 @@ class World:
                 case Release() | Interrupt():
                     self._send(action.replica_id, action)
                 case Dispatch():
-                    self._count(action.batch)
                     self._send(action.batch.replica_id, action)
         if self._watch is not None:
             self._watch(now_s, event, actions)
@@ -238,13 +230,6 @@ class World:
         else:
             outcome.reject = action
         self._unfinished -= 1
-
-    def _count(self, batch: Batch) -> None:
-        self.report.batches += 1
-        if batch.kind is BatchKind.SPECULATE:
-            self.report.step_batches += 1
-            self.report.rows_sum += len(batch.rows)
-            self.report.spread_sum += batch_spread(batch)
 
     # ----------------------------------------------------------------- the replicas' side
 
