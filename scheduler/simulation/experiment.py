@@ -190,6 +190,7 @@ class Experiment:
             self._waiting[shard] = world.scheduler.waiting
             self._figures.waiting_most = max(self._figures.waiting_most, sum(self._waiting))
 
+        pool_cost = setup.pool.of if setup.pool is not None else None
         world = World(
             self._rng,
             setup.times,
@@ -197,7 +198,7 @@ class Experiment:
             faults=FaultPlan(delay_s=setup.message_s),
             watch=watch,
             clock=self._clock,
-            pool_cost=setup.pool.of if setup.pool is not None else None,
+            pool_cost=pool_cost,
         )
         return world
 
@@ -236,7 +237,7 @@ class Experiment:
 
     def _arrive(self, number: int, request: WorkloadRequest) -> None:
         now_s = self._clock.now_s
-        if not self._figures.samples:
+        if number == 0:
             self._sample_again()
         if self._setup.in_flight is None:
             self._plan_next()
