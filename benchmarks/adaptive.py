@@ -126,11 +126,10 @@ class VirtualReplica:
 
     def step(self, batch: Batch) -> StepResult:
         self._replica.receive(batch)
-        run = self._replica.begin(batch)
-        while run.advance():
+        self._replica.begin(batch)
+        while self._replica.advance():
             pass
-        self._replica.end(batch)
-        result = run.result()
+        result = self._replica.end()
         self.now_s += result.times.total_s
         return result
 

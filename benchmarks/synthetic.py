@@ -92,16 +92,15 @@ class SyntheticReplica:
             self._simulated = self._member(batch.replica_id)
         end_s = time.perf_counter()
         self._simulated.receive(batch)
-        run = self._simulated.begin(batch)
+        step_s = self._simulated.begin(batch)
         more = True
         while more:
             # What the simulation itself takes is part of the step.
-            end_s += run.step_s
-            more = run.advance()
+            end_s += step_s
+            more = self._simulated.advance()
             time.sleep(max(0.0, end_s - time.perf_counter()))
             more = more and not interrupted()
-        self._simulated.end(batch)
-        return run.result()
+        return self._simulated.end()
 
 
 def synthetic_loader(

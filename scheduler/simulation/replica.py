@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from scheduler.admission import blocks_needed
@@ -47,36 +47,69 @@ class _Resident:
     """KV blocks that it owns."""
     held: bool = False
     """Whether a batch holds it."""
+    reused: int = 0
+    """KV positions that its first chunk found filled. What follows is of the batch that runs."""
+    new: list[int] = field(default_factory=list)
+    draft_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    tried_at: list[int] = field(default_factory=list)
 
-    def commit(self, count: int, vocab_size: int) -> list[int]:
-        """Appends the next tokens of the reference output and returns them."""
-        tokens = []
-        for _ in range(count):
+    def begin(self, draft_len: int) -> None:
+        """A batch with it begins."""
+        self.new, self.draft_tokens = [], 0
+        self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
+
+    def step(self, draft_len: int, verified: int, rng: Random, vocab_size: int) -> bool:
+        """Commits the accepted tokens and one more. Returns whether the sequence has finished."""
+        accepted = _draw_accepted(self.acceptance, verified, rng)
+        self.draft_tokens += draft_len
+        for position in range(min(accepted + 1, verified)):
+            self.tried_at[position] += 1
+            self.accepted_at[position] += position < accepted
+        self.length += accepted + 1
+        self.tokens_left -= accepted + 1
+        stopped = False
+        for _ in range(accepted + 1):
             token = next_token(self.state, self.admitted.sampling.seed, vocab_size)
             self.state = content_hash((token,), self.state)
-            tokens.append(token)
-        self.length += count
-        self.tokens_left -= count
-        return tokens
+            self.new.append(token)
+            stopped = stopped or token in self.admitted.stop_token_ids
+        return stopped or self.tokens_left == 0
+
+    def result(self, steps: int) -> RowResult:
+        """What it committed in these steps."""
+        return RowResult(
+            self.admitted.sequence_id,
+            tuple(self.new),
+            steps,
+            self.draft_tokens,
+            tuple(self.accepted_at),
+            tuple(self.tried_at),
+        )
 
 
 class SimulatedReplica:
-    """One incarnation; batches are received in order and run one at a time."""
+    """One incarnation; batches are received in order and run one at a time, step by step."""
 
     def __init__(
         self, replica_id: str, spec: ReplicaSpec, times: Times, acceptance: Acceptance, rng: Random
     ) -> None:
         self.id = replica_id
         self.spec = spec
-        self.times = times
-        self.rng = rng
         self.residents: dict[str, _Resident] = {}
+        self._times = times
         self._acceptance = acceptance
+        self._rng = rng
         self._prefixes = PrefixSet(spec.kv_blocks if spec.prefix_sharing else 0)
         self._blocks_used = 0
         self._failed: set[str] = set()
         """Sequences whose prefill failed and which the pool has not released yet."""
         self._batch_id_last = 0
+        # The batch that runs.
+        self._batch: Batch | None = None
+        self._step_times = StepTimes()
+        self._rows: list[_Resident] = []
+        self._steps = self._kv_own = self._kv_read = 0
 
     def receive(self, batch: Batch) -> None:
         """Takes a batch into the queue; it holds its rows until `end`."""
@@ -135,28 +168,76 @@ class SimulatedReplica:
         assert not resident.held, "a row in two batches at once"
         resident.held = True
 
-    def begin(self, batch: Batch) -> Run:
-        """Starts a received batch."""
-        reused = [self._fill(row, self.residents[row.sequence_id]) for row in batch.prefill]
-        return Run(self, batch, reused)
+    def begin(self, batch: Batch) -> float:
+        """Starts a received batch; returns the seconds of one step, or of all of a prefill."""
+        self._batch = batch
+        self._step_times = self._times(batch)
+        self._rows = [self.residents[row.sequence_id] for row in batch.prefill or batch.rows]
+        self._steps = self._kv_own = self._kv_read = 0
+        for resident in self._rows:
+            resident.begin(batch.draft_len)
+        for row in batch.prefill:
+            self._fill(row, self.residents[row.sequence_id])
+        return self._step_times.total_s
 
-    def _fill(self, row: PrefillRow, resident: _Resident) -> int:
-        """Returns how many positions it found in blocks of other sequences."""
-        reused = 0
+    def _fill(self, row: PrefillRow, resident: _Resident) -> None:
+        resident.reused = 0
         if row.tokens and self.spec.prefix_sharing:
             keys = block_keys(row.tokens, self.spec.block_size, row.salt)
-            reused = self._prefixes.shared(keys) * self.spec.block_size
+            resident.reused = self._prefixes.shared(keys) * self.spec.block_size
             self._prefixes.add(keys)
-        resident.to_fill = min(resident.to_fill - reused, resident.length - 1 - row.end)
-        return reused
+        filled = resident.length - 1 - row.end
+        resident.to_fill = min(resident.to_fill - resident.reused, filled)
 
-    def end(self, batch: Batch, failed: bool = False) -> None:
-        """The batch is over and holds its rows no longer. Those of a failed prefill are gone."""
+    def advance(self) -> bool:
+        """Does one step; returns whether another follows. A prefill is one step."""
+        batch, residents = self._batch, self._rows
+        assert batch is not None, "no batch runs"
+        self._steps += 1
+        if batch.prefill:
+            return False
+        draft_lens = [
+            min(row.draft_len, resident.tokens_left - 1) if batch.verify_tokens != 0 else 0
+            for row, resident in zip(batch.rows, residents, strict=True)
+        ]
+        verified = verified_draft_lens(draft_lens, batch.verify_tokens)
+        widths = [one.length + k for one, k in zip(residents, draft_lens, strict=True)]
+        self._kv_own += sum(widths)
+        self._kv_read += max(widths) * len(widths)
+        finished = [
+            resident.step(draft_len, tokens, self._rng, self.spec.vocab_size)
+            for resident, draft_len, tokens in zip(residents, draft_lens, verified, strict=True)
+        ]
+        return self._steps < batch.steps and not any(finished)
+
+    def end(self) -> StepResult:
+        """The batch is over and holds its rows no longer; returns what was committed."""
+        batch, times, steps = self._batch, self._step_times, self._steps
+        assert batch is not None, "no batch runs"
+        self._batch = None
+        self._let_go(batch)
+        if batch.prefill:
+            filled = zip(batch.prefill, self._rows, strict=True)
+            rows = tuple(RowResult(row.sequence_id, reused=one.reused) for row, one in filled)
+            return StepResult(batch.id, self.id, rows, times=times)
+        whole = StepTimes(
+            draft_s=times.draft_s * steps,
+            verify_s=times.verify_s * steps,
+            total_s=times.total_s * steps,
+        )
+        rows = tuple([resident.result(steps) for resident in self._rows])
+        return StepResult(batch.id, self.id, rows, steps, whole, self._kv_own, self._kv_read)
+
+    def fail(self, batch: Batch) -> None:
+        """The batch could not be run: rows of a prefill are gone, others are as before."""
+        self._let_go(batch)
+        for row in batch.prefill:
+            self._remove(row.sequence_id)
+            self._failed.add(row.sequence_id)
+
+    def _let_go(self, batch: Batch) -> None:
         for row in batch.prefill or batch.rows:
             self.residents[row.sequence_id].held = False
-            if failed and batch.prefill:
-                self._remove(row.sequence_id)
-                self._failed.add(row.sequence_id)
 
     def release(self, action: Release) -> None:
         """Sequences leave it."""
@@ -169,76 +250,6 @@ class SimulatedReplica:
 
     def _remove(self, sequence_id: str) -> None:
         self._blocks_used -= self.residents.pop(sequence_id).blocks
-
-
-class Run:
-    """A batch that runs: `advance` does one step and says whether another follows."""
-
-    def __init__(self, replica: SimulatedReplica, batch: Batch, reused: list[int]) -> None:
-        """`reused`: by prefill row."""
-        self._times = replica.times(batch)
-        self.step_s = self._times.total_s
-        self._batch = batch
-        self._rng = replica.rng
-        self._vocab_size = replica.spec.vocab_size
-        self._residents = [replica.residents[row.sequence_id] for row in batch.rows]
-        self._reused = reused
-        self._tokens: list[list[int]] = [[] for _ in batch.rows]
-        self._drafts: list[list[tuple[int, int, int]]] = [[] for _ in batch.rows]
-        """By row and step: draft tokens, those verified, those accepted."""
-        self._steps = self._kv_own = self._kv_read = 0
-
-    def advance(self) -> bool:
-        """A prefill is one step. Call it once more only if it says so."""
-        self._steps += 1
-        batch = self._batch
-        if batch.prefill:
-            return False
-        draft_lens = [
-            min(row.draft_len, resident.tokens_left - 1) if batch.verify_tokens != 0 else 0
-            for row, resident in zip(batch.rows, self._residents, strict=True)
-        ]
-        verified = verified_draft_lens(draft_lens, batch.verify_tokens)
-        widths = [one.length + k for one, k in zip(self._residents, draft_lens, strict=True)]
-        self._kv_own += sum(widths)
-        self._kv_read += max(widths) * len(widths)
-        finished = False
-        for index, resident in enumerate(self._residents):
-            accepted = _draw_accepted(resident.acceptance, verified[index], self._rng)
-            self._drafts[index].append((draft_lens[index], verified[index], accepted))
-            new = resident.commit(accepted + 1, self._vocab_size)
-            self._tokens[index] += new
-            stopped = any(token in resident.admitted.stop_token_ids for token in new)
-            finished = finished or stopped or resident.tokens_left == 0
-        return self._steps < batch.steps and not finished
-
-    def result(self) -> StepResult:
-        """What was committed so far."""
-        batch, each, steps = self._batch, self._times, self._steps
-        if batch.prefill:
-            filled = zip(batch.prefill, self._reused, strict=True)
-            results = tuple(RowResult(row.sequence_id, reused=reused) for row, reused in filled)
-            return StepResult(batch.id, batch.replica_id, results, times=each)
-        times = StepTimes(
-            draft_s=each.draft_s * steps,
-            verify_s=each.verify_s * steps,
-            total_s=each.total_s * steps,
-        )
-        rows = tuple(self._row_result(index) for index in range(len(batch.rows)))
-        return StepResult(
-            batch.id, batch.replica_id, rows, steps, times, self._kv_own, self._kv_read
-        )
-
-    def _row_result(self, index: int) -> RowResult:
-        drafts, positions = self._drafts[index], range(self._batch.draft_len)
-        return RowResult(
-            self._batch.rows[index].sequence_id,
-            tuple(self._tokens[index]),
-            self._steps,
-            draft_tokens=sum(drafted for drafted, _, _ in drafts),
-            accepted_at=tuple([sum(a > at for _, _, a in drafts) for at in positions]),
-            tried_at=tuple([sum(v > at <= a for _, v, a in drafts) for at in positions]),
-        )
 
 
 def _draw_accepted(acceptance: float, verified: int, rng: Random) -> int:

@@ -296,24 +296,25 @@ class World:
             step_s = self._times(batch).total_s
             self._clock.after(step_s, lambda: self._answer(host, batch, failed))
             return
-        run = host.replica.begin(batch)
+        step_s = host.replica.begin(batch)
 
         def advance() -> None:
             # The work of a step is done at its end; a replica that dies in it has done nothing.
             if not host.alive:
                 return
-            if run.advance() and batch.id > host.interrupted:
-                self._clock.after(run.step_s, advance)
+            if host.replica.advance() and batch.id > host.interrupted:
+                self._clock.after(step_s, advance)
             else:
-                self._answer(host, batch, StepDone(run.result()))
+                self._answer(host, batch, StepDone(host.replica.end()))
 
-        self._clock.after(run.step_s, advance)
+        self._clock.after(step_s, advance)
 
     def _answer(self, host: _Host, batch: Batch, answer: StepDone | StepFailed) -> None:
         if not host.alive:
             return
         host.busy = False
-        host.replica.end(batch, failed=isinstance(answer, StepFailed))
+        if isinstance(answer, StepFailed):
+            host.replica.fail(batch)
         if host.queue:
             self._start(host)
         faults = self.faults

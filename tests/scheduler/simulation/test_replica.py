@@ -39,11 +39,10 @@ def steps(batch_id: int, *rows: StepRow, count: int = 1, verify: int | None = No
 
 def run(replica: SimulatedReplica, batch: Batch) -> StepResult:
     replica.receive(batch)
-    going = replica.begin(batch)
-    while going.advance():
+    replica.begin(batch)
+    while replica.advance():
         pass
-    replica.end(batch)
-    return going.result()
+    return replica.end()
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_a_row_is_not_released_while_a_batch_holds_it(replica: SimulatedReplica)
     replica.receive(batch)
     with pytest.raises(AssertionError, match="a batch holds"):
         replica.release(Release("r", ("a",)))
-    replica.end(batch)
+    replica.fail(batch)
     replica.release(Release("r", ("a",)))
     assert not replica.residents
 
@@ -94,7 +93,7 @@ def test_a_failed_prefill_leaves_nothing_and_is_released_all_the_same(
 ) -> None:
     batch = prefill(2, "b")
     replica.receive(batch)
-    replica.end(batch, failed=True)
+    replica.fail(batch)
     assert list(replica.residents) == ["a"]
     replica.release(Release("r", ("b",)))
     run(replica, prefill(3, "b", blocks=38))
