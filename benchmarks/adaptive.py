@@ -34,7 +34,7 @@ from scheduler.messages import (
     StepTimes,
     StepTiming,
 )
-from scheduler.timed_replica import TimedReplica
+from scheduler.simulation import SimulatedReplica
 
 DRAFT = LinearCost(1.5e-3, 6e-5, 3e-8)
 """One pass, by rows and KV positions."""
@@ -113,7 +113,7 @@ class VirtualReplica:
             if timed
             else (),
         )
-        self._replica = TimedReplica(
+        self._replica = SimulatedReplica(
             REPLICA_ID,
             self.spec,
             self._times,
@@ -126,11 +126,10 @@ class VirtualReplica:
 
     def step(self, batch: Batch) -> StepResult:
         self._replica.receive(batch)
-        run = self._replica.begin(batch)
-        while run.advance():
+        self._replica.begin(batch)
+        while self._replica.advance():
             pass
-        self._replica.end(batch)
-        result = run.result(self._times(batch).total_s)
+        result = self._replica.end()
         self.now_s += result.times.total_s
         return result
 

@@ -4,7 +4,8 @@
 
 Starts Ray, Serve, the pool and up to four synthetic replicas (benchmarks/synthetic.py) on this
 machine. Requests arrive as a seeded Poisson process whose rate follows a given profile; every
-answer is compared with the right tokens. Written: offered load, replicas, waiting, latency by time.
+answer is compared with the reference output. Written: offered load, replicas, waiting, latency by
+time.
 """
 
 from __future__ import annotations
@@ -17,22 +18,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from statistics import quantiles
 from typing import Any
 
 import grpc
 from ray import serve
 
-from benchmarks.autoscaling_plot import plot
 from benchmarks.report import table, write_json
-from benchmarks.synthetic import Speed, synthetic_loader
+from benchmarks.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
+from cluster.bench.figures import percentile
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig, from_args
-from cluster.target_text import TargetText
 from protos import lockstep_pb2 as pb
-from scheduler.fake_replica import perfect_world
-from scheduler.messages import ReplicaSpec, Request
+from scheduler.messages import Request
+from scheduler.simulation import poisson, reference_output
 
 PROFILE = ((0, 0.0), (5, 0.02), (80, 1.0), (130, 1.0), (200, 0.02), (230, 0.0))
 """(seconds, share of the peak rate); straight lines between."""
@@ -96,12 +95,12 @@ def share_at(at_s: float) -> float:
 def arrivals(rng: Random, peak_per_s: float, vocab_size: int) -> list[Arrival]:
     """A Poisson process at the peak rate, thinned to the profile."""
     made: list[Arrival] = []
-    at_s = 0.0
-    while (at_s := at_s + rng.expovariate(peak_per_s)) < PROFILE[-1][0]:
-        if rng.random() >= share_at(at_s):
-            continue
-        prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.choice((16, 64, 256))))
-        made.append(Arrival(at_s, prompt, rng.choice((32, 96, 192))))
+    for at_s in poisson(peak_per_s, rng):
+        if at_s >= PROFILE[-1][0]:
+            break
+        if rng.random() < share_at(at_s):
+            prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.choice((16, 64, 256))))
+            made.append(Arrival(at_s, prompt, rng.choice((32, 96, 192))))
     return made
 
 
@@ -145,7 +144,7 @@ class Run:
             self.failures.append(f"{error.code().name}: {error.details()}")
             return
         request = Request("", arrival.prompt, arrival.new_tokens)
-        expected, _ = perfect_world(request, self._vocab_size)
+        expected, _ = reference_output(request, self._vocab_size)
         answer = Answer(
             at_s,
             len(response.token_ids),
@@ -187,11 +186,9 @@ def offered(load: Iterable[Arrival], second: int, window_s: int = 5) -> float:
     return sum(a.new_tokens for a in load if low_s <= a.at_s < high_s) / window_s
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    if len(values) < 2:
-        return {}
-    cuts = quantiles(values, n=100, method="inclusive")
-    return {name: round(cuts[n - 1], 3) for name, n in (("p50", 50), ("p90", 90), ("p99", 99))}
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{n}": round(percentile(ordered, n / 100), 3) for n in (50, 90, 99) if ordered}
 
 
 def one_replica(run: Run) -> float:
@@ -200,15 +197,15 @@ def one_replica(run: Run) -> float:
 
 
 def figures(run: Run, load: Sequence[Arrival], full: float) -> dict[str, Any]:
-    """What the JSON holds; `full` is what full groups of one replica would commit per second."""
+    """What the JSON holds; `full` is what full batches of one replica would commit per second."""
     phases = {"cold start": (0, 20), "rise": (20, 80), "plateau": (80, 130), "fall": (130, 300)}
     by_phase = {}
     for name, (from_s, to_s) in phases.items():
         some = [answer for answer in run.answers if from_s <= answer.at_s < to_s]
         by_phase[name] = {
             "requests": len(some),
-            "first_token_s": percentiles([answer.first_token_s for answer in some]),
-            "total_s": percentiles([answer.total_s for answer in some]),
+            "first_token_s": percentiles(answer.first_token_s for answer in some),
+            "total_s": percentiles(answer.total_s for answer in some),
         }
     replica_s = sum(a.serving * (b.at_s - a.at_s) for a, b in pairwise(run.samples))
     most = max(sample.serving for sample in run.samples)
@@ -250,13 +247,53 @@ def latency(answers: Sequence[Answer]) -> list[str]:
     for at_s, some in sorted(slots.items()):
         firsts = sorted(answer.first_token_s for answer in some)
         totals = sorted(answer.total_s for answer in some)
-        picked = [
-            values[(len(some) - 1) * share // 100]
-            for values in (firsts, totals)
-            for share in (50, 95)
-        ]
+        picked = [percentile(times, share) for times in (firsts, totals) for share in (0.5, 0.95)]
         lines.append(f"{at_s}," + ",".join(f"{value:.3f}" for value in picked))
     return lines
+
+
+def columns(lines: Sequence[str]) -> dict[str, list[float]]:
+    """The values by the names in the first line."""
+    names = lines[0].split(",")
+    rows = [[float(value) for value in line.split(",")] for line in lines[1:]]
+    return {name: [row[index] for row in rows] for index, name in enumerate(names)}
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """One picture of what the JSON holds: four panels over one time axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "lockstep", "svg.fonttype": "none"})
+    from matplotlib import pyplot
+
+    looks, times = columns(found["samples"]), columns(found["latency"])
+    seconds = looks["s"]
+    figure, (load, replicas, queue, wait) = pyplot.subplots(4, 1, figsize=(9, 10), sharex=True)
+    load.plot(seconds, looks["asked_per_s"], label="asked for")
+    load.plot(seconds, looks["committed_per_s"], label="committed")
+    load.set_ylabel("tokens/s")
+    replicas.step(seconds, looks["wanted"], where="post", label="wanted", ls=":")
+    replicas.step(seconds, looks["serving"], where="post", label="serving")
+    needed = [tokens / found["one_replica_tokens_per_s"] for tokens in looks["asked_per_s"]]
+    replicas.plot(seconds, needed, label="tokens asked for / what one commits", alpha=0.4)
+    replicas.set_ylabel("replicas")
+    queue.plot(seconds, looks["outstanding"], label="outstanding tokens")
+    queue.set_ylabel("tokens")
+    for name, label in (("total", "whole answer"), ("first", "first token")):
+        (line,) = wait.plot(times["s"], times[f"{name}_p50"], label=f"{label}, 50 %")
+        p95 = times[f"{name}_p95"]
+        wait.plot(times["s"], p95, ":", color=line.get_color(), label=f"{label}, 95 %")
+    wait.set_yscale("log")
+    wait.set_ylabel("seconds until")
+    wait.set_xlabel("seconds; requests by their arrival")
+    for axes in (load, replicas, queue, wait):
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(
+        path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None
+    )
 
 
 async def measure(config: ClusterConfig, load: Sequence[Arrival], vocab_size: int) -> Run:
@@ -285,14 +322,7 @@ def main() -> None:
             "http_port": args.grpc_port + 1,
         }
     )
-    text = TargetText.load(config.replica)
-    spec = ReplicaSpec(
-        kv_blocks=4000,
-        block_size=16,
-        context_len=text.context_len,
-        vocab_size=text.spec.vocab_size,
-        target="synthetic",
-    )
+    spec = synthetic_spec(config.replica)
     load = arrivals(Random(args.seed), args.peak, spec.vocab_size)
     full = SPEED.tokens_per_s(config.scheduler.rows_max, DRAFT_LEN)
     cluster = app.ClusterRun(config)

@@ -25,9 +25,8 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.abreast import abreast
 from benchmarks.hopeless import hopeless_figures
-from benchmarks.measured import MeasuredWay, over_rounds
+from benchmarks.measured import MeasuredWay, over_rounds, side_by_side
 from benchmarks.mixed import mixed_figures, mixed_requests
 from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import machine, table, write_json
@@ -162,14 +161,14 @@ def greedy(
         names = [lockstep_name(batch, k) for k in args.draft_lens]
         print(f"side by side: {', '.join(names)}", flush=True)
         ways = {name: measured[name] for name in names}
-        here = abreast(ways, requests, args.rounds, expected, counts)
+        here = side_by_side(ways, requests, args.rounds, expected, counts)
         for each in here:
             _show(each, measured[each.name])
         draft_lens += here
         ours[batch] = default_name(here, batch, args.draft_lens)
     print(f"side by side: {', '.join(ours.values())}", flush=True)
     ways = {name: measured[name] for name in ours.values()}
-    batches = abreast(ways, requests, args.rounds, expected, counts)
+    batches = side_by_side(ways, requests, args.rounds, expected, counts)
     others: dict[str, Way] = {}
     for batch in args.batches:
         others[transformers_name(batch)] = partial(models.batched, batch=batch)

@@ -15,8 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.abreast import abreast
-from benchmarks.measured import MeasuredWay
+from benchmarks.measured import MeasuredWay, side_by_side
 from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
 from replicas.pair import resolve
@@ -53,7 +52,7 @@ def hopeless_figures(
         asked = requests[: 8 + 2 * batch]
         expected = ways[PLAIN](asked)
         ways[CHOSEN](asked[:1])  # warm-up
-        contenders = abreast(ways, asked, rounds, expected)
+        contenders = side_by_side(ways, asked, rounds, expected)
         compared = ratio(contenders, CHOSEN, PLAIN)
         assert compared is not None, "both ways run here"
         name = f"hopeless draft: chosen k over k = 0, batch {batch}"

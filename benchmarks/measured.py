@@ -1,17 +1,26 @@
-"""Runs of the engine that remember what its results say: where the time went, padding, waits."""
+"""Ways to generate with the engine, measured: where the time went, padding, waits; side by side.
+
+A shared machine's speed changes within seconds, and one run after the other meets different ones.
+So `side_by_side` begins all ways together and gives them turns of a fraction of a second each; the
+time that counts is each way's own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+from cluster.bench.compare import Contender
 from cluster.local_engine import LocalEngine, Output, Runner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, StepResult
+
+SLICE_S = 0.1
+"""One turn: some steps, and shorter than the machine's speed stays the same."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class MeasuredWay:
         self.seconds = 0.0
         """That the last run has taken so far."""
         self.outputs: list[Output] = []
-        """Of the last run, in the requests' batch."""
+        """Of the last run, in the order of the requests."""
         self.runs: list[StepFigures] = []
         """Of every run that has ended; clear it after a warm-up."""
 
@@ -93,8 +102,8 @@ class MeasuredWay:
         return more
 
     def _own_s(self) -> float:
-        """A clock that stands between two calls: what others do then is no time of this run, nor
-        may the scheduler take it for a slow trip of a batch."""
+        """A clock that stands between two calls: the time of other ways is no time of this run, and
+        no slow round trip of a batch for the scheduler."""
         return self.seconds + self._clock() - self._since_s
 
     @property
@@ -130,7 +139,7 @@ class MeasuredWay:
 def longest_wait(results: Sequence[StepResult], rows_max: int, batches_in_flight: int) -> float:
     """Longest wait between two steps of a sequence, or from its prefill to its first, in rounds.
 
-    A round is as many groups of `rows_max` as hold all residents of that time once. Batches that
+    A round is as many batches of `rows_max` as hold all residents of that time once. Batches that
     were with the replica already when the sequence became ready were not chosen over it and do not
     count. `results` are all those of one replica, in order, of sequences that stay to their end.
     """
@@ -155,3 +164,52 @@ def longest_wait(results: Sequence[StepResult], rows_max: int, batches_in_flight
             if last[row.sequence_id] == n:
                 del ready[row.sequence_id]
     return longest
+
+
+def side_by_side(
+    ways: Mapping[str, MeasuredWay],
+    requests: Sequence[Request],
+    rounds: int,
+    expected: Sequence[Sequence[int]],
+    counts: Mapping[str, int] | None = None,
+    slice_s: float = SLICE_S,
+) -> tuple[Contender, ...]:
+    """Runs every way once per round, all at the same time; compares outputs with `expected`.
+
+    Arguments and result are those of `cluster.bench.compare.take_turns`. The ways may share a
+    replica: each has its own sequences there. Its KV blocks have to last for all of them.
+    """
+    asked = {name: requests[: (counts or {}).get(name, len(requests))] for name in ways}
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    same = {name: [True] * len(asked[name]) for name in ways}
+    for number in range(rounds):
+        for name, way in ways.items():
+            way.begin(
+                [
+                    replace(each, id=f"{name}: {each.id}", cache_salt=f"{name}, round {number}")
+                    for each in asked[name]
+                ]
+            )
+        _run_together(ways, slice_s, backwards=bool(number % 2))
+        for name, way in ways.items():
+            outputs = [output.tokens for output in way.outputs]
+            speeds[name].append(sum(map(len, outputs)) / way.seconds)
+            for index, (got, wanted) in enumerate(zip(outputs, expected, strict=False)):
+                same[name][index] &= got == list(wanted)
+    return tuple(
+        Contender(name, len(asked[name]), tuple(speeds[name]), sum(same[name])) for name in ways
+    )
+
+
+def _run_together(ways: Mapping[str, MeasuredWay], slice_s: float, backwards: bool) -> None:
+    """To the end of all; every other turn is in reverse, so that none always follows another."""
+    running = dict(ways)
+    while running:
+        for name in reversed(list(running)) if backwards else list(running):
+            way = running[name]
+            end_s = way.seconds + slice_s
+            while way.seconds < end_s:
+                if not way.advance():
+                    del running[name]
+                    break
+        backwards = not backwards

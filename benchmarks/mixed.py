@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from benchmarks.abreast import abreast
-from benchmarks.measured import MeasuredWay
+from benchmarks.measured import MeasuredWay, side_by_side
 from cluster.bench.compare import ratio
 from cluster.bench.workload import Lengths, synthetic_prompts
 from replicas.replica import Replica
@@ -56,7 +55,7 @@ def mixed_figures(
     if None in draft_lens:
         ways[CHOSEN] = MeasuredWay(replica, SchedulerConfig(rows_max=BATCH, draft_len=None))
     expected = ways["k = 0"](requests)
-    contenders = abreast(ways, requests, rounds, expected)
+    contenders = side_by_side(ways, requests, rounds, expected)
     fixed = [each for each in contenders if each.name != CHOSEN]
     best = max(fixed, key=lambda each: each.speed)
     longest = [output.usage for output in ways[f"k = {FIXED[-1]}"].outputs]

@@ -1,7 +1,7 @@
 """A replica without a model whose steps take a given time: it measures the cluster, not the CPU.
 
 It wraps the simulator's replica, which asserts what a real one would, into what a replica process
-hosts. Its tokens are those of `scheduler.fake_replica.perfect_world`.
+hosts. Its tokens are those of `reference_output`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
-from scheduler.fake_replica import FakeReplica
-from scheduler.messages import Batch, BatchKind, Release, ReplicaSpec, StepResult
+from scheduler.messages import Batch, BatchKind, Release, ReplicaSpec, StepResult, StepTimes
+from scheduler.simulation import SimulatedReplica
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,30 @@ class Speed:
     prefill_token_s: float = 0.0
     """Each token of a prefill batch, on top."""
 
-    def step_time(self, batch: Batch) -> float:
-        """Seconds of one step of a batch, or of a prefill batch."""
+    def times(self, batch: Batch) -> StepTimes:
+        """What one step of a batch takes, or all of a prefill."""
         if batch.kind is BatchKind.SPECULATE:
-            return self.step_s
+            return StepTimes(total_s=self.step_s)
         tokens = sum(len(row.tokens) for row in batch.prefill)
-        return self.prefill_s + self.prefill_token_s * tokens
+        spent_s = self.prefill_s + self.prefill_token_s * tokens
+        return StepTimes(prefill_s=spent_s, total_s=spent_s)
 
     def tokens_per_s(self, rows: int, draft_len: int) -> float:
-        """What full groups of so many rows commit, without prefills."""
+        """What full batches of so many rows commit, without prefills."""
         per_step = sum(self.acceptance**position for position in range(draft_len + 1))
         return rows * per_step / self.step_s
+
+
+def synthetic_spec(config: ReplicaConfig) -> ReplicaSpec:
+    """A synthetic replica that takes the target's tokens."""
+    text = TargetText.load(config)
+    return ReplicaSpec(
+        kv_blocks=4000,
+        block_size=16,
+        context_len=text.context_len,
+        vocab_size=text.spec.vocab_size,
+        target="synthetic",
+    )
 
 
 class SyntheticReplica:
@@ -53,39 +67,40 @@ class SyntheticReplica:
         self.broken: Exception | None = None
         self._speed = speed
         self._rng = Random(0)
-        self._fake = FakeReplica("", spec, speed.acceptance, self._rng)
-        self._ids: set[str] = set()
+        self._simulated = self._member("")
+
+    def _member(self, replica_id: str) -> SimulatedReplica:
+        speed = self._speed
+        return SimulatedReplica(
+            replica_id, self.spec, speed.times, lambda name: speed.acceptance, self._rng
+        )
 
     @property
     def residents(self) -> tuple[str, ...]:
-        return tuple(self._ids)
+        return tuple(self._simulated.residents)
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Sequences that are not resident are passed over."""
-        gone = tuple(each for each in sequence_ids if each in self._ids)
-        self._fake.release(Release(self._fake.id, gone))
-        self._ids.difference_update(gone)
+        gone = tuple(each for each in sequence_ids if each in self._simulated.residents)
+        self._simulated.release(Release(self._simulated.id, gone))
 
     def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
         """Sleeps through the batch's steps. Raises AssertionError for a batch that is wrong."""
-        if batch.replica_id != self._fake.id:
+        if batch.replica_id != self._simulated.id:
             # A new membership; the residents of the old one were released before.
-            assert not self._ids, "residents of an earlier membership"
-            self._fake = FakeReplica(batch.replica_id, self.spec, self._speed.acceptance, self._rng)
+            assert not self.residents, "residents of an earlier membership"
+            self._simulated = self._member(batch.replica_id)
         end_s = time.perf_counter()
-        each_s = self._speed.step_time(batch)
-        self._fake.receive(batch)
-        run = self._fake.begin(batch)
-        self._ids.update(row.sequence_id for row in batch.prefill)
+        self._simulated.receive(batch)
+        step_s = self._simulated.begin(batch)
         more = True
         while more:
-            # What the fake itself takes is part of the step.
-            end_s += each_s
-            more = run.advance()
+            # What the simulation itself takes is part of the step.
+            end_s += step_s
+            more = self._simulated.advance()
             time.sleep(max(0.0, end_s - time.perf_counter()))
             more = more and not interrupted()
-        self._fake.end(batch)
-        return run.result(each_s)
+        return self._simulated.end()
 
 
 def synthetic_loader(

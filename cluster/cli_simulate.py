@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +17,15 @@ from cluster.writable import check_writable
 
 if TYPE_CHECKING:
     from cluster.simulate import Result
-    from scheduler.arrivals import Ask, Lengths
     from scheduler.config import SchedulerConfig
-    from scheduler.study import PoolTimes
+    from scheduler.simulation import (
+        AcceptanceMix,
+        FittedTimes,
+        Lengths,
+        PoolTimes,
+        Roofline,
+        WorkloadRequest,
+    )
 
 CHARACTERS_PER_TOKEN = 4
 """By which the lengths of prompts in a file are estimated."""
@@ -40,7 +47,7 @@ def simulate(
     ] = None,
     bursts: Annotated[
         str | None,
-        typer.Option(help="With --rate: that for ON seconds, nobody for OFF.", metavar="ON,OFF"),
+        typer.Option(help="With --rate: that for ON seconds, none for OFF.", metavar="ON,OFF"),
     ] = None,
     in_flight: Annotated[
         int | None, typer.Option(min=1, help="Closed loop: so many at a time.")
@@ -74,7 +81,7 @@ def simulate(
         Path | None,
         typer.Option(help="Fitted times as JSON, instead of both.", exists=True, dir_okay=False),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a group.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
     draft_len: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per step; else chosen by cost.")
     ] = None,
@@ -104,17 +111,26 @@ def simulate(
         raise typer.BadParameter("--baseline: expected eqspec")
     from cluster import simulate as runs
     from scheduler.messages import ReplicaSpec
-    from scheduler.study import Setup
+    from scheduler.simulation import Setup, parse_acceptance, parse_lengths
 
+    with _option_named("--prompt-tokens"):
+        prompt_lengths = parse_lengths(prompt_tokens)
+    if prompts is not None:
+        with _option_named("--prompts"):
+            prompt_lengths = _lengths_of(prompts)
+    with _option_named("--new-tokens"):
+        new_lengths = parse_lengths(new_tokens)
+    with _option_named("--acceptance"):
+        acceptance_mix = parse_acceptance(acceptance)
     load = _Load(
         requests=requests,
         rate=rate,
         bursts=None if bursts is None else _two("--bursts", bursts),
         trace=trace,
         per_replica=per_replica,
-        prompts=_lengths("--prompt-tokens", prompt_tokens) if prompts is None else _seen(prompts),
-        new=_lengths("--new-tokens", new_tokens),
-        acceptance=_acceptance(acceptance),
+        prompts=prompt_lengths,
+        new=new_lengths,
+        acceptance=acceptance_mix,
     )
     hardware = _hardware(device, pair, times)
     spec = ReplicaSpec(
@@ -143,15 +159,13 @@ def simulate(
         raise typer.BadParameter("every shard needs a replica")
     for option, written in (("--json", json), ("--svg", svg)):
         if written is not None:
-            try:
+            with _option_named(option):
                 check_writable(written)
-            except OSError as error:
-                raise typer.BadParameter(f"{option}: {error}") from None
     results = []
     for case in all_cases:
         if sys.stderr.isatty():
             typer.echo(f"{case.named()} ...", err=True)
-        results.append(runs.run(case, load.asks, seed))
+        results.append(runs.run(case, load.drawn(case.setup.replicas, Random(seed)), seed))
     described = {
         "device": device if times is None else str(times.name),
         "pair": pair if times is None else None,
@@ -163,7 +177,7 @@ def simulate(
         "draft_len": draft_len,
         "wait_rounds": config.wait_rounds,
         "kv_blocks": spec.kv_blocks,
-        "pool_cost": None if base.pool is None else base.pool.model_dump(),
+        "pool_cost": None if base.pool is None else asdict(base.pool),
         "seed": seed,
     }
     _print(results)
@@ -192,29 +206,25 @@ class _Load:
     per_replica: bool
     prompts: Lengths
     new: Lengths
-    acceptance: tuple[tuple[float, float], ...]
+    acceptance: AcceptanceMix
 
-    def asks(self, replicas: int, rng: Random) -> tuple[Iterable[Ask], int]:
-        """The requests for so many replicas, and how many they are."""
-        from scheduler import arrivals
+    def drawn(self, replicas: int, rng: Random) -> Sequence[WorkloadRequest]:
+        """The requests for so many replicas: the same for every case of as many replicas."""
+        from scheduler.simulation import bursts, drawn, poisson, read_trace
 
         if self.trace is not None:
-            try:
+            with _option_named("--trace"):
                 # Not splitlines: it also breaks where a JSON string may.
                 lines = self.trace.read_text(encoding="utf-8").split("\n")
-                read = arrivals.read_trace(lines, self.acceptance, rng)
-            except (OSError, ValueError) as error:
-                raise typer.BadParameter(f"--trace: {error}") from None
-            return read, len(read)
+                return read_trace(lines, self.acceptance, rng)
         times = replicas if self.per_replica else 1
-        due = arrivals.at_once()
+        arrivals = None
         if self.rate is not None and self.bursts is not None:
-            due = arrivals.bursts(self.rate * times, *self.bursts, rng)
+            arrivals = bursts(self.rate * times, *self.bursts, rng)
         elif self.rate is not None:
-            due = arrivals.poisson(self.rate * times, rng)
+            arrivals = poisson(self.rate * times, rng)
         count = self.requests * times
-        drawn = arrivals.drawn(due, count, self.prompts, self.new, self.acceptance, rng)
-        return drawn, count
+        return drawn(arrivals, count, self.prompts, self.new, self.acceptance, rng)
 
     def described(self, in_flight: int | None) -> str:
         each = " for each replica" if self.per_replica else ""
@@ -238,7 +248,7 @@ def _scheduler(batch_size: int, draft_len: int | None, wait_rounds: int | None) 
             rows_max=batch_size,
             draft_len=draft_len,
             wait_rounds=wait_rounds or SchedulerConfig().wait_rounds,
-            # Who waits is to be seen, not refused.
+            # A queue is to be seen, so no request is refused for load.
             waiting_requests_max=10**9,
             waiting_tokens_max=10**12,
         )
@@ -268,61 +278,49 @@ def _write(option: str, path: Path, text: str) -> None:
         raise typer.Exit(1) from None
 
 
-def _hardware(device: str, pair: str, times: Path | None) -> Any:
-    from scheduler.hardware import DEVICES, PAIRS, FittedTimes, Roofline
+@contextmanager
+def _option_named(option: str) -> Iterator[None]:
+    """What is wrong with a value is said with its option's name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def _hardware(device: str, pair: str, times: Path | None) -> FittedTimes | Roofline:
+    from scheduler.simulation import DEVICES, PAIRS, FittedTimes, Roofline
 
     if times is not None:
-        try:
+        with _option_named("--times"):
             return FittedTimes.model_validate_json(times.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"--times: {error}") from None
     for option, name, known in (("--device", device, DEVICES), ("--pair", pair, PAIRS)):
         if name not in known:
             raise typer.BadParameter(f"{option}: expected one of {', '.join(known)}")
-    return Roofline(device=DEVICES[device], pair=PAIRS[pair])
+    return Roofline(DEVICES[device], *PAIRS[pair])
 
 
 def _pool_times(text: str) -> PoolTimes | None:
-    from scheduler.study import MEASURED_POOL, PoolTimes
+    from scheduler.simulation import MEASURED_POOL, PoolTimes
 
     if text in ("none", "measured"):
         return MEASURED_POOL if text == "measured" else None
     try:
         each_s = float(text) * 1e-6
-        return PoolTimes(batch_s=each_s, other_s=each_s)
     except ValueError:
+        each_s = -1.0
+    if not 0 <= each_s < math.inf:
         raise typer.BadParameter(
             f"--pool-cost: expected none, measured or microseconds, got {text!r}"
-        ) from None
+        )
+    return PoolTimes(batch_s=each_s, other_s=each_s)
 
 
-def _lengths(option: str, text: str) -> Lengths:
-    from scheduler.arrivals import parse_lengths
-
-    try:
-        return parse_lengths(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}") from None
-
-
-def _seen(path: Path) -> Lengths:
+def _lengths_of(prompts: Path) -> Lengths:
     from cluster.prompts import read_prompts
-    from scheduler.arrivals import Seen
 
-    try:
-        texts = read_prompts(path)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--prompts: {error}") from None
-    return Seen([max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in texts])
-
-
-def _acceptance(text: str) -> tuple[tuple[float, float], ...]:
-    from scheduler.arrivals import parse_acceptance
-
-    try:
-        return parse_acceptance(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--acceptance: {error}") from None
+    texts = read_prompts(prompts)
+    lengths = [max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in texts]
+    return lambda rng: rng.choice(lengths)
 
 
 def _counts(option: str, text: str) -> list[int]:

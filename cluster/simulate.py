@@ -1,12 +1,12 @@
-"""What `lockstep simulate` runs and writes: studies side by side, as JSON and as a picture.
+"""What `lockstep simulate` runs and writes: experiments side by side, as JSON and as a picture.
 
-Knows no options and no console; the studies themselves are in `scheduler.study`.
+Knows no options and no console; the experiments themselves are in `scheduler.simulation`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from random import Random
@@ -14,9 +14,8 @@ from typing import Any
 
 from cluster.bench import svg
 from cluster.bench.figures import Distribution, percentile
-from scheduler.arrivals import Ask
 from scheduler.config import SchedulerConfig
-from scheduler.study import Figures, Sample, Setup, Study
+from scheduler.simulation import Experiment, Figures, Sample, Setup, WorkloadRequest
 
 _STYLE = (
     "text{fill:#6b6a64;font:12px system-ui,sans-serif}.x{text-anchor:middle}.y{text-anchor:end}"
@@ -28,12 +27,12 @@ _CDF_POINTS = 100
 ARRIVAL = "arrival"
 """Rows step in order of arrival, as in EQSPEC (arXiv 2510.22876): never by their lengths."""
 GROUPED = "grouped"
-"""Rows step in groups of near length, as the config says."""
+"""Rows step in batches of near length, as the config says."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One study of several."""
+    """One experiment of several."""
 
     setup: Setup
     rows: str
@@ -50,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """A case and what came of it."""
+    """A case and its figures."""
 
     case: Case
     figures: Figures
@@ -59,17 +58,17 @@ class Result:
         """The figures as JSON has them; times in virtual seconds."""
         figures, setup = self.figures, self.case.setup
         latency, first, token = (
-            Distribution.of(list(values))
+            Distribution.of(values)
             for values in (figures.latency_s, figures.first_token_s, figures.per_token_s)
         )
         return {
             **self.case.named(),
-            "requests": figures.asked,
+            "requests": figures.finished + len(figures.refusals),
             "finished": figures.finished,
-            "refused": figures.refused,
-            "refusal": figures.refusal or None,
+            "refused": len(figures.refusals),
+            "refusal": next(iter(figures.refusals), None),
             "new_tokens": figures.tokens,
-            "elapsed_s": figures.ended_s - figures.began_s,
+            "elapsed_s": figures.elapsed_s,
             "tokens_per_s": figures.tokens_per_s(),
             "utilisation": figures.utilisation(setup.replicas),
             "pool_utilisation": figures.pool_utilisation(setup.shards),
@@ -82,8 +81,6 @@ class Result:
             "tokens_per_row_and_step": figures.committed_per_step,
             "waiting_most": figures.waiting_most,
             "pool_behind_s_most": figures.pool_behind_s_most,
-            "recovered": figures.recovered,
-            "events": figures.events,
             "batches": figures.batches,
         }
 
@@ -103,17 +100,8 @@ def cases(
                 in_flight *= count
             for rows in (GROUPED, ARRIVAL) if baseline else (GROUPED,):
                 config = base.config if rows == GROUPED else in_order_of_arrival(base.config)
-                setup = Setup(
-                    replicas=count,
-                    spec=base.spec,
-                    times=base.times,
-                    config=config,
-                    shards=number,
-                    pool=base.pool,
-                    in_flight=in_flight,
-                    message_s=base.message_s,
-                )
-                made.append(Case(setup, rows))
+                setup = replace(base, replicas=count, shards=number, in_flight=in_flight)
+                made.append(Case(replace(setup, config=config), rows))
     return made
 
 
@@ -122,11 +110,9 @@ def in_order_of_arrival(config: SchedulerConfig) -> SchedulerConfig:
     return config.model_copy(update={"wait_rounds": 1})
 
 
-def run(case: Case, asks: Callable[[int, Random], tuple[Iterable[Ask], int]], seed: int) -> Result:
-    """`asks` gives the requests for so many replicas, drawn from this generator, and their number:
-    the same for every case of as many replicas."""
-    drawn, count = asks(case.setup.replicas, Random(seed))
-    return Result(case, Study(case.setup, drawn, count, Random(f"{seed}/study")).run())
+def run(case: Case, requests: Sequence[WorkloadRequest], seed: int) -> Result:
+    """Runs one experiment."""
+    return Result(case, Experiment(case.setup, requests, Random(f"{seed}/study")).run())
 
 
 def to_json(described: dict[str, Any], results: Sequence[Result]) -> str:
@@ -146,7 +132,7 @@ def to_json(described: dict[str, Any], results: Sequence[Result]) -> str:
 
 def _over_time(figures: Figures) -> list[Sample]:
     """By the time since the first request came, for a trace's times may begin anywhere."""
-    return [replace(one, at_s=one.at_s - figures.began_s) for one in figures.samples]
+    return [replace(one, at_s=one.at_s - figures.samples[0].at_s) for one in figures.samples]
 
 
 def _rounded(value: Any) -> Any:
@@ -156,7 +142,7 @@ def _rounded(value: Any) -> Any:
 
 
 def to_svg(results: Sequence[Result]) -> str:
-    """For each case a row of plots: who waits, who works, and how long requests took. Above them,
+    """For each case a row of plots: what waits, what works, and how long requests took. Above them,
     where the number of replicas varies, throughput over it, one plot per number of shards."""
     rows = [_plots(result) for result in results]
     overview = _overview(results)

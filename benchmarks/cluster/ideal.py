@@ -13,7 +13,7 @@ from benchmarks.cluster.load import Base, Load
 from benchmarks.synthetic import Speed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request
-from scheduler.simulator import Trouble, World
+from scheduler.simulation import FaultPlan, World
 
 PLAYS = 8
 """How often a load is played, each time with other luck of the drafts. That alone moves tokens/s:
@@ -46,20 +46,19 @@ def _play(
     def come_back(now_s: float, _event: Event, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Finish) and (request := next(coming, None)) is not None:
-                world.submit(now_s, request)
+                world.submit(now_s, request, speed.acceptance)
 
     world = World(
         Random(seed),
+        speed.times,
         config,
-        step_time=speed.step_time,
-        trouble=Trouble(delay_s=(0.0, 0.0)),
-        acceptance=speed.acceptance,
+        faults=FaultPlan(delay_s=(0.0, 0.0)),
         watch=come_back,
     )
     for number in range(replicas):
         world.join(0.0, f"r{number}", spec)
     for request in (next(coming) for _ in range(min(load.in_flight, len(requests)))):
-        world.submit(0.0, request)
+        world.submit(0.0, request, speed.acceptance)
     by_id = world.run().outcomes
     outcomes = [by_id[request.id] for request in requests]
     assert all(outcome.finish is not None for outcome in outcomes), "a request was not served"

@@ -28,9 +28,9 @@ from cluster.pool_actor import PoolActor
 from cluster.protocol import PoolPort
 from cluster.replica_runner import ReplicaRunner
 from cluster.shard_links import ShardLinks
-from scheduler.fake_replica import perfect_world
 from scheduler.messages import ReplicaSpec, Request
 from scheduler.sharding import shard_of_rank
+from scheduler.simulation import reference_output
 
 SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)
 NEW_TOKENS = 128
@@ -112,7 +112,8 @@ async def drive(
         after = await _batches(pools)
         batches = [now - before for now, before in zip(after, batches_before, strict=True)]
         for request, live in zip(some, lives, strict=True):
-            assert tuple(live.tokens) == perfect_world(request, SPEC.vocab_size)[0], "a wrong token"
+            expected, _ = reference_output(request, SPEC.vocab_size)
+            assert tuple(live.tokens) == expected, "a wrong token"
     await links.close()
     for runner in runners:
         await runner.close()

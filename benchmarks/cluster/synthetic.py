@@ -9,10 +9,9 @@ from typing import Any
 
 from benchmarks.cluster.ideal import ideal
 from benchmarks.cluster.load import Load, batch_counter, clients_of, compare, through_grpc
-from benchmarks.synthetic import Speed, synthetic_loader
+from benchmarks.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.config import ClusterConfig
-from cluster.target_text import TargetText
 from scheduler.messages import ReplicaSpec
 
 LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256)
@@ -29,18 +28,6 @@ def load_of(spec: ReplicaSpec, in_flight: int, requests: int, new_tokens: int) -
     return Load(prompts, new_tokens, in_flight)
 
 
-def spec_of(config: ClusterConfig) -> ReplicaSpec:
-    """A replica that takes the target's tokens."""
-    text = TargetText.load(config.replica)
-    return ReplicaSpec(
-        kv_blocks=4000,
-        block_size=16,
-        context_len=text.context_len,
-        vocab_size=text.spec.vocab_size,
-        target="synthetic",
-    )
-
-
 def measure_synthetic(
     config: ClusterConfig,
     speed: Speed,
@@ -50,7 +37,7 @@ def measure_synthetic(
     rounds: int,
 ) -> list[dict[str, Any]]:
     """Starts a cluster; one entry per number of clients."""
-    spec = spec_of(config)
+    spec = synthetic_spec(config.replica)
 
     async def measure() -> list[dict[str, Any]]:
         entries = []

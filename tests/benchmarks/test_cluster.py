@@ -13,8 +13,8 @@ from benchmarks.cluster.pool import measure_pool
 from benchmarks.cluster.synthetic import load_of
 from benchmarks.synthetic import Speed
 from scheduler.config import SchedulerConfig
-from scheduler.fake_replica import perfect_world
 from scheduler.messages import ReplicaSpec, Request
+from scheduler.simulation import reference_output
 
 SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)
 SPEED = Speed(step_s=0.01, prefill_s=0.02, start_s=0.0, acceptance=0.0, prefill_token_s=0.001)
@@ -43,7 +43,7 @@ def test_replicas_share_the_clients_and_tokens_are_right() -> None:
     one, four = (ideal(load, SPEC, SPEED, n, SchedulerConfig(rows_max=2)) for n in (1, 4))
     assert 2.5 < four.tokens_per_s / one.tokens_per_s <= 4
     expected = [
-        list(perfect_world(Request("", tuple(prompt), 20), SPEC.vocab_size)[0])
+        list(reference_output(Request("", tuple(prompt), 20), SPEC.vocab_size)[0])
         for prompt in load.prompts
     ]
     assert one.tokens == four.tokens == expected

@@ -23,8 +23,6 @@ from scheduler.autoscaling import (
     wanted_replicas,
 )
 from scheduler.config import SchedulerConfig
-from scheduler.elastic_world import Autoscaler
-from scheduler.fake_replica import perfect_world
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -33,8 +31,9 @@ from scheduler.messages import (
     SamplingParams,
     StepTimes,
 )
-from scheduler.simulator import World
+from scheduler.simulation import reference_output
 from scheduler.status import PoolStatus, ReplicaStatus
+from tests.scheduler.elastic import ElasticWorld
 
 SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
 
@@ -338,9 +337,11 @@ def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
 # ------------------------------------------------------------------------- in simulated worlds
 
 
-def step_time(batch: Batch) -> float:
+def times_of(batch: Batch) -> StepTimes:
     """8 rows at 3 tokens per row and step: about 400 tokens/s."""
-    return 0.01 if batch.kind is BatchKind.PREFILL else 0.06
+    if batch.kind is BatchKind.PREFILL:
+        return StepTimes(prefill_s=0.01, total_s=0.01)
+    return StepTimes(total_s=0.06)
 
 
 def tide(rng: Random, seconds: float, peak_per_s: float) -> list[tuple[float, Request]]:
@@ -360,29 +361,20 @@ def request_of(rng: Random, name: str) -> Request:
     return Request(name, prompt, rng.choice([20, 60, 100]), SamplingParams(seed=rng.choice([0, 7])))
 
 
-def play(
-    seed: int, config: AutoscalingConfig, start_s: float, peak_per_s: float
-) -> tuple[Autoscaler, World, list[tuple[float, Request]]]:
-    rng = Random(seed)
-    scheduler = SchedulerConfig(rows_max=8)
-    autoscaler = Autoscaler(config, SPEC, rows_max=scheduler.rows_max, start_s=start_s)
-    world = World(rng, scheduler, step_time=step_time, watch=autoscaler)
-    autoscaler.world = world
-    requests = tide(rng, 240.0, peak_per_s)
+def play(rng: Random, start_s: float, requests: list[tuple[float, Request]]) -> ElasticWorld:
+    """Every request must be served with the reference output."""
+    world = ElasticWorld(rng, TIDE, SchedulerConfig(rows_max=8), SPEC, times_of, start_s)
     for at_s, request in requests:
         world.submit(at_s, request)
     world.run(3000.0)
-    return autoscaler, world, requests
-
-
-def assert_served_completely(world: World, requests: list[tuple[float, Request]]) -> None:
     world.scheduler.check_integrity()
     for _, request in requests:
         outcome = world.report.outcomes[request.id]
-        assert outcome.finishes == 1
+        assert outcome.ends == 1
         assert outcome.finish is not None
-        tokens, reason = perfect_world(request, SPEC.vocab_size)
+        tokens, reason = reference_output(request, SPEC.vocab_size)
         assert (tuple(outcome.tokens), outcome.finish.reason) == (tokens, reason)
+    return world
 
 
 TIDE = AutoscalingConfig(
@@ -400,12 +392,13 @@ TIDE = AutoscalingConfig(
 def test_a_load_that_rises_and_falls_is_served_and_replicas_follow(
     seed: int, start_s: float
 ) -> None:
-    autoscaler, world, requests = play(seed, TIDE, start_s, peak_per_s=20.0)
-    assert_served_completely(world, requests)
-    looks = autoscaler.looks
+    rng = Random(seed)
+    requests = tide(rng, 240.0, peak_per_s=20.0)
+    world = play(rng, start_s, requests)
+    looks = world.looks
     peak = max(look.serving for look in looks)
     assert peak >= 3, "the tide asks for about three replicas"
-    # Between the tide and the straggler nobody is wanted, and the straggler is served all the same.
+    # Between the tide and the straggler no replica is wanted; the straggler is served all the same.
     assert any(look.serving == 0 for look in looks if 300 < look.now_s < 620)
     last = requests[-1][1]
     waited_s = world.report.outcomes[last.id].first_token_s - requests[-1][0]  # type: ignore[operator]
@@ -414,19 +407,13 @@ def test_a_load_that_rises_and_falls_is_served_and_replicas_follow(
 
 def test_under_steady_arrivals_the_number_of_replicas_does_not_swing() -> None:
     rng = Random(1)
-    scheduler = SchedulerConfig(rows_max=8)
-    autoscaler = Autoscaler(TIDE, SPEC, rows_max=8, start_s=3.0)
-    world = World(rng, scheduler, step_time=step_time, watch=autoscaler)
-    autoscaler.world = world
     requests = []
     at_s = 0.0
     while at_s < 400.0:
         at_s += rng.expovariate(12.0)
         requests.append((at_s, request_of(rng, f"q{len(requests)}")))
-        world.submit(*requests[-1])
-    world.run(3000.0)
-    assert_served_completely(world, requests)
-    numbers = [look.wanted for look in autoscaler.looks if 100 < look.now_s < 400]
+    world = play(rng, 3.0, requests)
+    numbers = [look.wanted for look in world.looks if 100 < look.now_s < 400]
     changes = sum(a != b for a, b in pairwise(numbers))
     # Without the throughput in the figures there were 8 to 11 changes in this time (six seeds).
     assert changes <= 2, numbers

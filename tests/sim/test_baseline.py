@@ -1,14 +1,13 @@
-"""Proves: under the same load groups of near length serve more tokens per second than batch of
-arrival, and the slowest hundredth of the requests does not take longer.
+"""Proves: under the same load batches of near length serve more tokens per second than batches in
+order of arrival, and the slowest hundredth of the requests does not take longer.
 
-Two loads: Poisson arrivals above what order of arrival sustains and about what groups do, and a
-closed loop; of several seeds each, for in one run of this length nine requests are beyond the 99th
-percentile, and chance has its say. The same per token is not so at every load (docs/simulate.md).
+Two loads: Poisson arrivals above what order of arrival sustains and about what near lengths do, and
+a closed loop; of several seeds each, for in one run of this length nine requests are beyond the
+99th percentile. The same per token is not so at every load (docs/simulate.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from statistics import fmean
 
@@ -16,36 +15,45 @@ import pytest
 
 from cluster.bench.figures import percentile
 from cluster.simulate import in_order_of_arrival
-from scheduler.arrivals import LogNormal, at_once, drawn, poisson
 from scheduler.config import SchedulerConfig
-from scheduler.hardware import DEVICES, PAIRS, Roofline
 from scheduler.messages import ReplicaSpec
-from scheduler.study import Figures, Setup, Study
+from scheduler.simulation import (
+    DEVICES,
+    PAIRS,
+    Experiment,
+    Figures,
+    Roofline,
+    Setup,
+    drawn,
+    lognormal,
+    poisson,
+)
 
 REQUESTS = 900
 RATE = 17.0
 IN_FLIGHT = 64
-HARDWARE = Roofline(device=DEVICES["h100"], pair=PAIRS["qwen3-8b/0.6b"])
+HARDWARE = Roofline(DEVICES["h100"], *PAIRS["qwen3-8b/0.6b"])
 SPEC = ReplicaSpec(kv_blocks=HARDWARE.kv_blocks(16), block_size=16, context_len=32768, vocab_size=2)
 
 
-def played(config: SchedulerConfig, in_flight: int | None, seed: int) -> Figures:
+def run(config: SchedulerConfig, in_flight: int | None, seed: int) -> Figures:
     """As `lockstep simulate --replicas 2 --requests 900 --pool-cost none` with `--rate 17` or so
     many in flight."""
     setup = Setup(replicas=2, spec=SPEC, times=HARDWARE.times, config=config, in_flight=in_flight)
     rng = Random(seed)
-    times: Iterator[float] = poisson(RATE, rng) if in_flight is None else at_once()
-    asks = drawn(times, REQUESTS, LogNormal(200, 0.8), LogNormal(200, 0.6), ((0.7, 1.0),), rng)
-    return Study(setup, asks, REQUESTS, Random(f"{seed}/study")).run()
+    arrivals = poisson(RATE, rng) if in_flight is None else None
+    lengths = lognormal(200, 0.8), lognormal(200, 0.6)
+    requests = drawn(arrivals, REQUESTS, *lengths, ((0.7, 1.0),), rng)
+    return Experiment(setup, requests, Random(f"{seed}/study")).run()
 
 
 @pytest.mark.parametrize(("in_flight", "seeds"), [(None, range(4)), (IN_FLIGHT, range(3))])
-def test_groups_of_near_length_beat_batch_of_arrival_at_the_same_load(
+def test_batches_of_near_length_beat_order_of_arrival_at_the_same_load(
     in_flight: int | None, seeds: range
 ) -> None:
     config = SchedulerConfig()
-    grouped = [played(config, in_flight, seed) for seed in seeds]
-    arrival = [played(in_order_of_arrival(config), in_flight, seed) for seed in seeds]
+    grouped = [run(config, in_flight, seed) for seed in seeds]
+    arrival = [run(in_order_of_arrival(config), in_flight, seed) for seed in seeds]
 
     def rate(runs: list[Figures]) -> float:
         return fmean(one.tokens_per_s() for one in runs)

@@ -1,4 +1,4 @@
-"""Proves: a world of the sweep is given by seed and number alone, and one that is wrong is told."""
+"""Proves: a world of the sweep is given by seed and number alone, and a wrong one is reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_worlds_that_hold_end_with_status_0(
     assert "5 worlds in" in capsys.readouterr().out
 
 
-def test_a_world_that_is_wrong_ends_with_status_1_and_how_to_replay_it(
+def test_a_wrong_world_ends_with_status_1_and_how_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_args: object) -> None:
@@ -43,5 +43,4 @@ def test_a_world_that_is_wrong_ends_with_status_1_and_how_to_replay_it(
 def test_a_world_that_never_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "WORLD_S_MAX", 1)
     monkeypatch.setattr(sweep, "check", lambda *_args: time.sleep(30))
-    told = sweep.run_world(0, seed=0)
-    assert "still running after 1 s" in told.failure
+    assert "still running after 1 s" in sweep.run_world(0, seed=0).failure

@@ -81,9 +81,7 @@ def replay(text: str) -> str:
         for action in actions:
             if isinstance(action, Dispatch):
                 batches[action.batch.replica_id, action.batch.id] = action.batch
-        out.extend(f"    {_show(action)}" for action in actions)
-        if not actions:
-            out.append("    nothing")
+        out.extend(f"    {shown}" for shown in [_show(one) for one in actions] or ["nothing"])
     return "\n".join(out) + "\n"
 
 

@@ -1,16 +1,18 @@
-"""Random worlds: requests, replicas and trouble, all drawn from one seed, and what must hold."""
+"""Random worlds: requests, replicas and faults, all drawn from one seed, and what must hold."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from scheduler.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
-from scheduler.fake_replica import perfect_world
 from scheduler.grouping import passes_bound
 from scheduler.messages import (
     Action,
+    Batch,
+    BatchKind,
     Emit,
     Event,
     FinishReason,
@@ -20,10 +22,11 @@ from scheduler.messages import (
     ReplicaSpec,
     Request,
     SamplingParams,
+    StepTimes,
     Submit,
 )
 from scheduler.narrowing import narrow_groups
-from scheduler.simulator import Report, Trouble, World
+from scheduler.simulation import FaultPlan, Report, World, reference_output
 
 VOCAB_SIZE = 50
 LONGEST_S = 600.0
@@ -43,7 +46,7 @@ class Knobs:
     steps_per_batch_max: int = 4
     residents_max: int = 16
     waiting_requests_max: int = 4096
-    trouble: bool = True
+    faults: bool = True
     deaths: int = 2
     drains: int = 1
     cancels: int = 4
@@ -130,28 +133,18 @@ def random_request(rng: Random, name: str, pinned: float = 0.0) -> Request:
         pins=random_pins(rng) if rng.random() < pinned else Pins(),
     )
     if rng.random() < 0.15:
-        tokens, _ = perfect_world(request, VOCAB_SIZE)
+        tokens, _ = reference_output(request, VOCAB_SIZE)
         carried = tokens[: rng.randint(0, len(tokens))]
-        request = Request(
-            request.id,
-            request.prompt,
-            request.max_new_tokens,
-            request.sampling,
-            request.stop_token_ids,
-            committed=carried,
-            priority=request.priority,
-            tenant=request.tenant,
-            pins=request.pins,
-        )
+        request = replace(request, committed=carried)
     return request
 
 
 def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     rng = Random(seed)
     deadly = frozenset(f"q{index}" for index in range(knobs.deadly))
-    trouble = Trouble(deadly=deadly, lease_s=0.2)
-    if knobs.trouble:
-        trouble = Trouble(
+    faults = FaultPlan(deadly=deadly, lease_s=0.2)
+    if knobs.faults:
+        faults = FaultPlan(
             delay_s=(0.0001, rng.choice([0.001, 0.03])),
             duplicate=rng.choice([0.0, 0.3]),
             lose=rng.choice([0.0, 0.02]),
@@ -182,9 +175,8 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         apart_positions=Random(f"{seed}, apart").choice([None, None, 0, 20, 200]),
     )
     watcher = Watcher()
-    world = World(
-        rng, config, trouble=trouble, acceptance=rng.choice([0.0, 0.7, 1.0]), watch=watcher
-    )
+    acceptance = rng.choice([0.0, 0.7, 1.0])
+    world = World(rng, linear_times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
     for name in names:
@@ -194,7 +186,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             block_size=4,
             context_len=128,
             vocab_size=VOCAB_SIZE,
-            rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.trouble else None,
+            rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.faults else None,
             prefix_sharing=rng.random() < 0.7,
             trims_drafts=rng.random() < 0.5,
         )
@@ -202,7 +194,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     requests = [random_request(rng, f"q{index}", knobs.pinned) for index in range(knobs.requests)]
     span_s = rng.choice([0.0, 0.3])
     for request in requests:
-        world.submit(rng.random() * span_s, request)
+        world.submit(rng.random() * span_s, request, acceptance)
     for _ in range(knobs.cancels):
         world.cancel(rng.random() * 0.5, rng.choice(requests).id)
     for _ in range(knobs.deaths):
@@ -212,19 +204,27 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     return world, requests
 
 
-def _gentle(trouble: Trouble, knobs: Knobs) -> bool:
+def linear_times(batch: Batch) -> StepTimes:
+    """A small fixed cost and a part per token."""
+    if batch.kind is BatchKind.PREFILL:
+        spent_s = 0.002 + 5e-6 * prefill_tokens(batch)
+        return StepTimes(prefill_s=spent_s, total_s=spent_s)
+    return StepTimes(total_s=0.004 + 2e-5 * sum(row.draft_len + 1 for row in batch.rows))
+
+
+def _gentle(faults: FaultPlan, knobs: Knobs) -> bool:
     """Whether no request can be hit by chance so often that it counts as guilty."""
-    by_chance = trouble.lose or trouble.late or trouble.fail
+    by_chance = faults.lose or faults.late or faults.fail
     return not by_chance and knobs.deaths + knobs.deadly <= 2
 
 
 def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -> None:
-    """Every request ended exactly once, with the tokens of the perfect world, and left nothing."""
+    """Every request ended exactly once, with the reference output, and left nothing."""
     assert report.ended_s < LONGEST_S, "the world is stuck"
     for request in requests:
         outcome = report.outcomes[request.id]
-        assert outcome.finishes == 1, f"{request.id} ended {outcome.finishes} times"
-        tokens, reason = perfect_world(request, VOCAB_SIZE)
+        assert outcome.ends == 1, f"{request.id} ended {outcome.ends} times"
+        tokens, reason = reference_output(request, VOCAB_SIZE)
         received = request.committed + tuple(outcome.tokens)
         if outcome.reject is not None:
             assert outcome.reject.code is RejectCode.OVERLOADED
@@ -239,13 +239,12 @@ def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -
             assert len(received) < len(tokens), f"{request.id} was complete"
         assert finish.usage.completion_tokens == len(received), request.id
         assert finish.usage.prompt_tokens == len(request.prompt), request.id
-        if finish.reason is FinishReason.FAILED and _gentle(world.trouble, knobs):
-            assert request.id in world.trouble.deadly, f"{request.id} failed and is innocent"
-    deadly = len(world.trouble.deadly)
+        if finish.reason is FinishReason.FAILED and _gentle(world.faults, knobs):
+            assert request.id in world.faults.deadly, f"{request.id} failed and is innocent"
+    deadly = len(world.faults.deadly)
     assert report.killed <= 3 * deadly, f"{deadly} deadly requests killed {report.killed}"
     status = world.scheduler.snapshot()
     assert (status.waiting, status.live) == (0, 0)
     assert all(replica.kv_blocks_used == 0 for replica in status.replicas)
     assert all(replica.batches_in_flight == 0 for replica in status.replicas)
-    for host in world._hosts.values():
-        assert host.replica.residents == 0, "a replica still holds KV"
+    assert world.residents == 0, "a replica still holds KV"

@@ -1,4 +1,4 @@
-"""What a step takes on a given device with a given pair: a roofline, or times fitted elsewhere.
+"""What a step takes: by a roofline of a device and a pair, or by times fitted to a real replica.
 
 A forward pass takes as long as the slower of two: its bytes (weights once, KV of every position
 read) over the memory's bandwidth, and its operations over the matrix rate; and a fixed time per
@@ -8,43 +8,48 @@ the vendors'; `bandwidth_share` and `matrix_share` say how much of them is reach
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from scheduler.batches import prefill_tokens
 from scheduler.messages import Batch, BatchKind, StepTimes
 
+Times = Callable[[Batch], StepTimes]
+"""What one step of a speculate batch takes, or all of a prefill."""
 
-class Device(BaseModel):
+
+@dataclass(frozen=True)
+class Device:
     """An accelerator; figures per second are for 16-bit numbers without sparsity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    bytes_per_s: float = Field(gt=0, description="Peak memory bandwidth.")
-    flops_per_s: float = Field(gt=0, description="Peak matrix rate, operations per second.")
-    memory_bytes: float = Field(gt=0, description="Device memory.")
-    bandwidth_share: float = Field(default=0.8, gt=0, le=1, description="Share of it reached.")
-    matrix_share: float = Field(default=0.6, gt=0, le=1, description="Share of it reached.")
-    layer_s: float = Field(
-        default=8e-6, ge=0, description="Time per layer and pass whatever its size: launches."
-    )
-    step_s: float = Field(
-        default=0.5e-3, ge=0, description="Time per step that is neither draft nor target."
-    )
+    bytes_per_s: float
+    """Peak memory bandwidth."""
+    flops_per_s: float
+    """Peak matrix rate, operations per second."""
+    memory_bytes: float
+    bandwidth_share: float = 0.8
+    matrix_share: float = 0.6
+    layer_s: float = 8e-6
+    """Time per layer and pass whatever its size: launches."""
+    step_s: float = 0.5e-3
+    """Time per step that is neither draft nor target."""
 
 
-class Model(BaseModel):
+@dataclass(frozen=True)
+class Model:
     """Shape of a decoder-only transformer in 16-bit numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    layers: int = Field(ge=1, description="Layers.")
-    hidden: int = Field(ge=1, description="Width of the residual stream.")
-    intermediate: int = Field(ge=1, description="Width of the gated feed-forward.")
-    heads: int = Field(ge=1, description="Query heads.")
-    kv_heads: int = Field(ge=1, description="Key and value heads.")
-    head_dim: int = Field(ge=1, description="Width of a head.")
-    vocab: int = Field(ge=1, description="Rows of the embedding.")
-    tied: bool = Field(default=False, description="Whether embedding and head are one matrix.")
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    """Whether embedding and head are one matrix."""
 
     @property
     def body(self) -> int:
@@ -59,22 +64,12 @@ class Model(BaseModel):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes in memory."""
         return 2 * (self.body + (1 if self.tied else 2) * self.head)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV cache per position."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
-
-class Pair(BaseModel):
-    """A target and its draft; without a draft nothing is proposed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    target: Model
-    draft: Model | None = None
 
 
 def forward_s(
@@ -94,50 +89,47 @@ def forward_s(
     return max(by_memory, by_matrix) + model.layers * device.layer_s
 
 
-class Roofline(BaseModel):
-    """Times of a pair on a device. Rows are read up to the longest of their group."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+@dataclass(frozen=True)
+class Roofline:
+    """A target and its draft on a device. Rows are read up to the longest of their batch."""
 
     device: Device
-    pair: Pair
+    target: Model
+    draft: Model
 
     def times(self, batch: Batch) -> StepTimes:
-        """One step of a speculate batch, or all of a prefill."""
+        """As `Times` says."""
         if batch.kind is BatchKind.PREFILL:
             return self._prefill(batch)
         device, rows, k = self.device, len(batch.rows), batch.draft_len
         positions = rows * batch.rows[-1].length
-        draft_s = 0.0
-        if self.pair.draft is not None and k:
-            one_s = forward_s(device, self.pair.draft, rows, positions, positions)
-            draft_s = k * one_s
-        width = 1 + k
-        verify_s = forward_s(device, self.pair.target, rows * width, positions, positions * width)
+        tokens = rows * (k + 1)
+        draft_s = k * forward_s(device, self.draft, rows, positions, positions)
+        verify_s = forward_s(device, self.target, tokens, positions, positions * (k + 1))
         return StepTimes(
             draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + device.step_s
         )
 
     def _prefill(self, batch: Batch) -> StepTimes:
         tokens = prefill_tokens(batch)
-        attended = positions = 0
-        for row in batch.prefill:
-            until = row.end
-            positions += until
-            attended += (until * (until + 1) - row.begin * (row.begin + 1)) // 2
-        models = [model for model in (self.pair.target, self.pair.draft) if model is not None]
-        spent_s = sum(
-            forward_s(self.device, model, tokens, positions, attended, head=False)
-            for model in models
+        positions = sum(row.end for row in batch.prefill)
+        attended = sum(
+            (row.end * (row.end + 1) - row.begin * (row.begin + 1)) // 2 for row in batch.prefill
         )
-        return StepTimes(prefill_s=spent_s, total_s=spent_s + self.device.step_s)
+        return _prefill_times(
+            sum(
+                forward_s(self.device, model, tokens, positions, attended, head=False)
+                for model in (self.target, self.draft)
+            ),
+            self.device.step_s,
+        )
 
     def kv_blocks(self, block_size: int, reserve: float = 0.1) -> int:
         """Blocks that fit beside the weights, with a share of the memory for everything else.
 
         Raises ValueError if the weights alone do not fit.
         """
-        models = [model for model in (self.pair.target, self.pair.draft) if model is not None]
+        models = (self.target, self.draft)
         left = self.device.memory_bytes * (1 - reserve) - sum(one.weight_bytes for one in models)
         blocks = int(left // (block_size * sum(one.kv_bytes for one in models)))
         if blocks < 1:
@@ -161,10 +153,11 @@ class FittedTimes(BaseModel):
     kv_tokens: int = Field(default=131_072, ge=1, description="KV positions of a replica.")
 
     def times(self, batch: Batch) -> StepTimes:
-        """One step of a speculate batch, or all of a prefill."""
+        """As `Times` says."""
         if batch.kind is BatchKind.PREFILL:
-            spent_s = self.prefill_fixed_s + self.prefill_token_s * prefill_tokens(batch)
-            return StepTimes(prefill_s=spent_s, total_s=spent_s)
+            return _prefill_times(
+                self.prefill_fixed_s + self.prefill_token_s * prefill_tokens(batch)
+            )
         rows, k = len(batch.rows), batch.draft_len
         draft_s = k * (self.draft_fixed_s + rows * self.draft_row_s)
         verify_s = self.verify_fixed_s + rows * (k + 1) * self.verify_token_s
@@ -178,6 +171,10 @@ class FittedTimes(BaseModel):
         return max(self.kv_tokens // block_size, 1)
 
 
+def _prefill_times(prefill_s: float, rest_s: float = 0.0) -> StepTimes:
+    return StepTimes(prefill_s=prefill_s, total_s=prefill_s + rest_s)
+
+
 DEVICES = {
     "h200": Device(bytes_per_s=4.8e12, flops_per_s=989e12, memory_bytes=141e9),
     "h100": Device(bytes_per_s=3.35e12, flops_per_s=989e12, memory_bytes=80e9),
@@ -186,32 +183,15 @@ DEVICES = {
 }
 """SXM cards where there are several."""
 
-_QWEN3_8B = Model(
-    layers=36, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936
-)
-_QWEN3_06B = Model(
-    layers=28,
-    hidden=1024,
-    intermediate=3072,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    vocab=151936,
-    tied=True,
-)
-_GLM4_9B = Model(
-    layers=40, hidden=4096, intermediate=13696, heads=32, kv_heads=2, head_dim=128, vocab=151552
-)
-_VICUNA_7B = Model(
-    layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000
-)
-_LLAMA_68M = Model(
-    layers=2, hidden=768, intermediate=3072, heads=12, kv_heads=12, head_dim=64, vocab=32000
-)
+_QWEN3_8B = Model(36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab=151936)
+_QWEN3_06B = Model(28, 1024, 3072, heads=16, kv_heads=8, head_dim=128, vocab=151936, tied=True)
+_GLM4_9B = Model(40, 4096, 13696, heads=32, kv_heads=2, head_dim=128, vocab=151552)
+_VICUNA_7B = Model(32, 4096, 11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
+_LLAMA_68M = Model(2, 768, 3072, heads=12, kv_heads=12, head_dim=64, vocab=32000)
 
 PAIRS = {
-    "qwen3-8b/0.6b": Pair(target=_QWEN3_8B, draft=_QWEN3_06B),
-    "glm-4-9b": Pair(target=_GLM4_9B, draft=_GLM4_9B.model_copy(update={"layers": 2})),
-    "vicuna-7b/68m": Pair(target=_VICUNA_7B, draft=_LLAMA_68M),
+    "qwen3-8b/0.6b": (_QWEN3_8B, _QWEN3_06B),
+    "glm-4-9b": (_GLM4_9B, replace(_GLM4_9B, layers=2)),
+    "vicuna-7b/68m": (_VICUNA_7B, _LLAMA_68M),
 }
-"""GLM-4's draft is a model of two of its layers, for want of a small one of its vocabulary."""
+"""Target and draft. For GLM-4, two of its layers: no small model has its vocabulary."""

@@ -1,0 +1,305 @@
+"""A workload on many replicas in virtual time, and the figures of it.
+
+Shards are worlds on one clock; each request goes to the one that `choose_shard` says, as in a
+cluster. Latencies are those at the pool: from a request's arrival at a frontend, with the way to
+the pool, to the pool's answer; tokenizing and the way to the client are not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from scheduler.batches import batch_spread
+from scheduler.config import SchedulerConfig
+from scheduler.messages import (
+    Action,
+    Batch,
+    Dispatch,
+    Event,
+    Finish,
+    Reject,
+    ReplicaSpec,
+    Request,
+    StepDone,
+)
+from scheduler.sharding import ShardLoad, choose_shard, merged_status, shard_of_rank
+from scheduler.simulation.clock import VirtualClock
+from scheduler.simulation.faults import FaultPlan
+from scheduler.simulation.hardware import Times
+from scheduler.simulation.workload import WorkloadRequest
+from scheduler.simulation.world import Outcome, World
+from scheduler.status import PoolStatus
+
+SAMPLES_MAX = 100
+"""Samples over time, beside the last one; when there are more, every second one is dropped."""
+FIRST_SAMPLE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTimes:
+    """CPU time for which events occupy a pool actor, its messages included. Seconds."""
+
+    batch_s: float
+    """A replica's result and the next batch."""
+    other_s: float
+    """Any other event: a request that comes or goes."""
+
+    def of(self, event: Event) -> float:
+        """Seconds for one event."""
+        return self.batch_s if isinstance(event, StepDone) else self.other_s
+
+
+MEASURED_POOL = PoolTimes(batch_s=0.6e-3, other_s=0.0)
+"""All CPU time of a pool's process over the batches that it gave out, requests included, as
+`benchmarks.cluster` measures it on two cores with 64 requests in flight: 0.50 to 0.61 ms with 4
+replicas, 0.39 to 0.45 with 16, 0.95 to 1.03 with one; a pool that is never idle takes 0.25. So near
+the limit of a pool this is pessimistic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Replicas, pools and how they work."""
+
+    replicas: int
+    spec: ReplicaSpec
+    times: Times
+    config: SchedulerConfig
+    shards: int = 1
+    pool: PoolTimes | None = None
+    """None: a pool takes no time."""
+    in_flight: int | None = None
+    """A closed loop of so many requests; None: each comes when its time has come."""
+    message_s: tuple[float, float] = (0.0005, 0.0015)
+    """Least and most time of a message between a pool and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The pools at one moment, all shards together."""
+
+    at_s: float
+    waiting: int
+    live: int
+    committed_tokens: int
+    busy_s: float
+    pool_busy_s: float
+
+
+@dataclass(slots=True)
+class Figures:
+    """The figures of an experiment. Times are virtual seconds, one entry per finished request."""
+
+    samples: list[Sample] = field(default_factory=list)
+    """The first when the first request comes, the last when the last one ends."""
+    middle: list[Sample] = field(default_factory=list)
+    """When a quarter of the requests had ended, and three quarters."""
+    latency_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    per_token_s: list[float] = field(default_factory=list)
+    """From the first Emit to the last, over the tokens after the first Emit; of requests with
+    several of them."""
+    refusals: list[str] = field(default_factory=list)
+    """Why requests were refused, one by one."""
+    waiting_most: int = 0
+    """The most that waited at a time, in all shards together; `samples` miss such moments."""
+    pool_behind_s_most: float = 0.0
+    """The longest that an event that comes would have waited for its pool."""
+    batches: int = 0
+    rows_mean: float = 0.0
+    """Rows per speculate batch."""
+    spread_mean: float = 0.0
+    padding: float = 0.0
+    """Share of the KV positions read that lie beyond a row's own."""
+    committed_per_step: float = 0.0
+    """Tokens per row and step."""
+
+    @property
+    def finished(self) -> int:
+        return len(self.latency_s)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all requests."""
+        return self.samples[-1].committed_tokens
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the first arrival to the last end."""
+        return self.samples[-1].at_s - self.samples[0].at_s
+
+    def tokens_per_s(self) -> float:
+        """Over the middle half of the requests, or over all where that takes no time."""
+        return self._growth_per_s("committed_tokens")
+
+    def utilisation(self, replicas: int) -> float:
+        """Share of the replicas' time in which they ran batches, likewise."""
+        return self._growth_per_s("busy_s") / replicas
+
+    def pool_utilisation(self, shards: int) -> float:
+        """Share of the pools' time in which they were occupied, likewise."""
+        return self._growth_per_s("pool_busy_s") / shards
+
+    def _growth_per_s(self, name: str) -> float:
+        first, last = self.samples[0], self.samples[-1]
+        if len(self.middle) == 2 and self.middle[0].at_s < self.middle[1].at_s:
+            first, last = self.middle
+        return _ratio(getattr(last, name) - getattr(first, name), last.at_s - first.at_s)
+
+
+class Experiment:
+    """One run: `Experiment(setup, requests, rng).run()`."""
+
+    def __init__(self, setup: Setup, requests: Sequence[WorkloadRequest], rng: Random) -> None:
+        """`requests` rise by time; `rng` draws the delays of messages and accepted tokens."""
+        assert requests, "an experiment without requests"
+        assert setup.replicas >= setup.shards >= 1, "every shard needs a replica"
+        self._setup = setup
+        self._requests = requests
+        self._rng = rng
+        self._clock = VirtualClock()
+        self._figures = Figures()
+        self._sample_s = FIRST_SAMPLE_S
+        self._coming = iter(enumerate(requests))
+        self._arrived: list[tuple[float, int]] = []
+        """By request: when, and the shard that it went to."""
+        self._ended = 0
+        self._rows: list[int] = []
+        """By speculate batch, as the next one."""
+        self._spreads: list[int] = []
+        self._outstanding = [0] * setup.shards
+        """New tokens of the requests that were sent to a shard and have not ended."""
+        self._serving = [0] * setup.shards
+        self._waiting = [0] * setup.shards
+        self._worlds = [self._world(shard) for shard in range(setup.shards)]
+        for rank in range(setup.replicas):
+            shard = shard_of_rank(rank, setup.shards)
+            self._serving[shard] += 1
+            self._worlds[shard].join(0.0, f"r{rank}", setup.spec)
+
+    def _world(self, shard: int) -> World:
+        setup = self._setup
+
+        def watch(now_s: float, event: Event, actions: list[Action]) -> None:
+            for action in actions:
+                if isinstance(action, Finish | Reject):
+                    self._end(int(action.request_id), world.report.outcomes.pop(action.request_id))
+                elif isinstance(action, Dispatch):
+                    self._count(action.batch)
+            self._waiting[shard] = world.scheduler.waiting
+            self._figures.waiting_most = max(self._figures.waiting_most, sum(self._waiting))
+
+        pool_cost = setup.pool.of if setup.pool is not None else None
+        world = World(
+            self._rng,
+            setup.times,
+            setup.config,
+            faults=FaultPlan(delay_s=setup.message_s),
+            watch=watch,
+            clock=self._clock,
+            pool_cost=pool_cost,
+        )
+        return world
+
+    def run(self) -> Figures:
+        """Until every request has ended."""
+        for _ in range(self._setup.in_flight or 1):
+            self._plan_next()
+        self._clock.run()
+        assert self._ended == len(self._requests), "requests were lost"
+        figures = self._figures
+        figures.pool_behind_s_most = max(one.report.pool_behind_s_most for one in self._worlds)
+        figures.rows_mean = _ratio(sum(self._rows), len(self._rows))
+        figures.spread_mean = _ratio(sum(self._spreads), len(self._spreads))
+        replicas = self._status().replicas
+        own = sum(one.kv_positions_own for one in replicas)
+        read = sum(one.kv_positions_read for one in replicas)
+        figures.padding = _ratio(read - own, read)
+        figures.committed_per_step = _ratio(figures.tokens, sum(one.row_steps for one in replicas))
+        return figures
+
+    def _status(self) -> PoolStatus:
+        return merged_status([world.scheduler.snapshot() for world in self._worlds])
+
+    def _count(self, batch: Batch) -> None:
+        self._figures.batches += 1
+        if batch.rows:
+            self._rows.append(len(batch.rows))
+            self._spreads.append(batch_spread(batch))
+
+    # ----------------------------------------------------------------- requests
+
+    def _plan_next(self) -> None:
+        number, request = next(self._coming, (0, None))
+        if request is not None:
+            self._clock.at(request.at_s, lambda: self._arrive(number, request))
+
+    def _arrive(self, number: int, request: WorkloadRequest) -> None:
+        now_s = self._clock.now_s
+        if number == 0:
+            self._sample_again()
+        if self._setup.in_flight is None:
+            self._plan_next()
+        loads = [
+            ShardLoad(serving, outstanding)
+            for serving, outstanding in zip(self._serving, self._outstanding, strict=True)
+        ]
+        shard = choose_shard(loads, request.new_tokens)
+        self._outstanding[shard] += request.new_tokens
+        self._arrived.append((now_s, shard))
+        prompt = (1,) * request.prompt_tokens
+        submitted = Request(str(number), prompt, max_new_tokens=request.new_tokens)
+        at_s = now_s + self._rng.uniform(*self._setup.message_s)
+        self._worlds[shard].submit(at_s, submitted, request.acceptance)
+
+    def _end(self, number: int, outcome: Outcome) -> None:
+        figures, count = self._figures, len(self._requests)
+        arrived_s, shard = self._arrived[number]
+        self._outstanding[shard] -= self._requests[number].new_tokens
+        self._ended += 1
+        if self._ended in (count // 4, 3 * count // 4):
+            figures.middle.append(self._sample())
+        if self._ended == count:
+            figures.samples.append(self._sample())
+        if self._setup.in_flight is not None:
+            self._plan_next()
+        if outcome.reject is not None:
+            named = filter(None, (outcome.reject.field, outcome.reject.message))
+            figures.refusals.append(": ".join(named))
+            return
+        assert outcome.finished_s is not None
+        assert outcome.first_token_s is not None, "a request failed"
+        figures.latency_s.append(outcome.finished_s - arrived_s)
+        figures.first_token_s.append(outcome.first_token_s - arrived_s)
+        # As in `lockstep bench`: tokens that come at once took no time of their own.
+        later = len(outcome.tokens) - outcome.first_tokens
+        if later:
+            figures.per_token_s.append((outcome.finished_s - outcome.first_token_s) / later)
+
+    # ----------------------------------------------------------------- samples
+
+    def _sample_again(self) -> None:
+        if self._ended == len(self._requests):
+            return
+        samples = self._figures.samples
+        samples.append(self._sample())
+        if len(samples) > SAMPLES_MAX:
+            del samples[1::2]
+            self._sample_s *= 2
+        self._clock.after(self._sample_s, self._sample_again)
+
+    def _sample(self) -> Sample:
+        status = self._status()
+        return Sample(
+            at_s=self._clock.now_s,
+            waiting=status.waiting,
+            live=status.live,
+            committed_tokens=sum(one.committed_tokens for one in status.replicas),
+            busy_s=sum(one.busy_s for one in status.replicas),
+            pool_busy_s=sum(world.report.pool_busy_s for world in self._worlds),
+        )
+
+
+def _ratio(amount: float, by: float) -> float:
+    return amount / by if by else 0.0

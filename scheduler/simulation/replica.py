@@ -1,0 +1,273 @@
+"""A replica without a model: it runs batches as a real one does and asserts what a real one would.
+
+It commits the tokens of `reference_output`. How many draft tokens are accepted is drawn at random:
+that changes how many tokens a step commits, never which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from scheduler.admission import blocks_needed
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    PrefillRow,
+    Release,
+    ReplicaSpec,
+    RowResult,
+    StepResult,
+    StepRow,
+    StepTimes,
+)
+from scheduler.prefixes import PrefixSet, block_keys
+from scheduler.simulation.hardware import Times
+from scheduler.simulation.reference import content_hash, next_token
+
+Acceptance = Callable[[str], float]
+"""By request: the probability that a draft token is accepted if those before it are."""
+
+
+@dataclass(slots=True)
+class _Resident:
+    admitted: PrefillRow
+    acceptance: float
+    state: int
+    """Hash of its content."""
+    length: int
+    """Tokens of its content."""
+    to_fill: int
+    """KV positions that its prefill has not filled yet."""
+    tokens_left: int
+    blocks: int = 0
+    """KV blocks that it owns."""
+    held: bool = False
+    """Whether a batch holds it."""
+    reused: int = 0
+    """KV positions that its first chunk found filled. What follows is of the batch that runs."""
+    new: list[int] = field(default_factory=list)
+    draft_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    tried_at: list[int] = field(default_factory=list)
+
+    def begin(self, draft_len: int) -> None:
+        """A batch with it begins."""
+        self.new, self.draft_tokens = [], 0
+        self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
+
+    def step(self, draft_len: int, verified: int, rng: Random, vocab_size: int) -> bool:
+        """Commits the accepted tokens and one more. Returns whether the sequence has finished."""
+        accepted = _draw_accepted(self.acceptance, verified, rng)
+        self.draft_tokens += draft_len
+        for position in range(min(accepted + 1, verified)):
+            self.tried_at[position] += 1
+            self.accepted_at[position] += position < accepted
+        self.length += accepted + 1
+        self.tokens_left -= accepted + 1
+        stopped = False
+        for _ in range(accepted + 1):
+            token = next_token(self.state, self.admitted.sampling.seed, vocab_size)
+            self.state = content_hash((token,), self.state)
+            self.new.append(token)
+            stopped = stopped or token in self.admitted.stop_token_ids
+        return stopped or self.tokens_left == 0
+
+    def result(self, steps: int) -> RowResult:
+        """What it committed in these steps."""
+        return RowResult(
+            self.admitted.sequence_id,
+            tuple(self.new),
+            steps,
+            self.draft_tokens,
+            tuple(self.accepted_at),
+            tuple(self.tried_at),
+        )
+
+
+class SimulatedReplica:
+    """One incarnation; batches are received in order and run one at a time, step by step."""
+
+    def __init__(
+        self, replica_id: str, spec: ReplicaSpec, times: Times, acceptance: Acceptance, rng: Random
+    ) -> None:
+        self.id = replica_id
+        self.spec = spec
+        self.residents: dict[str, _Resident] = {}
+        self._times = times
+        self._acceptance = acceptance
+        self._rng = rng
+        self._prefixes = PrefixSet(spec.kv_blocks if spec.prefix_sharing else 0)
+        self._blocks_used = 0
+        self._failed: set[str] = set()
+        """Sequences whose prefill failed and which the pool has not released yet."""
+        self._batch_id_last = 0
+        # The batch that runs.
+        self._batch: Batch | None = None
+        self._step_times = StepTimes()
+        self._rows: list[_Resident] = []
+        self._steps = self._kv_own = self._kv_read = 0
+
+    def receive(self, batch: Batch) -> None:
+        """Takes a batch into the queue; it holds its rows until `end`."""
+        assert batch.replica_id == self.id, "a batch for another replica"
+        assert batch.id > self._batch_id_last, "batch ids do not rise"
+        assert batch.steps >= 1, "a batch without steps"
+        self._batch_id_last = batch.id
+        prefill = batch.kind is BatchKind.PREFILL
+        assert bool(batch.prefill) == prefill, "prefill rows and kind differ"
+        assert bool(batch.rows) != prefill, "step rows and kind differ"
+        rows = len(batch.rows)
+        assert rows <= (self.spec.rows_max or rows), "more rows than its memory lasts for"
+        lengths = [row.length for row in batch.rows]
+        assert lengths == sorted(lengths), "rows do not rise by length"
+        for row in batch.prefill:
+            self._hold(self._receive_prefill(row))
+        for step_row in batch.rows:
+            self._hold(self._receive_step(batch, step_row))
+
+    def _receive_prefill(self, row: PrefillRow) -> _Resident:
+        resident = self.residents.get(row.sequence_id)
+        assert bool(row.tokens) == (resident is None), "content comes with the first chunk alone"
+        if resident is None:
+            length = len(row.tokens)
+            assert row.tokens_left >= 1, "a complete sequence was prefilled"
+            assert length + row.tokens_left <= self.spec.context_len, "beyond the context"
+            acceptance = self._acceptance(row.sequence_id)
+            resident = _Resident(
+                row, acceptance, content_hash(row.tokens), length, length - 1, row.tokens_left
+            )
+            self.residents[row.sequence_id] = resident
+            self._own(resident, row.blocks, length)
+        else:
+            assert resident.to_fill > 0, "prefill of what is filled"
+        assert row.begin == resident.length - 1 - resident.to_fill, "chunks do not meet"
+        assert row.begin <= row.end < resident.length, "a chunk beyond the content"
+        return resident
+
+    def _receive_step(self, batch: Batch, row: StepRow) -> _Resident:
+        assert row.sequence_id in self.residents, "a step for a sequence not resident"
+        resident = self.residents[row.sequence_id]
+        assert resident.to_fill == 0, "a step for a row that is not filled"
+        assert row.length == resident.length, "the pool's length differs from the replica's"
+        assert 0 <= row.draft_len <= batch.draft_len, "a row's k exceeds its batch's"
+        new = min(batch.steps * (row.draft_len + 1), resident.tokens_left)
+        self._own(resident, row.blocks, row.length + new - 1)
+        return resident
+
+    def _own(self, resident: _Resident, blocks: int, positions: int) -> None:
+        assert blocks_needed(positions, self.spec.block_size) <= blocks, "too few blocks"
+        self._blocks_used += max(blocks - resident.blocks, 0)
+        resident.blocks = max(blocks, resident.blocks)
+        assert self._blocks_used <= self.spec.kv_blocks, "out of KV blocks"
+
+    def _hold(self, resident: _Resident) -> None:
+        assert not resident.held, "a row in two batches at once"
+        resident.held = True
+
+    def begin(self, batch: Batch) -> float:
+        """Starts a received batch; returns the seconds of one step, or of all of a prefill."""
+        self._batch = batch
+        self._step_times = self._times(batch)
+        self._rows = [self.residents[row.sequence_id] for row in batch.prefill or batch.rows]
+        self._steps = self._kv_own = self._kv_read = 0
+        for resident in self._rows:
+            resident.begin(batch.draft_len)
+        for row in batch.prefill:
+            self._fill(row, self.residents[row.sequence_id])
+        return self._step_times.total_s
+
+    def _fill(self, row: PrefillRow, resident: _Resident) -> None:
+        resident.reused = 0
+        if row.tokens and self.spec.prefix_sharing:
+            keys = block_keys(row.tokens, self.spec.block_size, row.salt)
+            resident.reused = self._prefixes.shared(keys) * self.spec.block_size
+            self._prefixes.add(keys)
+        filled = resident.length - 1 - row.end
+        resident.to_fill = min(resident.to_fill - resident.reused, filled)
+
+    def advance(self) -> bool:
+        """Does one step; returns whether another follows. A prefill is one step."""
+        batch, residents = self._batch, self._rows
+        assert batch is not None, "no batch runs"
+        self._steps += 1
+        if batch.prefill:
+            return False
+        draft_lens = [
+            min(row.draft_len, resident.tokens_left - 1) if batch.verify_tokens != 0 else 0
+            for row, resident in zip(batch.rows, residents, strict=True)
+        ]
+        verified = verified_draft_lens(draft_lens, batch.verify_tokens)
+        widths = [one.length + k for one, k in zip(residents, draft_lens, strict=True)]
+        self._kv_own += sum(widths)
+        self._kv_read += max(widths) * len(widths)
+        finished = [
+            resident.step(draft_len, tokens, self._rng, self.spec.vocab_size)
+            for resident, draft_len, tokens in zip(residents, draft_lens, verified, strict=True)
+        ]
+        return self._steps < batch.steps and not any(finished)
+
+    def end(self) -> StepResult:
+        """The batch is over and holds its rows no longer; returns what was committed."""
+        batch, times, steps = self._batch, self._step_times, self._steps
+        assert batch is not None, "no batch runs"
+        self._batch = None
+        self._let_go(batch)
+        if batch.prefill:
+            filled = zip(batch.prefill, self._rows, strict=True)
+            rows = tuple(RowResult(row.sequence_id, reused=one.reused) for row, one in filled)
+            return StepResult(batch.id, self.id, rows, times=times)
+        whole = StepTimes(
+            draft_s=times.draft_s * steps,
+            verify_s=times.verify_s * steps,
+            total_s=times.total_s * steps,
+        )
+        rows = tuple([resident.result(steps) for resident in self._rows])
+        return StepResult(batch.id, self.id, rows, steps, whole, self._kv_own, self._kv_read)
+
+    def fail(self, batch: Batch) -> None:
+        """The batch could not be run: rows of a prefill are gone, others are as before."""
+        self._let_go(batch)
+        for row in batch.prefill:
+            self._remove(row.sequence_id)
+            self._failed.add(row.sequence_id)
+
+    def _let_go(self, batch: Batch) -> None:
+        for row in batch.prefill or batch.rows:
+            self.residents[row.sequence_id].held = False
+
+    def release(self, action: Release) -> None:
+        """Sequences leave it."""
+        for sequence_id in action.sequence_ids:
+            if sequence_id in self._failed:
+                self._failed.remove(sequence_id)
+            else:
+                assert not self.residents[sequence_id].held, "release of a row that a batch holds"
+                self._remove(sequence_id)
+
+    def _remove(self, sequence_id: str) -> None:
+        self._blocks_used -= self.residents.pop(sequence_id).blocks
+
+
+def _draw_accepted(acceptance: float, verified: int, rng: Random) -> int:
+    """Draft tokens before the first that is refused: geometric, cut at those verified."""
+    if verified == 0 or acceptance <= 0:
+        return 0
+    if acceptance >= 1:
+        return verified
+    return min(int(math.log(1.0 - rng.random()) / math.log(acceptance)), verified)
+
+
+def verified_draft_lens(draft_lens: Sequence[int], verify_tokens: int | None) -> list[int]:
+    """How many draft tokens of each row are verified where a batch lets `verify_tokens` through.
+
+    The first token of every row comes before any second one.
+    """
+    if verify_tokens is None:
+        return list(draft_lens)
+    positions = sorted((at, row) for row, most in enumerate(draft_lens) for at in range(most))
+    verified = Counter(row for _, row in positions[:verify_tokens])
+    return [verified[row] for row in range(len(draft_lens))]

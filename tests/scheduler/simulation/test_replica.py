@@ -1,0 +1,158 @@
+"""A simulated replica objects to what a real one would, and commits the reference output."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    FinishReason,
+    PrefillRow,
+    Release,
+    ReplicaSpec,
+    Request,
+    SamplingParams,
+    StepResult,
+    StepRow,
+    StepTimes,
+)
+from scheduler.simulation import SimulatedReplica, reference_output
+from scheduler.simulation.replica import verified_draft_lens
+
+SPEC = ReplicaSpec(kv_blocks=40, block_size=4, context_len=64, vocab_size=100)
+
+
+def prefill(batch_id: int, *names: str, tokens: int = 3, left: int = 5, blocks: int = 2) -> Batch:
+    rows = tuple(
+        PrefillRow(name, (1,) * tokens, left, SamplingParams(), (), blocks) for name in names
+    )
+    return Batch(batch_id, "r", BatchKind.PREFILL, prefill=rows)
+
+
+def steps(batch_id: int, *rows: StepRow, count: int = 1, verify: int | None = None) -> Batch:
+    draft_len = max(row.draft_len for row in rows)
+    return Batch(batch_id, "r", BatchKind.SPECULATE, (), rows, draft_len, count, verify)
+
+
+def run(replica: SimulatedReplica, batch: Batch) -> StepResult:
+    replica.receive(batch)
+    replica.begin(batch)
+    while replica.advance():
+        pass
+    return replica.end()
+
+
+@pytest.fixture
+def replica() -> SimulatedReplica:
+    """Has filled `a`; every draft token is accepted."""
+    times = StepTimes(total_s=0.1)
+    replica = SimulatedReplica("r", SPEC, lambda batch: times, lambda name: 1.0, Random(0))
+    run(replica, prefill(1, "a"))
+    return replica
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (steps(2, StepRow("stranger", 3, 2, 10)), "not resident"),
+        (steps(1, StepRow("a", 3, 2, 10)), "ids do not rise"),
+        (steps(2, StepRow("a", 3, 2, 10), StepRow("a", 3, 2, 10)), "two batches at once"),
+        (prefill(2, "a"), "first chunk"),
+        (prefill(2, "b", "b"), "first chunk"),
+        (Batch(2, "elsewhere", BatchKind.SPECULATE, rows=(StepRow("a", 3, 0, 10),)), "another"),
+        (Batch(2, "r", BatchKind.SPECULATE), "rows and kind"),
+        (Batch(2, "r", BatchKind.SPECULATE, rows=(StepRow("a", 3, 3, 10),), draft_len=1), "k"),
+        (steps(2, StepRow("a", 4, 2, 10)), "length differs"),
+        (steps(2, StepRow("a", 3, 2, 1)), "too few blocks"),
+        (prefill(2, "b", blocks=39), "out of KV blocks"),
+        (prefill(2, "b", left=62), "beyond the context"),
+    ],
+)
+def test_a_batch_that_a_real_replica_could_not_run_is_an_assertion(
+    replica: SimulatedReplica, batch: Batch, says: str
+) -> None:
+    with pytest.raises(AssertionError, match=says):
+        replica.receive(batch)
+
+
+def test_a_row_is_not_released_while_a_batch_holds_it(replica: SimulatedReplica) -> None:
+    batch = steps(2, StepRow("a", 3, 2, 10))
+    replica.receive(batch)
+    with pytest.raises(AssertionError, match="a batch holds"):
+        replica.release(Release("r", ("a",)))
+    replica.fail(batch)
+    replica.release(Release("r", ("a",)))
+    assert not replica.residents
+
+
+def test_a_failed_prefill_leaves_nothing_and_is_released_all_the_same(
+    replica: SimulatedReplica,
+) -> None:
+    batch = prefill(2, "b")
+    replica.receive(batch)
+    replica.fail(batch)
+    assert list(replica.residents) == ["a"]
+    replica.release(Release("r", ("b",)))
+    run(replica, prefill(3, "b", blocks=38))
+
+
+def test_a_batch_ends_early_once_a_row_has_finished(replica: SimulatedReplica) -> None:
+    result = run(replica, steps(2, StepRow("a", 3, 1, 10), count=10))
+    (row,) = result.rows
+    assert (result.steps, row.draft_tokens, row.accepted_at) == (3, 2, (2,))
+    assert row.tokens == reference_output(Request("a", (1, 1, 1), 5), 100)[0]
+    assert result.times.total_s == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("verify", "verified"),
+    [
+        (None, [4, 2, 0]),
+        (0, [0, 0, 0]),
+        (1, [1, 0, 0]),
+        (3, [2, 1, 0]),
+        (5, [3, 2, 0]),
+        (99, [4, 2, 0]),
+    ],
+)
+def test_first_draft_tokens_are_verified_before_second_ones(
+    verify: int | None, verified: list[int]
+) -> None:
+    assert verified_draft_lens([4, 2, 0], verify) == verified
+
+
+@pytest.mark.parametrize(
+    ("verify", "committed", "tried", "drafted"),
+    [(3, [3, 2], [(1, 1, 0, 0), (1, 0, 0, 0)], 4), (0, [1, 1], [(0, 0, 0, 0)] * 2, 0)],
+)
+def test_only_verified_tokens_are_tried_and_committed(
+    replica: SimulatedReplica,
+    verify: int,
+    committed: list[int],
+    tried: list[tuple[int, ...]],
+    drafted: int,
+) -> None:
+    """Verifying no token is not drafting."""
+    run(replica, prefill(2, "b", "c", left=40, blocks=11))
+    rows = run(
+        replica, steps(3, StepRow("b", 3, 4, 11), StepRow("c", 3, 4, 11), verify=verify)
+    ).rows
+    assert [len(row.tokens) for row in rows] == committed
+    assert [row.tried_at for row in rows] == tried
+    assert [row.draft_tokens for row in rows] == [drafted] * 2
+    reference, _ = reference_output(Request("b", (1, 1, 1), 40), 100)
+    assert rows[0].tokens == reference[: committed[0]]
+
+
+def test_the_reference_output_depends_on_content_and_seed_alone() -> None:
+    request = Request("a", (1, 2, 3), 20)
+    tokens, reason = reference_output(request, 100)
+    assert (len(tokens), reason) == (20, FinishReason.LENGTH)
+    assert reference_output(Request("b", (1, 2, 3), 20, committed=tokens[:7]), 100)[0] == tokens
+    assert reference_output(Request("a", (1, 2, 4), 20), 100)[0] != tokens
+    assert reference_output(Request("a", (1, 2, 3), 20, SamplingParams(seed=1)), 100)[0] != tokens
+    stopped = Request("a", (tokens[5], 2, 3), 20, stop_token_ids=(tokens[5],))
+    assert reference_output(stopped, 100)[0] != (), "a stop token of the prompt ends nothing"
