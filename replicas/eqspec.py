@@ -190,7 +190,10 @@ def _of_numbers(
         best = logits.amax(dim=-1)
     else:
         best = logits.gather(-1, chosen[..., None])[..., 0]
-    return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
+    finite = best > -math.inf
+    if finite.is_cpu and finite.all():
+        return chosen
+    return chosen.masked_fill(finite.logical_not(), _NO_TOKEN)
 
 
 def _outcome(

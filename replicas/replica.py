@@ -73,7 +73,7 @@ class Replica:
         self._target, built = _built(pair.target, pair.target_name, pair, config, plan)
         self._drafter = drafter
         if drafter is None and pair.draft is not None:
-            draft, _ = _built(pair.draft, pair.draft_name, pair, config, plan)
+            draft, _ = _built(pair.draft, pair.draft_name, pair, config, plan, exact=False)
             self._drafter = ModelDrafter(
                 draft, pair.draft_name, plan.work.pass_tokens, weight_bytes(pair.draft)
             )
@@ -393,10 +393,15 @@ class Replica:
 
 
 def _built(
-    model: PreTrainedModel, name: str, pair: Pair, config: ReplicaConfig, plan: MemoryPlan
+    model: PreTrainedModel,
+    name: str,
+    pair: Pair,
+    config: ReplicaConfig,
+    plan: MemoryPlan,
+    exact: bool = True,
 ) -> tuple[PagedModel, str]:
     """The model on its cache; what cannot be served is refused now."""
     try:
-        return build(model, name, config, plan.kv_blocks, pair.context_len, plan.packed)
+        return build(model, name, config, plan.kv_blocks, pair.context_len, plan.packed, exact)
     except Exception as error:
         raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error

@@ -72,7 +72,8 @@ class ModelDrafter:
         starts = [len(content) - 2 for content in ask.contents]
         layout = model.backend.step_layout(ask.table, starts, k + 1)
         last = [[content[-2] if len(content) > 1 else 0, content[-1]] for content in ask.contents]
-        fed = torch.tensor(last, dtype=torch.int64).to(device).reshape(-1)
+        # An id that only the target has, padding of its embedding, is fed as the last one.
+        fed = torch.tensor(last).clamp_(max=model.vocab - 1).to(device).reshape(-1)
         shared = min(ask.token_most, model.vocab)
         noise = None
         if ask.sampling.any_sampled:
@@ -85,7 +86,7 @@ class ModelDrafter:
             window = layout.window(j + 1 if j else 0, j + 2)
             with watch.section("draft"):
                 wants = Wants() if j else Wants(kept)
-                logits = model.forward(fed.clamp(max=model.vocab - 1), window, wants).logits
+                logits = model.forward(fed, window, wants).logits
             assert logits is not None
             logits = logits[:, None, :shared]  # [rows, 1, ids that both have]
             here = None if noise is None else noise[:, j : j + 1]
@@ -94,7 +95,7 @@ class ModelDrafter:
                 rated.append(one)
             else:
                 token = choose(logits, ask.sampling, here)
-            fed = tokens[j].copy_(token[:, 0])
+            fed = tokens[j].copy_(token[:, 0])  # an id that both have
         return Proposal(tokens, ask.draft_lens, torch.cat(rated, 1).cumsum(1) if rated else None)
 
     def _catch_up(self, ask: Ask, watch: Stopwatch) -> None:

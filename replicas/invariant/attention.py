@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache.host_layout import CacheShape, PassLayout, RowGroup
+from replicas.kv_cache.host_layout import CacheShape, PassLayout, RowGroup, StepLayout
 
 if TYPE_CHECKING:
     from replicas.kv_cache.cache import PagedCache
@@ -64,6 +64,8 @@ def pieces_of(
     piece: int,
 ) -> list[Piece]:
     """Views of both, by `piece` positions."""
+    if scores.shape[2] <= piece:
+        return [(scores, values)]
     return list(zip(torch.split(scores, piece, 2), torch.split(values, piece, 1), strict=True))
 
 
@@ -84,7 +86,8 @@ class _Views:
 
 
 class HostAttention:
-    """The attention of one forward pass. What its layers share is worked out once."""
+    """The attention of a forward pass, and of all that have the same shape: buffers and indices are
+    made once, and `enter` sets where a pass reads. What its layers share is worked out there."""
 
     def __init__(
         self,
@@ -96,8 +99,9 @@ class HostAttention:
     ) -> None:
         """`stride`: vectors per token in the queries that layers bring, the heads first."""
         self._cache = cache
-        indices = _indices if layout.plain is None else _indices_of_plain
-        self._asked, self._answered = indices(layout, shape, arithmetic, stride)
+        self._kv_heads = shape.kv_heads
+        self._step: StepLayout | None = None
+        self._asked, self._answered = _indices_of(layout, shape, arithmetic, stride)
         dim, kv_heads = shape.head_dim, shape.kv_heads
         self._queries = torch.empty((self._asked.shape[0], dim))
         self._out = torch.empty_like(self._queries)
@@ -126,10 +130,19 @@ class HostAttention:
                     scores=scores,
                     pieces=pieces_of(scores, values, arithmetic.piece),
                     out=self._out[own].view(items, wide, dim),
-                    hidden=_hidden(group, scores, shape),
+                    hidden=None,
                 )
             )
             begin = own.stop
+
+    def enter(self, layout: PassLayout) -> None:
+        """Attend where this layout says, which has the shape of the one it was made for."""
+        if layout.step is None or layout.step is not self._step:
+            self._step = layout.step
+            for group, views in zip(layout.groups, self._groups, strict=True):
+                views.runs = self._cache.runs(group.blocks)
+        for group, views in zip(layout.groups, self._groups, strict=True):
+            views.hidden = _hidden(group, views.scores, self._kv_heads)
 
     def __call__(
         self,
@@ -167,20 +180,18 @@ def _queries_of(width: int, shape: CacheShape, arithmetic: Arithmetic) -> int:
 
 
 def _hidden(
-    group: RowGroup, scores: torch.Tensor, shape: CacheShape
+    group: RowGroup, scores: torch.Tensor, kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The scores of positions that not every query sees, and what hides them."""
-    rows, width = group.tokens.shape
-    _, wide, length = scores.shape
-    seen = int(group.begins.min()) + 1
-    if seen >= length:
+    if group.seen >= group.length:
         return None
-    seen = max(seen, 1)  # a query that lies before the first position sees that one
-    last = np.maximum(group.begins[:, None] + np.arange(wide) % width, 0)  # [rows, wide]
-    beyond = np.arange(seen, length) > last[:, :, None]
-    mask = np.where(beyond, np.float32(-np.inf), np.float32(0))
-    view = scores.view(rows, shape.kv_heads, wide, length)[..., seen:]
-    return view, torch.from_numpy(mask)[:, None]
+    rows, width = group.tokens.shape
+    wide = scores.shape[1]
+    hidden = group.hidden  # of one token per row it serves all queries
+    if width > 1:
+        hidden = hidden[:, np.arange(wide) % width]
+    view = scores.view(rows, kv_heads, wide, group.length)[..., group.seen :]
+    return view, torch.from_numpy(hidden)[:, None]
 
 
 Indices = tuple[torch.Tensor, torch.Tensor]
@@ -211,21 +222,30 @@ def _indices(layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stri
     return torch.from_numpy(np.concatenate(asked)), torch.from_numpy(answered.reshape(-1))
 
 
-def _indices_of_plain(
+def _indices_of(
     layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stride: int
 ) -> Indices:
-    assert layout.plain is not None
-    rows, width, _ = layout.plain
-    padded = layout.positions.shape[0]
-    return _kept_indices(rows, width, padded, shape, arithmetic, stride)
+    if layout.step is None:
+        return _indices(layout, shape, arithmetic, stride)
+    rows = tuple(len(group.tokens) for group in layout.groups)
+    width = layout.groups[0].tokens.shape[1]
+    return _indices_of_step(rows, width, layout.positions.shape[0], shape, arithmetic, stride)
 
 
-@lru_cache(maxsize=256)
-def _kept_indices(
-    rows: int, width: int, padded: int, shape: CacheShape, arithmetic: Arithmetic, stride: int
+@lru_cache(maxsize=512)
+def _indices_of_step(
+    rows: tuple[int, ...],  # of each group
+    width: int,
+    padded: int,
+    shape: CacheShape,
+    arithmetic: Arithmetic,
+    stride: int,
 ) -> Indices:
-    """Those of steps, of which there are few kinds."""
-    tokens = np.arange(rows * width).reshape(rows, width)
-    group = RowGroup(tokens, np.zeros(rows, np.int64), None, 0)
-    layout = PassLayout(rows * width, torch.empty(padded), (None, None), [group])
+    """Those of windows, of which there are few kinds: all rows in order, `width` tokens each."""
+    groups, first = [], 0
+    for count in rows:
+        tokens = np.arange(first * width, (first + count) * width).reshape(count, width)
+        groups.append(RowGroup(tokens, None, 0, 0, None))
+        first += count
+    layout = PassLayout(first * width, torch.empty(padded), (None, None), groups)
     return _indices(layout, shape, arithmetic, stride)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,20 +19,35 @@ from replicas.kv_cache.host_layout import (
 )
 
 
-@dataclass(frozen=True)
+_KEPT = 32
+"""Shapes of passes whose buffers are kept: those of steps come again and again."""
+
+
 class HostBackend:
     """Attention by fixed pieces over what a pass gathers."""
-
-    cache: PagedCache
-    shape: CacheShape
-    arithmetic: Arithmetic
 
     name: str = "gather"
     reads_apart: bool = True
     """A row reads about as far as its own KV goes."""
 
+    def __init__(self, cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic) -> None:
+        self.cache = cache
+        self.shape = shape
+        self.arithmetic = arithmetic
+        self._kept: OrderedDict[tuple[object, ...], HostAttention] = OrderedDict()
+
     def begin(self, layout: PassLayout, stride: int) -> HostAttention:
-        return HostAttention(layout, self.cache, self.shape, self.arithmetic, stride)
+        shape = tuple((*group.tokens.shape, group.length) for group in layout.groups)
+        key = (shape, layout.positions.shape[0], stride)
+        attention = None if layout.step is None else self._kept.pop(key, None)
+        if attention is None:
+            attention = HostAttention(layout, self.cache, self.shape, self.arithmetic, stride)
+        if layout.step is not None:
+            self._kept[key] = attention
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        attention.enter(layout)
+        return attention
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> StepLayout:
         return StepLayout(table, starts, width, self.shape, self.arithmetic)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCRAP_BLOCK = 0
 """A block of no sequence: padding is written there and never attended to."""
-GROUP_COST_NUMBERS = 8192
+GROUP_COST_NUMBERS = 32768
 """Keys and values of one layer whose reading takes about as long as the calls of one more group."""
 SCORES_MOST = 1 << 20
 """Attention scores of a group, unless one row alone has more: they stay in a processor's cache."""
@@ -54,10 +54,13 @@ class RowGroup:
     as the longest."""
 
     tokens: Any  # array [rows, width], int64: the queries' places among the tokens of the pass
-    begins: Any  # array [rows], int64: position of each row's first query
     blocks: Any  # array [rows, blocks], int64: the blocks to read
     length: int
     """KV positions read per row: those of all its blocks."""
+    seen: int
+    """Positions, from the first on, that every query sees."""
+    hidden: Any  # array [rows, width, length - seen], float32
+    """Of the others: 0, or -inf where a query does not see them."""
 
 
 @dataclass(slots=True)
@@ -68,13 +71,13 @@ class PassLayout:
     positions: torch.Tensor  # [padded tokens], int64, within the context
     slots: tuple[Any, Any]  # arrays [padded tokens], int64: block to write, and position in it
     groups: list[RowGroup]
-    plain: tuple[int, int, int] | None = None
-    """(rows, width, groups), if the groups hold the rows in order and each row `width` tokens."""
+    step: StepLayout | None = None
+    """Whose window it is, if it is one: windows of one width differ in their positions alone."""
 
     @property
     def positions_read(self) -> int:
         """KV positions that all rows read together."""
-        return sum(len(group.begins) * group.length for group in self.groups)
+        return sum(len(group.tokens) * group.length for group in self.groups)
 
 
 class StepLayout:
@@ -92,21 +95,24 @@ class StepLayout:
         shape: CacheShape,
         arithmetic: Arithmetic,
     ) -> None:
-        self._shape = shape
-        self._arithmetic = arithmetic
         self._table = table
         self._starts = starts
+        self._shape = shape
+        self._arithmetic = arithmetic
         columns = table.numpy()
-        begins = np.array(starts)
-        self._begins = begins
-        self._positions = begins[:, None] + np.arange(width)  # [rows, width]
-        self._slots = _slots(columns, np.arange(len(begins))[:, None], self._positions, shape)
-        self._inside = self._positions.clip(0, shape.context_len - 1)
+        self._begins = np.array(starts)
+        positions = self._begins[:, None] + np.arange(width)  # [rows, width]
+        every = np.arange(len(starts))[:, None]
+        self._positions = positions
+        self._block, self._offset = _places(columns, every, positions, shape)
+        self._inside = _inside(positions, shape)
         ends = [start + width for start in starts]
-        self._groups = [
-            (first, after, _blocks(columns[first:after], max(ends[first:after]), shape, arithmetic))
-            for first, after in _runs(ends, shape, arithmetic, width)
-        ]
+        self._groups = []
+        for first, after in _runs(ends, shape, arithmetic, width):
+            blocks = _blocks(columns[first:after], max(ends[first:after]), shape, arithmetic)
+            length = blocks.shape[1] * shape.block_size
+            hidden = _hidden(self._begins[first:after], width, length)
+            self._groups.append((first, after, blocks, length, *hidden))
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
@@ -116,23 +122,22 @@ class StepLayout:
         """The pass over positions start + begin .. start + end - 1 of each row, row by row."""
         rows, width = len(self._begins), end - begin
         count = rows * width
-        beyond = (0, self._arithmetic.padded(count) - count)
+        padded = self._arithmetic.padded(count)
         places = np.arange(count).reshape(rows, width)
+        columns = slice(begin, end)
         groups = [
-            RowGroup(
-                tokens=places[first:after],
-                begins=self._begins[first:after] + begin,
-                blocks=blocks,
-                length=blocks.shape[1] * self._shape.block_size,
-            )
-            for first, after, blocks in self._groups
+            RowGroup(places[first:after], blocks, length, seen, hidden[:, columns])
+            for first, after, blocks, length, seen, hidden in self._groups
         ]
         return PassLayout(
             tokens=count,
-            positions=torch.from_numpy(_pad(self._inside[:, begin:end].reshape(-1), beyond)),
-            slots=_divided(_pad(self._slots[:, begin:end].reshape(-1), beyond), self._shape),
+            positions=torch.from_numpy(_padded(self._inside[:, columns], padded)),
+            slots=(
+                _padded(self._block[:, columns], padded),
+                _padded(self._offset[:, columns], padded),
+            ),
             groups=groups,
-            plain=(rows, width, len(groups)) if len(groups) == 1 else None,
+            step=self,
         )
 
     def some(self, selection: Selection) -> PassLayout:
@@ -155,10 +160,10 @@ def ranges_layout(
     columns = table.numpy()
     lengths = [end - begin for begin, end in ranges]
     count = sum(lengths)
-    beyond = (0, arithmetic.padded(count) - count)
+    padded = arithmetic.padded(count)
     positions = np.concatenate([np.arange(begin, end) for begin, end in ranges])
     rows = np.repeat(np.arange(len(ranges)), lengths)
-    slots = _slots(columns, rows, positions, shape)
+    block, offset = _places(columns, rows, positions, shape)
     tiles: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     """By number of queries: (end, row, place of the first query)."""
     place = 0
@@ -173,23 +178,16 @@ def ranges_layout(
         ends = [end for end, _, _ in alike]
         for first, after in _runs(ends, shape, arithmetic, width):
             some = alike[first:after]
-            places = np.array([place for _, _, place in some])
-            groups.append(
-                RowGroup(
-                    tokens=places[:, None] + np.arange(width),
-                    begins=np.array([end - width for end, _, _ in some]),
-                    blocks=(
-                        blocks := _blocks(
-                            columns[[row for _, row, _ in some]], some[-1][0], shape, arithmetic
-                        )
-                    ),
-                    length=blocks.shape[1] * shape.block_size,
-                )
-            )
+            places = np.array([place for _, _, place in some])[:, None] + np.arange(width)
+            of_rows = columns[[row for _, row, _ in some]]
+            blocks = _blocks(of_rows, some[-1][0], shape, arithmetic)
+            length = blocks.shape[1] * shape.block_size
+            begins = np.array([end - width for end, _, _ in some])
+            groups.append(RowGroup(places, blocks, length, *_hidden(begins, width, length)))
     return PassLayout(
         tokens=count,
-        positions=torch.from_numpy(_pad(positions.clip(0, shape.context_len - 1), beyond)),
-        slots=_divided(_pad(slots, beyond), shape),
+        positions=torch.from_numpy(_padded(_inside(positions, shape), padded)),
+        slots=(_padded(block, padded), _padded(offset, padded)),
         groups=groups,
     )
 
@@ -216,18 +214,21 @@ def passes(
         yield one_pass
 
 
-def _slots(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> Any:
-    """Flat KV positions of a row's positions; the scrap block's where it has none."""
-    size = shape.block_size
-    column = positions // size
-    outside = (column < 0) | (column >= columns.shape[1])
-    block = np.where(outside, SCRAP_BLOCK, columns[rows, column.clip(0, columns.shape[1] - 1)])
-    return block * size + positions % size
+def _places(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> tuple[Any, Any]:
+    """Block and place in it of each position of a row; the scrap block where it has none."""
+    column, offset = np.divmod(positions, shape.block_size)
+    last = columns.shape[1] - 1
+    if column.min() >= 0 and column.max() <= last:
+        return columns[rows, column], offset
+    outside = (column < 0) | (column > last)
+    return np.where(outside, SCRAP_BLOCK, columns[rows, column.clip(0, last)]), offset
 
 
-def _divided(slots: Any, shape: CacheShape) -> tuple[Any, Any]:
-    block, offset = np.divmod(slots, shape.block_size)
-    return block, offset
+def _inside(positions: Any, shape: CacheShape) -> Any:
+    """Positions within the context, for what only pads."""
+    if positions.min() >= 0 and positions.max() < shape.context_len:
+        return positions
+    return positions.clip(0, shape.context_len - 1)
 
 
 def _blocks(columns: Any, end: int, shape: CacheShape, arithmetic: Arithmetic) -> Any:
@@ -240,8 +241,21 @@ def _blocks(columns: Any, end: int, shape: CacheShape, arithmetic: Arithmetic) -
     return columns[:, :count]
 
 
-def _pad(array: Any, beyond: tuple[int, int]) -> Any:
-    return np.pad(array, beyond) if beyond[1] else array
+def _hidden(begins: Any, width: int, length: int) -> tuple[int, Any]:
+    """What every query of these rows sees, and a mask of the rest; see `RowGroup`."""
+    seen = max(int(begins.min()), 0) + 1  # before the first position a query sees that one
+    last = np.maximum(begins[:, None] + np.arange(width), 0)  # [rows, width]
+    beyond = np.arange(seen, length) > last[:, :, None]
+    return seen, np.where(beyond, np.float32(-np.inf), np.float32(0))
+
+
+def _padded(array: Any, size: int) -> Any:  # [size]
+    """The numbers in order, then zeros: position 0, and the scrap block."""
+    if array.size == size:
+        return array.reshape(-1)
+    padded = np.zeros(size, np.int64)
+    padded[: array.size] = array.reshape(-1)
+    return padded
 
 
 def _runs(

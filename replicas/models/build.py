@@ -53,10 +53,11 @@ def build(
     blocks: int,
     context_len: int,
     prepack: bool,
+    exact: bool = True,
 ) -> tuple[PagedModel, str]:
     """The model on a cache of `blocks`, and how it computes, for people.
 
-    Raises what the model's own forward raises.
+    Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises what the model's own forward raises.
     """
     shape = ModelShape.of(model.config)
     cache = PagedCache(
@@ -71,14 +72,19 @@ def build(
     of_cache = CacheShape(
         config.block_size, context_len, shape.heads, shape.kv_heads, shape.head_dim
     )
-    paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack)
+    paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
     built = f"{joining}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
 
 
 def _on_host(
-    model: PreTrainedModel, cache: PagedCache, shape: CacheShape, join: bool, prepack: bool
+    model: PreTrainedModel,
+    cache: PagedCache,
+    shape: CacheShape,
+    join: bool,
+    prepack: bool,
+    exact: bool,
 ) -> tuple[PagedModel, Joining]:
     """On a CPU, with the arithmetic proven where it computes in float32."""
     decoder, joining = None, Joining(False, "as configured")
@@ -87,7 +93,7 @@ def _on_host(
             model, cache, shape, prepack, lambda: HostBackend(cache, shape, Arithmetic())
         )
     arithmetic = Arithmetic()
-    if model.dtype is torch.float32:
+    if exact and model.dtype is torch.float32:
         products = decoder.products if decoder else _tiled_products(model, prepack)
         if products:
             shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}

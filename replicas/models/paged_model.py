@@ -34,18 +34,37 @@ class UnsupportedAttention(ValueError):
 class Layout(Protocol):
     """Where a pass reads and writes; what attention needs besides, its backend knows."""
 
-    tokens: int
-    """Tokens of the pass, without padding."""
-    positions: torch.Tensor
-    """[padded tokens], int64, within the context."""
-    positions_read: int
-    """KV positions that attention reads for it, padding included."""
-    slots: Any
-    """Where keys and values go, as `PagedCache.write` wants it."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass, without padding."""
+        ...
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[padded tokens], int64, within the context."""
+        ...
+
+    @property
+    def slots(self) -> Any:
+        """Where keys and values go, as `PagedCache.write` wants it."""
+        ...
+
+    @property
+    def positions_read(self) -> int:
+        """KV positions that attention reads, padding included."""
+        ...
 
 
 class AttentionBackend(Protocol):
     """One way to attend over a paged cache, with the index arithmetic that it needs."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether a row reads about as far as its own KV goes, not as far as the longest."""
+        ...
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
         """The passes over `width` positions from each row's start on, which may be -1.
@@ -58,10 +77,6 @@ class AttentionBackend(Protocol):
     def ranges_layout(self, table: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Layout:
         """The pass over positions [begin, end) of each row, row by row."""
         ...
-
-    name: str
-    reads_apart: bool
-    """Whether a row reads about as far as its own KV goes, not as far as the longest of a batch."""
 
     def begin(self, layout: Any, stride: int) -> LayerAttention:
         """What all layers of one pass share; `stride` vectors per token are brought."""
