@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from replicas.shapes import is_planted, parse_planted
 from scheduler.config import DRAFT_LEN_MAX
+
+if TYPE_CHECKING:
+    import torch
 
 DEMO = "demo"
 """The name of the embedded pair, wherever a directory or hub name is asked for."""
@@ -119,13 +122,21 @@ class ReplicaConfig(BaseModel):
     )
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Pad steps to a few fixed shapes and record each as CUDA graphs when it first"
-        " occurs; auto does so on a GPU. On a CPU they run the same way without a recording.",
-    )
-    graphs_max: int = Field(
-        64, ge=1, description="Recorded steps that are kept; those last used stay."
+        description="Pad passes of steps to a few fixed shapes and record them as CUDA graphs when"
+        " the replica loads; auto does so on a GPU. On a CPU they run padded, without a recording.",
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
+
+    def fixed_shapes(self, device: torch.device) -> bool:
+        """Whether passes of steps are padded to a few shapes."""
+        return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda")
+
+    def attention_of(self, device: torch.device) -> str:
+        """The attention to try on this device."""
+        if self.attention != "auto":
+            return self.attention
+        # Ranks that go by their own times may choose differently.
+        return "auto" if device.type == "cuda" and self.tensor_parallel == 1 else "gather"
 
     @field_validator("target", "draft")
     @classmethod

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
+from replicas.cuda.graphs import GraphedModel, buckets
 from replicas.drafters import Drafter, ModelDrafter, Seen
 from replicas.eqspec import RowHooks, StepRows, step
 from replicas.fingerprint import fingerprint
@@ -70,6 +71,7 @@ class Replica:
         self._blocks = self._shared or BlockAllocator(blocks, config.block_size)
         self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
+        self._target: PagedModel | GraphedModel
         self._target, built = _built(pair.target, pair.target_name, pair, config, plan)
         self._drafter = drafter
         if drafter is None and pair.draft is not None:
@@ -77,6 +79,8 @@ class Replica:
             self._drafter = ModelDrafter(
                 draft, pair.draft_name, plan.work.pass_tokens, weight_bytes(pair.draft)
             )
+        if config.fixed_shapes(pair.device):
+            self._record()
         self.broken: Exception | None = None
         """One device breaks with its process."""
         self.hooks: RowHooks | None = None
@@ -100,6 +104,15 @@ class Replica:
             arithmetic=built,
             fingerprint=mark,
         )
+
+    def _record(self) -> None:
+        """Have steps run in a few fixed shapes, recorded on a GPU."""
+        rows, draft_len = self._work.rows, self._work.draft_len
+        widths = [1 + k for k in (0, *buckets(draft_len))] if draft_len else [1]
+        taps = () if self._drafter is None else self._drafter.taps
+        self._target = GraphedModel(self._target, rows, widths, taps)
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.model = GraphedModel(self._drafter.model, rows, [1, 2])
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replicas.kv_cache.host_layout import SCRAP_BLOCK
-from replicas.upload import send
+from replicas.cuda.transfers import send
 
 
 class OutOfBlocks(Exception):

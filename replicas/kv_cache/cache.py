@@ -15,9 +15,9 @@ import torch
 class PagedCache:
     """One model's KV tensors.
 
-    On a GPU keys and values of a position lie side by side, so that a layer costs one write and one
-    gather, and paged attention finds whole positions. On a CPU those of a block lie head by head,
-    so that a gather copies whole runs of positions.
+    Keys and values of a position lie side by side, so that a layer costs one write and one gather,
+    and paged attention finds whole positions. For the attention of a CPU those of a block lie head
+    by head, so that a gather copies whole runs of positions.
 
     What is stored is finite. Attention reads masked positions, too: padding in the scrap block,
     what an earlier sequence left in a block. Their weight is 0, but 0 times NaN is NaN, so one row
@@ -34,24 +34,25 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        by_head: bool = False,
     ) -> None:
-        """`blocks` without the scrap block, which is added."""
+        """`blocks` without the scrap block, which is added; `by_head` is the order for a CPU."""
         self.blocks = blocks
         self.block_size = block_size
         self.dtype = dtype
         self._overflows = dtype is torch.float16
         self._kv_heads = kv_heads
         self._head_dim = head_dim
-        self._on_host = device.type == "cpu"
+        self._by_head = by_head
         shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
-        if self._on_host:
+        if self._by_head:
             shape = (blocks + 1, 2, kv_heads, block_size, head_dim)
         self._stores = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         # Whatever lies where: [blocks + 1, block_size, 2, kv_heads, head_dim].
         self._layers = self._stores
         self._arrays: list[Any] = []
         """The same for numpy, which stores a few positions in a third of torch's time."""
-        if self._on_host:
+        if self._by_head:
             self._layers = [store.permute(0, 3, 1, 2, 4) for store in self._stores]
             self._arrays = [_array(layer) for layer in self._layers]
         # One layer is read at a time: a standing buffer spares the page faults of fresh memory.
@@ -60,11 +61,11 @@ class PagedCache:
 
     def write(self, layer: int, slots: Any, fresh: torch.Tensor) -> None:
         """Store keys and values, [tokens, 2, kv_heads, head_dim], where a layout says: by block and
-        position in it on a CPU, by flat position on a GPU. Those that are no numbers become some,
+        position in it where they lie by head, else by flat position. Those that are no numbers become some,
         in place."""
         if self._overflows:
             fresh.nan_to_num_()
-        if self._on_host:
+        if self._by_head:
             self._arrays[layer][slots] = _array(fresh)
         else:
             self._stores[layer].flatten(0, 1).index_copy_(0, slots, fresh)
@@ -76,7 +77,7 @@ class PagedCache:
         rows: int,
         length: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, kv_heads, length, head_dim]
-        """Copies of keys and values of the rows' first positions, on a GPU."""
+        """Copies of keys and values of the rows' first positions."""
         read = self._stores[layer].index_select(0, blocks)
         read = read.view(rows, -1, *self._stores[layer].shape[2:])[:, :length]
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
@@ -88,7 +89,7 @@ class PagedCache:
         keys, values = self._layers[layer].unbind(2)
         return keys, values
 
-    # ------------------------------------------------------------------ on a CPU
+    # ------------------------------------------------------------------ by head
 
     def runs(self, blocks: Any) -> torch.Tensor:  # [2 * kv_heads * blocks of all rows], int64
         """Where the keys and values of these blocks, [rows, blocks], lie: one run for a block and a

@@ -18,18 +18,21 @@ from transformers import PreTrainedModel
 from replicas.buffers import ModelShape
 from replicas.config import ReplicaConfig
 from replicas.invariant.backend import HostBackend
+from replicas.invariant.check import ROWS, trial_length, what_changes_logits
+from replicas.invariant.device import CHUNK, chunked_attention, efficient_attention
+from replicas.invariant.modules import NotDeterministic, compute_in_tiles
 from replicas.invariant.ops import Arithmetic, Product
 from replicas.invariant.proof import RowFunction, prove
 from replicas.kv_cache.cache import PagedCache
-from replicas.kv_cache.host_layout import CacheShape, StepLayout
+from replicas.kv_cache.host_layout import CacheShape
 from replicas.models.decoder import JoinedDecoder, NotJoined
-from replicas.models.paged_model import PagedModel
+from replicas.models.attention import GatherBackend, choose_attention
+from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, PagedModel
 from replicas.models.reference import own_logits
+from scheduler.config import SchedulerConfig
 
 ERROR_RATIO_MOST = 4.0
 """Joined layers may be so many times as far from float64 as the model's own forward pass."""
-ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
 _TRIAL_TOKENS = 8
 
 _log = logging.getLogger("lockstep.replica")
@@ -60,6 +63,9 @@ def build(
     Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises what the model's own forward raises.
     """
     shape = ModelShape.of(model.config)
+    attention = config.attention_of(model.device)
+    on_host = model.device.type == "cpu" and not config.fixed_shapes(model.device)
+    on_host = on_host and attention == "gather"
     cache = PagedCache(
         shape.layers,
         shape.kv_heads,
@@ -68,14 +74,75 @@ def build(
         config.block_size,
         model.dtype,
         model.device,
+        by_head=on_host,
     )
     of_cache = CacheShape(
         config.block_size, context_len, shape.heads, shape.kv_heads, shape.head_dim
     )
-    paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
+    tiled = exact and config.deterministic and not _by_proof(model)
+    if tiled:
+        compute_in_tiles(model)
+    join = config.fuse_layers and not tiled
+    if on_host:
+        paged, joining = _on_host(model, cache, of_cache, join, prepack, exact)
+    else:
+        paged, joining = _on_device(model, cache, of_cache, join)
+        if not tiled:
+            rows = config.plan_rows or SchedulerConfig().rows_max
+            choose_attention(paged, attention, of_cache, rows)
+    if tiled:
+        _check_tiled(paged, of_cache)
     built = f"{joining}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
+
+
+def _by_proof(model: PreTrainedModel) -> bool:
+    """Whether the proof at load makes the model deterministic without more."""
+    return model.device.type == "cpu" and model.dtype is torch.float32
+
+
+def _on_device(
+    model: PreTrainedModel, cache: PagedCache, shape: CacheShape, join: bool
+) -> tuple[PagedModel, Joining]:
+    backend = GatherBackend(cache, shape)
+    decoder, joining = None, Joining(False, "as configured")
+    if join:
+        decoder, joining = _joined(model, cache, shape, False, lambda: GatherBackend(cache, shape))
+    paged = PagedModel(model, cache, backend, Arithmetic(), decoder)
+    _try_out(paged, shape)
+    return paged, joining
+
+
+def _check_tiled(paged: PagedModel, shape: CacheShape) -> None:
+    """Find an attention with which logits have the same bits whatever the batch.
+
+    Raises NotDeterministic.
+    """
+    length = trial_length(CHUNK, shape.context_len)
+    columns = -(-length // shape.block_size)
+    blocks = min(columns, paged.cache.blocks // ROWS)
+    length = min(length, blocks * shape.block_size)
+    table = torch.arange(1, 1 + ROWS * blocks, device=paged.device).view(ROWS, blocks)
+    backends: list[AttentionBackend] = [paged.backend]
+    if not isinstance(paged.backend, HostBackend):
+        ways = [chunked_attention]
+        if paged.device.type == "cuda":
+            ways.insert(0, efficient_attention)
+        backends = [GatherBackend(paged.cache, shape, way) for way in ways]
+    differing: str | None = None
+    for backend in backends:
+        paged.backend = backend
+        try:
+            differing = what_changes_logits(paged, table, length)
+        except RuntimeError as error:  # no kernel for heads of this width, say
+            if backend is backends[-1]:
+                raise
+            differing = str(error)
+        if differing is None:
+            paged.arithmetic = Arithmetic(proven=True)
+            return
+    raise NotDeterministic(f"{type(paged.model).__name__}: logits change with {differing}")
 
 
 def _on_host(
@@ -111,7 +178,7 @@ def _joined(
     cache: PagedCache,
     shape: CacheShape,
     prepack: bool,
-    backend: Callable[[], HostBackend],
+    backend: Callable[[], AttentionBackend],
 ) -> tuple[JoinedDecoder | None, Joining]:
     own = own_logits(model, _trial_tokens(model, shape))
     truth = own_logits(model, _trial_tokens(model, shape), torch.float64)
@@ -139,8 +206,8 @@ def _try_out(paged: PagedModel, shape: CacheShape) -> torch.Tensor:  # [tokens, 
     """The logits of a pass over the first blocks, which belong to no sequence yet."""
     tokens = _trial_tokens(paged.model, shape)
     width = tokens.shape[0]
-    table = torch.arange(1, 1 - (-width // shape.block_size))[None]
-    layout = StepLayout(table, [0], width, shape, paged.arithmetic).window(0, width)
+    table = torch.arange(1, 1 - (-width // shape.block_size), device=paged.device)[None]
+    layout = paged.backend.step_layout(table, [0], width).window(0, width)
     logits: torch.Tensor | None = paged.forward(tokens, layout).logits
     assert logits is not None
     return logits

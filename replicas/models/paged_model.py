@@ -18,13 +18,16 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache.cache import PagedCache
+from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models.decoder import JoinedDecoder, LayerAttention
 
 ATTENTION = "lockstep_paged"
 
 _OTHER_MATHS = frozenset({"softcap", "s_aux", "position_bias", "sinks"})
 """Arguments by which models ask the interface for another function than softmax(QK)V."""
+
+ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
 
 
 class UnsupportedAttention(ValueError):
@@ -60,6 +63,9 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def shape(self) -> CacheShape: ...
 
     @property
     def reads_apart(self) -> bool:

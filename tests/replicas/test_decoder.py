@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from replicas.models.build import ERROR_FLOOR
+from replicas.models.paged_model import ERROR_FLOOR
 from replicas.models.reference import own_logits
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
 from tests.tiny_pairs import ARCHITECTURES

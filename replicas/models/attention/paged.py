@@ -1,14 +1,14 @@
 """Attention that reads keys and values where they lie in the paged cache; nothing is gathered.
 
-Two ways that torch offers, for whoever can run them:
+Two ways that torch offers, where they run:
 
-- `FlexInPlace`: FlexAttention (Dong et al., 2024). All blocks are one long sequence of keys; a
-  block mask lists each row's own in their order, and a mask function turns a physical position
-  back into a logical one. On the CPU it runs unfused: slow, but it shows that the masks are right.
-- `VarlenInPlace`: variable-length FlashAttention with block tables, from torch 2.12 on, on GPUs.
+- `FlexAttention` (Dong et al., 2024). All blocks are one long sequence of keys; a block mask lists
+  each row's own in their order, and a mask function turns a physical position back into a logical
+  one. On a CPU it runs unfused: slow, but it shows that the masks are right.
+- `VarlenAttention`: variable-length FlashAttention with block tables, from torch 2.12 on, on GPUs.
 
-Neither depends on the values of lengths or tables but through tensors, so a step can be recorded.
-The portable way, gathering, is `PagedCache.read`; which one is taken, `replicas.attention` decides.
+Neither depends on the values of lengths or tables but through tensors, so a pass can be recorded.
+The portable way is `gather`; `choice` decides which one is taken.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from replicas.windows import SCRAP_BLOCK, Window
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
+from replicas.kv_cache.device_layout import DeviceWindow
+from replicas.models.attention.gather import DeviceLayouts, GatherBackend
+from replicas.models.decoder import LayerAttention
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """Queries [rows, heads, width, head_dim], keys and values [blocks + 1, block_size, kv_heads,
-head_dim] of the whole cache, and the scale of scores (None: head_dim ** -0.5); returns [rows,
-width, heads, head_dim]. Queries that see nothing get 0."""
+head_dim] of the whole cache, and the scale of scores; returns [rows, width, heads, head_dim].
+Queries that see nothing get 0."""
 
 _FLEX_BLOCK_LEAST = 16
 """Positions: a GPU multiplies matrices of at least 16 rows."""
@@ -38,36 +41,66 @@ _RECOMPILES = 1 << 16
 """More than there are shapes."""
 
 
-class NotInPlace(Exception):
+class NotPaged(Exception):
     """Torch, the device or the cache does not fit this attention; the message says what."""
 
 
-class InPlace(Protocol):
-    """One way to attend in place, for one cache's shape."""
+class PagedAttention(Protocol):
+    """One way to attend over blocks where they lie, for one cache's shape."""
 
+    name: str
     fills: bool
     """Whether it is good for prefill, too, where every pass may have a shape of its own."""
 
-    def enter(self, window: Window) -> Attend:
+    def enter(self, window: DeviceWindow) -> Attend:
         """What all layers of one forward pass over this window share."""
         ...
 
 
-class FlexInPlace:
-    """FlexAttention. On a GPU each shape of a pass is compiled once, which takes seconds: a kernel
-    for several batch sizes would not divide a row's keys among thread blocks."""
+class PagedBackend(DeviceLayouts):
+    """Steps, and prefills where it fills, by a paged attention."""
+
+    reads_apart: bool = True
+
+    def __init__(self, cache: PagedCache, shape: CacheShape, attention: PagedAttention) -> None:
+        super().__init__(cache, shape)
+        self.name: str = attention.name
+        self._attention = attention
+        self._gather = GatherBackend(cache, shape)
+
+    def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
+        prefills = layout.causal or layout.cells is not None
+        if layout.causal or (prefills and not self._attention.fills):
+            # Without a cached prefix torch's causal path needs no mask and no table.
+            return self._gather.begin(layout, stride)
+        heads = self.shape.heads
+        attend = self._attention.enter(layout)
+
+        def attention(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+            grid = layout.unpack(queries[:, :heads]).transpose(1, 2)
+            out = attend(grid, *self.cache.all_of(layer), scaling)
+            return layout.pack(out).flatten(1)
+
+        return attention
+
+
+class FlexAttention:
+    """On a GPU each shape of a pass is compiled once, which takes seconds: a kernel for several
+    batch sizes would not divide a row's keys among thread blocks."""
+
+    name = "flex"
 
     def __init__(
         self, blocks: int, block_size: int, context_len: int, device: torch.device
     ) -> None:
-        """`blocks` without the scrap block. Raises NotInPlace."""
+        """`blocks` without the scrap block. Raises NotPaged."""
         try:
             from torch.nn.attention.flex_attention import BlockMask, flex_attention
         except ImportError as error:
-            raise NotInPlace(f"this torch has no FlexAttention: {error}") from None
+            raise NotPaged(f"this torch has no FlexAttention: {error}") from None
         on_gpu = device.type == "cuda"
         if on_gpu and (block_size < _FLEX_BLOCK_LEAST or block_size & (block_size - 1)):
-            raise NotInPlace(
+            raise NotPaged(
                 f"block_size is {block_size}; on a GPU FlexAttention takes powers of two from"
                 f" {_FLEX_BLOCK_LEAST} on"
             )
@@ -86,7 +119,7 @@ class FlexInPlace:
             starts: torch.Tensor,  # [rows], int64
             counts: torch.Tensor,  # [rows, 1, 1], int32
             listed: torch.Tensor,  # [rows, 1, 1, columns], int32
-            scaling: float | None,
+            scaling: float,
         ) -> torch.Tensor:  # [rows, heads, width, head_dim]
             def seen(
                 b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
@@ -124,7 +157,7 @@ class FlexInPlace:
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         self._attend = _for_any_shape(attend)
 
-    def enter(self, window: Window) -> Attend:
+    def enter(self, window: DeviceWindow) -> Attend:
         table = window.blocks.view(window.rows, -1)
         rows, columns = table.shape
         logical = logical_blocks(table, self._blocks)
@@ -137,7 +170,7 @@ class FlexInPlace:
         listed = listed.to(torch.int32).view(rows, 1, 1, -1)
 
         def attend(
-            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
         ) -> torch.Tensor:
             out: torch.Tensor = self._attend(
                 query, keys, values, logical, starts, counts, listed, scaling
@@ -186,34 +219,35 @@ def _for_any_shape(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return run
 
 
-class VarlenInPlace:
+class VarlenAttention:
     """FlashAttention for sequences of various lengths, with a block table."""
 
+    name = "varlen"
     fills = True
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises NotInPlace. What block sizes the kernel takes shows when it runs."""
+        """Raises NotPaged. What block sizes the kernel takes shows when it runs."""
         if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-            raise NotInPlace("varlen attention needs a GPU and float16 or bfloat16")
+            raise NotPaged("varlen attention needs a GPU and float16 or bfloat16")
         try:
             from torch.nn.attention.varlen import varlen_attn
         except ImportError as error:
-            raise NotInPlace(f"this torch has no varlen attention: {error}") from None
+            raise NotPaged(f"this torch has no varlen attention: {error}") from None
         if "block_table" not in inspect.signature(varlen_attn).parameters:
-            raise NotInPlace("this torch's varlen attention takes no block table")
+            raise NotPaged("this torch's varlen attention takes no block table")
         self._varlen: Callable[..., Any] = varlen_attn
 
-    def enter(self, window: Window) -> Attend:
+    def enter(self, window: DeviceWindow) -> Attend:
         rows, width = window.rows, window.width
         device = window.blocks.device
         table = window.blocks.view(rows, -1).to(torch.int32)
         # Of no position before the first, and none in the row that only pads.
         used = (window.starts + width).clamp(min=0).to(torch.int32)
         batch = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        begins, room = batch * width, batch * window.length
+        begins, room = batch * width, batch * window.reach
 
         def attend(
-            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
         ) -> torch.Tensor:
             heads, dim = query.shape[1], query.shape[3]
             out: torch.Tensor = self._varlen(
@@ -223,7 +257,7 @@ class VarlenInPlace:
                 begins,
                 room,
                 width,
-                window.length,
+                window.reach,
                 scale=scaling,
                 window_size=(-1, 0),  # causal; a window's last query sees all that is used
                 enable_gqa=heads != keys.shape[2],

@@ -56,17 +56,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def reserve(size: int, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """A recording of next to nothing. As long as it is kept its pool is open and has, beside what
-    others hold, `size` bytes in one piece for what they allocate while they are made."""
-
-    def take() -> None:
-        torch.empty(size, dtype=torch.uint8, device=device)[:1].zero_()
-
-    graph, _ = record(take, device, pool)
-    return graph
-
-
 def _leave(pool: Any, device: torch.device) -> None:
     """Have the allocator take nothing from this pool any more: torch before 2.13 goes on with it
     after a recording that could not be ended, and later ones are refused."""

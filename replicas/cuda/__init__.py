@@ -1,0 +1,1 @@
+"""What only a GPU needs: recorded forward passes, and transfers that the host does not wait for."""

@@ -1,0 +1,171 @@
+"""Forward passes of a few fixed shapes: on a GPU each is recorded at load, then replayed.
+
+At decode sizes a GPU waits for the interpreter to launch kernels; a recorded pass is one launch. A
+recording holds addresses and shapes, so rows, tokens per row and KV positions are padded to a few
+buckets and inputs are copied into standing tensors. Rows that only pad lie in the scrap block, and
+columns beyond a row's blocks are masked. Only forward passes are recorded: choosing tokens is not,
+so what requests ask of it multiplies no recordings. A pass outside of all buckets runs as it is;
+nothing is recorded within a request.
+
+On a CPU the same passes run padded through the same tensors, which is how they are tested.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from replicas.cuda.recording import record, warm_up
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape
+from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow
+from replicas.models.paged_model import ALL, Layout, Output, PagedModel, Wants
+
+KV_SHARES = (16, 4, 1)
+"""Buckets of KV positions: the context divided by each."""
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Kind:
+    """All that fixes the kernels of a pass."""
+
+    rows: int
+    width: int
+    """Tokens per row."""
+    blocks: int
+
+
+def buckets(most: int) -> list[int]:
+    """1, 2, 4, 8, ... and the most itself."""
+    sizes = []
+    size = 1
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, most]
+
+
+class GraphedModel:
+    """A PagedModel on a device whose steps run in a few shapes."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        rows_most: int,
+        widths: list[int],
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """Records now, on rows that all lie in the scrap block; `widths` are tokens per row."""
+        shape: CacheShape = model.backend.shape
+        self.model = model
+        self.taps = taps
+        blocks = sorted({-(-shape.context_len // share // shape.block_size) for share in KV_SHARES})
+        # A step's last tokens may lie beyond the context: their columns are there.
+        beyond = -(-max(widths) // shape.block_size)
+        self._passes: dict[Kind, _FixedPass] = {}
+        pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        # From the largest to the smallest: what it takes serves all others.
+        kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
+        for kind in sorted((Kind(*one) for one in kinds), reverse=True):
+            self._passes[kind] = _FixedPass(model, shape, kind, taps, pool)
+        self._kinds = sorted(self._passes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    @property
+    def recorded(self) -> int:
+        """Passes that are recordings."""
+        return sum(one.recorded for one in self._passes.values())
+
+    def forward(
+        self,
+        tokens: torch.Tensor,  # [tokens], int64
+        layout: Layout,
+        wants: Wants = ALL,
+    ) -> Output:
+        """As `PagedModel.forward`; the result is valid until the next pass."""
+        kind = self._kind(layout, wants)
+        if kind is None:
+            return self.model.forward(tokens, layout, wants)
+        assert isinstance(layout, DeviceWindow)
+        out = self._passes[kind].run(tokens, layout)
+        assert out.logits is not None
+        logits = _cut(out.logits, kind, layout)
+        if isinstance(wants.logits, torch.Tensor):
+            logits = logits.index_select(0, wants.logits)
+        return Output(logits, [_cut(tap, kind, layout) for tap in out.taps])
+
+    def _kind(self, layout: Layout, wants: Wants) -> Kind | None:
+        """The smallest kind that holds the pass; None: it runs as it is."""
+        if not isinstance(layout, DeviceWindow) or layout.cells is not None or layout.causal:
+            return None
+        if wants.logits is False or wants.taps != self.taps:
+            return None
+        blocks = -(-layout.reach // layout.shape.block_size)
+        for kind in self._kinds:
+            if kind.rows >= layout.rows and kind.width >= layout.width and kind.blocks >= blocks:
+                layout.reach = kind.blocks * layout.shape.block_size  # what is read is counted
+                return kind
+        return None
+
+
+class _FixedPass:
+    """One kind of pass over standing tensors."""
+
+    def __init__(
+        self, model: PagedModel, shape: CacheShape, kind: Kind, taps: tuple[int, ...], pool: Any
+    ) -> None:
+        device = model.device
+        self._kind = kind
+        self._tokens = torch.zeros((kind.rows, kind.width), dtype=torch.int64, device=device)
+        self._starts = torch.zeros(kind.rows, dtype=torch.int64, device=device)
+        self._table = torch.full((kind.rows, kind.blocks), SCRAP_BLOCK, device=device)
+        self._held: torch.Tensor | None = None
+        """Whose table the standing one holds: mostly that of all passes of a batch."""
+        self._graph: Any = None
+        reach = kind.blocks * shape.block_size
+
+        def run() -> Output:
+            layout = DeviceLayout(self._table, self._starts, kind.width, shape, reach)
+            window = layout.window(0, kind.width)
+            return model.forward(self._tokens.reshape(-1), window, Wants(taps=taps))
+
+        self._run = run
+        if device.type == "cuda":
+            try:
+                with torch.inference_mode():
+                    warm_up(run, device, _WARM_UPS)
+                    self._graph, self._out = record(run, device, pool)
+            except RuntimeError as error:
+                warnings.warn(f"a pass runs unrecorded: {kind}: {error}", stacklevel=2)
+
+    @property
+    def recorded(self) -> bool:
+        return self._graph is not None
+
+    def run(self, tokens: torch.Tensor, window: DeviceWindow) -> Output:
+        rows, width = window.rows, window.width
+        self._tokens.zero_()
+        self._tokens[:rows, :width] = tokens.view(rows, width)
+        self._starts.zero_()
+        self._starts[:rows] = window.starts
+        if self._held is not window.table:
+            columns = min(window.table.shape[1], self._kind.blocks)
+            self._table.fill_(SCRAP_BLOCK)
+            self._table[:rows, :columns] = window.table[:, :columns]
+            self._held = window.table
+        if self._graph is None:
+            return self._run()
+        self._graph.replay()
+        return self._out
+
+
+def _cut(x: torch.Tensor, kind: Kind, window: DeviceWindow) -> torch.Tensor:
+    """What the pass's own tokens have, [tokens, ...], of all that was computed."""
+    grid = x.view(kind.rows, kind.width, *x.shape[1:])
+    return grid[: window.rows, : window.width].flatten(0, 1)

@@ -1,0 +1,176 @@
+"""Where a pass on a device reads and writes: index arithmetic in tensors, and nothing is read back.
+
+A pass is a grid of rows and positions, row by row. What shapes depend on is known on the host, all
+else is worked out on the device when it is asked for; so a pass can be recorded, and one that is
+replayed instead costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from replicas.cuda.transfers import upload
+from replicas.kv_cache.host_layout import SCRAP_BLOCK, CacheShape, TokenRange
+
+if TYPE_CHECKING:
+    from replicas.verification import Selection
+
+
+class DeviceWindow:
+    """One pass: `width` positions of each row from its start on, or some cells of that grid.
+
+    A cell is row * width + column. Positions outside a row (before 0, or beyond its blocks) are
+    written to the scrap block.
+    """
+
+    step: None = None
+
+    def __init__(
+        self,
+        table: torch.Tensor,  # [rows, blocks], int64
+        starts: torch.Tensor,  # [rows], int64
+        width: int,
+        reach: int,
+        shape: CacheShape,
+        cells: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> None:
+        """`reach`: KV positions that every row reads, known on the host; `cells`, [tokens], int64:
+        the tokens of the pass, of all cells if None; `causal`: all rows start at 0, and a query
+        sees what is up to it."""
+        self.table = table
+        self.starts = starts
+        self.width = width
+        self.reach = reach
+        self.shape = shape
+        self.cells = cells
+        self.causal = causal
+        self.rows = table.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width if self.cells is None else self.cells.shape[0]
+
+    @property
+    def positions_read(self) -> int:
+        """Of a backend that gathers."""
+        return self.rows * self.reach
+
+    @cached_property
+    def grid(self) -> torch.Tensor:  # [rows, width], int64
+        """The position of every cell, which may lie outside its row."""
+        return self.starts[:, None] + torch.arange(self.width, device=self.table.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:  # [tokens], int64
+        return self._of_tokens(self.grid.clamp(0, self.shape.context_len - 1))
+
+    @cached_property
+    def slots(self) -> torch.Tensor:  # [tokens], int64
+        size, columns = self.shape.block_size, self.table.shape[1]
+        column = torch.div(self.grid, size, rounding_mode="floor")
+        block = self.table.gather(1, column.clamp(0, columns - 1))
+        block = block.masked_fill((column < 0) | (column >= columns), SCRAP_BLOCK)
+        return self._of_tokens(block * size + self.grid % size)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:  # [rows * blocks of the reach], int64
+        count = -(-self.reach // self.shape.block_size)
+        missing = count - self.table.shape[1]
+        if missing > 0:
+            pad = torch.nn.functional.pad
+            return pad(self.table, (0, missing), value=SCRAP_BLOCK).reshape(-1)
+        return self.table[:, :count].reshape(-1)
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor | None:  # [rows, 1, width, reach]
+        """0, or -inf where a query does not see a position; None: causal."""
+        if self.causal:
+            return None
+        # Every query sees a key, so that padding stays finite.
+        last = self.grid.clamp(min=0)[:, None, :, None]
+        beyond = torch.arange(self.reach, device=last.device) > last
+        return torch.zeros(beyond.shape, dtype=dtype, device=last.device).masked_fill_(
+            beyond, -torch.inf
+        )
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
+        """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
+        shape = (self.rows, self.width, *x.shape[1:])
+        if self.cells is None:
+            return x.view(shape)
+        flat = x.new_zeros((self.rows * self.width, *x.shape[1:]))
+        return flat.index_copy_(0, self.cells, x).view(shape)
+
+    def pack(self, grid: torch.Tensor) -> torch.Tensor:  # [tokens, ...]
+        """Take what the tokens have out of the grid, [rows, width, ...]."""
+        return self._of_tokens(grid)
+
+    def _of_tokens(self, grid: torch.Tensor) -> torch.Tensor:
+        flat = grid.flatten(0, 1)
+        return flat if self.cells is None else flat.index_select(0, self.cells)
+
+
+class DeviceLayout:
+    """The passes of one step; see `StepLayout`."""
+
+    def __init__(
+        self,
+        table: torch.Tensor,  # [rows, blocks], int64
+        starts: Sequence[int] | torch.Tensor,  # [rows]
+        width: int,
+        shape: CacheShape,
+        reach: int | None = None,
+    ) -> None:
+        """`reach` is needed with starts on the device: KV positions that rows read at most."""
+        if isinstance(starts, torch.Tensor):
+            assert reach is not None, "starts on a device come with their reach"
+            self._starts, self._reach = starts, reach
+        else:
+            self._starts = upload(starts, torch.int64, table.device)
+            self._reach = reach or max(starts) + width
+        self._table = table
+        self._shape = shape
+        self._width = width
+
+    @property
+    def positions(self) -> torch.Tensor:  # [rows, width], int64
+        return self._starts[:, None] + torch.arange(self._width, device=self._table.device)
+
+    def window(self, begin: int, end: int) -> DeviceWindow:
+        starts = self._starts + begin if begin else self._starts
+        return DeviceWindow(self._table, starts, end - begin, self._reach, self._shape)
+
+    def some(self, selection: Selection) -> DeviceWindow:
+        return DeviceWindow(
+            self._table, self._starts, self._width, self._reach, self._shape, selection.cells
+        )
+
+
+def device_ranges(
+    table: torch.Tensor,  # [rows, blocks], int64
+    ranges: Sequence[TokenRange],
+    shape: CacheShape,
+) -> DeviceWindow:
+    """The pass over all tokens of the ranges, row by row, as cells of a grid."""
+    width = max(end - begin for begin, end in ranges)
+    cells = [
+        row * width + column
+        for row, (begin, end) in enumerate(ranges)
+        for column in range(end - begin)
+    ]
+    starts = [begin for begin, _ in ranges]
+    reach = max(starts) + width
+    ragged = len(cells) < len(ranges) * width
+    return DeviceWindow(
+        table,
+        upload(starts, torch.int64, table.device),
+        width,
+        reach,
+        shape,
+        upload(cells, torch.int64, table.device) if ragged else None,
+        causal=not any(starts),
+    )

@@ -1,0 +1,21 @@
+"""How attention reads a paged cache on a device: gathered, or where it lies."""
+
+from replicas.models.attention.choice import AttentionRefused, choose_attention
+from replicas.models.attention.gather import GatherBackend, fused_attention
+from replicas.models.attention.paged import (
+    FlexAttention,
+    NotPaged,
+    PagedBackend,
+    VarlenAttention,
+)
+
+__all__ = [
+    "AttentionRefused",
+    "FlexAttention",
+    "GatherBackend",
+    "NotPaged",
+    "PagedBackend",
+    "VarlenAttention",
+    "choose_attention",
+    "fused_attention",
+]
