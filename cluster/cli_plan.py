@@ -16,22 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.config import ClusterConfig
-from replicas.buffers import Workload
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, TooLittleMemory, pair_shape_of, plan_memory
+from replicas.memory import MemoryPlan, TooLittleMemory, Workload, pair_shape_of, plan_memory
 from replicas.pair import PairRefused, read_pair, resolve_device
 
 _NOTES = Console(stderr=True, highlight=False)
 _LENGTHS = (256, 1024, 8192, 65536)
 """Sequences of these lengths are counted, besides those of full context."""
-_PHASES = {
-    "draft_pass": "a draft pass",
-    "verify_pass": "the verify pass",
-    "sampling": "its logits and sampling",
-    "prefill_pass": "a prefill pass",
-    "catch_up_pass": "a prefill pass of the draft",
-    "fusing": "joining a layer's weights",
-}
 
 
 def planned_of(config: ClusterConfig) -> ReplicaConfig:
@@ -98,39 +89,21 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     per_token = plan.block_bytes // work.block_size
     blocks = f"{plan.kv_blocks:,} blocks of {work.block_size} x {size(per_token)}"
     table.add_row("KV cache", size(plan.kv_bytes), blocks)
-    gathered = f"a layer of {work.rows_most} x {work.length:,} tokens"
-    table.add_row("gathered KV", size(counted.gathered), gathered)
     table.add_row("rotary tables", size(counted.rotary), f"{work.context_len:,} positions")
-    if counted.recorded:
-        table.add_row("recorded steps", size(counted.recorded), f"{work.recordings} are kept")
-    for name, phase in _PHASES.items():
-        taken = getattr(counted, name)
-        if taken:
-            counts = name == counted.counting
-            text = f"[bold]{phase}[/bold]" if counts else f"[dim]{phase}[/dim]"
-            shown = size(taken) if counts else f"[dim]({size(taken)})[/dim]"
-            table.add_row(text, shown, _phase_size(name, work))
-    if counted.unpacked:
-        table.add_row("unpacked weights", size(counted.unpacked), "16-bit numbers on a CPU")
-    if counted.packed:
-        table.add_row("packed weights", size(counted.packed), "large ones once more, for speed")
+    tokens = max(work.step_tokens, work.pass_tokens)
+    table.add_row("layers", size(counted.layers), f"passes of up to {tokens:,} tokens")
+    table.add_row("attention", size(counted.attention), "scores, and keys and values as copied")
+    table.add_row("logits and sampling", size(counted.logits), f"{work.step_tokens:,} tokens")
+    table.add_row("trial at load", f"({size(counted.loading)})", "once, in place of these three")
+    if counted.prepacked:
+        table.add_row("prepacked weights", size(counted.prepacked), "large ones again, for speed")
     table.add_row("slack", size(counted.slack), "held by the allocator")
     table.add_section()
-    table.add_row("together", size(plan.total), "of the passes the largest counts")
+    table.add_row("together", size(plan.total), "of passes and trial the larger counts")
     if plan.budget is not None:
         table.add_row("budget", size(plan.budget), _origin(config))
     table.add_row("least", size(plan.least), "one row, one full sequence")
     return table
-
-
-def _phase_size(name: str, work: Workload) -> str:
-    if name in ("prefill_pass", "catch_up_pass"):
-        return f"{work.pass_tokens:,} tokens with padding"
-    if name == "fusing":
-        return "once, at load"
-    if name == "draft_pass":
-        return f"{work.rows} x 2 tokens"
-    return f"{work.rows} x {work.draft_len + 1} tokens"
 
 
 def _origin(config: ReplicaConfig) -> str:
@@ -185,7 +158,6 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
         },
         "buffers_bytes": {
             **asdict(counted),
-            "counting": counted.counting,
             "total": counted.total,
         },
         "wanted": asdict(plan.wanted),

@@ -415,6 +415,6 @@ def _built(
 ) -> tuple[PagedModel, str]:
     """The model on its cache; what cannot be served is refused now."""
     try:
-        return build(model, name, config, plan.kv_blocks, pair.context_len, plan.packed, exact)
+        return build(model, name, config, plan.kv_blocks, pair.context_len, plan.prepack, exact)
     except Exception as error:
         raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error

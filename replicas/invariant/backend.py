@@ -19,7 +19,7 @@ from replicas.kv_cache.host_layout import (
 )
 
 
-_KEPT = 32
+_KEPT = 16
 """Shapes of passes whose buffers are kept: those of steps come again and again."""
 
 

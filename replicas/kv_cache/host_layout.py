@@ -26,6 +26,8 @@ GROUP_COST_NUMBERS = 32768
 """Keys and values of one layer whose reading takes about as long as the calls of one more group."""
 SCORES_MOST = 1 << 20
 """Attention scores of a group, unless one row alone has more: they stay in a processor's cache."""
+GATHERED_MOST = 1 << 22
+"""Numbers, keys and values of one layer, that a group copies, unless one row alone has more."""
 
 TokenRange = tuple[int, int]
 """Positions [begin, end) of a row."""
@@ -264,7 +266,7 @@ def _runs(
     """[first, after) of neighbouring rows that read together; row i reads `ends[i]` positions.
 
     A group ends where one more row would have the others read more positions than a group costs,
-    or all of them have more scores than SCORES_MOST.
+    or all of them would have more than SCORES_MOST scores, or GATHERED_MOST keys and values.
     """
     unit = arithmetic.kv_unit
     runs: list[tuple[int, int]] = []
@@ -276,7 +278,9 @@ def _runs(
         both = max(longest, reach)
         wasted = both * (count + 1) - (wanted + reach)
         scores = (count + 1) * shape.heads * width * both
-        if count and (wasted > shape.group_cost or scores > SCORES_MOST):
+        gathered = (count + 1) * both * 2 * shape.kv_heads * shape.head_dim
+        too_large = scores > SCORES_MOST or gathered > GATHERED_MOST
+        if count and (wasted > shape.group_cost or too_large):
             runs.append((first, index))
             first, longest, wanted = index, reach, reach
         else:

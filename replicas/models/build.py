@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from replicas.buffers import ModelShape
 from replicas.config import ReplicaConfig
 from replicas.invariant.backend import HostBackend
 from replicas.invariant.check import ROWS, trial_length, what_changes_logits
@@ -25,8 +24,9 @@ from replicas.invariant.ops import Arithmetic, Product
 from replicas.invariant.proof import RowFunction, prove
 from replicas.kv_cache.cache import PagedCache
 from replicas.kv_cache.host_layout import CacheShape
-from replicas.models.decoder import JoinedDecoder, NotJoined
+from replicas.memory.buffers import ModelShape
 from replicas.models.attention import GatherBackend, choose_attention
+from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, PagedModel
 from replicas.models.reference import own_logits
 from scheduler.config import SchedulerConfig
@@ -60,7 +60,8 @@ def build(
 ) -> tuple[PagedModel, str]:
     """The model on a cache of `blocks`, and how it computes, for people.
 
-    Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises what the model's own forward raises.
+    Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises what
+    the model's own forward raises.
     """
     shape = ModelShape.of(model.config)
     attention = config.attention_of(model.device)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.deterministic import make_deterministic
+from replicas.cuda.graphs import GraphedModel
 from replicas.eqspec import NotFinite, _of_numbers
 from replicas.pair import Pair
 from replicas.replica import Replica
@@ -30,14 +30,10 @@ INNOCENT = {"b": list(range(3, 40)), "c": [7], "d": [8, 3, 60, 2, 2, 2]}
 
 
 @cache
-def pair_of(deterministic: bool) -> Pair:
+def half_pair() -> Pair:
     plain = tiny_pair("qwen3")
     assert plain.draft is not None
     target, draft = copy.deepcopy(plain.target).half(), copy.deepcopy(plain.draft).half()
-    if deterministic:
-        make_deterministic(target)
-    for model in (target, draft):
-        model.get_input_embeddings().weight.data[BEYOND] = torch.inf
     return dataclasses.replace(plain, target=target, draft=draft, dtype=torch.float16)
 
 
@@ -46,9 +42,11 @@ class Client:
 
     def __init__(self, deterministic: bool = True, **config: object) -> None:
         settings = {"device": "cpu", "dtype": "float16", "block_size": 4, "kv_blocks": 64}
-        self.replica = Replica(
-            pair_of(deterministic), ReplicaConfig(**{**settings, "prefix_sharing": False, **config})
-        )
+        settings |= {"prefix_sharing": False, "deterministic": deterministic, **config}
+        self.replica = Replica(copy.deepcopy(half_pair()), ReplicaConfig(**settings))
+        for model in (self.replica._target, self.replica._drafter.model):
+            paged = model.model if isinstance(model, GraphedModel) else model
+            paged.model.get_input_embeddings().weight.data[BEYOND] = torch.inf
         self.contents: dict[str, list[int]] = {}
 
     def prefill(self, **prompts: list[int]) -> None:
@@ -71,13 +69,9 @@ class Client:
             self.contents[row.sequence_id] += row.tokens
 
     def finite(self) -> bool:
-        models = (self.replica._target, self.replica._draft)
-        return all(
-            bool(layer.isfinite().all())
-            for model in models
-            if model is not None
-            for layer in model._cache._layers
-        )
+        models = (self.replica._target, self.replica._drafter.model)
+        layers = [layer for model in models for layer in model.cache._layers]
+        return all(bool(layer.isfinite().all()) for layer in layers)
 
 
 def play(client: Client, k: int, verify: int | None, guilty: bool) -> dict[str, list[int]]:
@@ -120,7 +114,7 @@ def test_a_row_without_a_next_token_fails_and_the_others_go_on(
     fused: bool, verify: int | None
 ) -> None:
     client = Client(deterministic=not fused, fuse_layers=fused)
-    assert client.replica._target.fused == fused
+    assert (client.replica._target.decoder is not None) == fused
     client.prefill(a=[5, 9, BEYOND], b=INNOCENT["b"], c=INNOCENT["c"])
     with pytest.raises(NotFinite, match="row 1: the logits after 3 tokens"):
         client.steps(3, "cab", verify)
@@ -138,14 +132,13 @@ def test_what_a_row_drafted_beyond_its_own_length_cannot_fail_it() -> None:
     """Padding and rejected tokens have logits, too: no committed token is chosen from them."""
     client = Client(graphs="on")
     client.prefill(b=INNOCENT["b"], c=INNOCENT["c"])
-    draft = client.replica._draft
-    assert draft is not None
+    draft = client.replica._drafter.model
     forward = draft.forward
 
-    def always_beyond(tokens, window, logits_to_keep=0):  # type: ignore[no-untyped-def]
-        logits = forward(tokens, window, logits_to_keep)
-        logits[..., BEYOND] = torch.inf
-        return logits
+    def always_beyond(*args):  # type: ignore[no-untyped-def]
+        out = forward(*args)
+        out.logits[..., BEYOND] = torch.inf
+        return out
 
     draft.forward = always_beyond  # type: ignore[method-assign]
     client.steps(3, "cb")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from replicas import recording
+from replicas.cuda import recording
 
 GPU = torch.device("cuda", 0)
 
@@ -153,22 +153,6 @@ def test_who_runs_after_a_warm_up_that_failed_waits_for_what_it_launched(
     with pytest.raises(ValueError, match="no kernel"):
         recording.warm_up(refuse, GPU, 1)
     assert recorder.waited[-1] == (before, recording._stream(GPU))
-
-
-def test_a_pool_is_set_up_with_room_for_the_largest_step(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[tuple[int, torch.dtype, object]] = []
-    empty = torch.empty
-
-    def on_the_gpu(size: int, dtype: torch.dtype, device: object) -> torch.Tensor:
-        taken.append((size, dtype, recorder.pool))
-        return empty(size, dtype=dtype)
-
-    monkeypatch.setattr(torch, "empty", on_the_gpu)
-    recording.reserve(1000, GPU, "steps")
-    assert taken == [(1000, torch.uint8, "steps")]
-    assert recorder.pools == ["steps"]
 
 
 def refuse() -> None:

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from replicas.kv_cache import host_layout
 from replicas.replica import Replica
 from scheduler.messages import (
     Batch,
@@ -273,18 +274,20 @@ def test_a_disagreement_about_the_length_is_an_assertion() -> None:
         client.steps(2)
 
 
-def test_positions_read_are_counted_in_whole_units_of_sixteen() -> None:
+def test_positions_read_are_counted_in_whole_units_of_sixteen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rows of about one length read together, as far as the longest; rows far apart do not."""
+    monkeypatch.setattr(host_layout, "GROUP_COST_NUMBERS", 2048)
     client = Client(tiny_replica("llama"))
-    lengths = {"a": 10, "b": 14, "c": 200, "d": 180}
+    lengths = {"a": 10, "b": 13, "d": 180, "c": 200}
     client.prefill(**{name: prompt(length) for name, length in lengths.items()})
     together = client.steps(0, 1, ["a", "b"])
-    assert (together.kv_positions_own, together.kv_positions_read) == (24, 32)
+    assert (together.kv_positions_own, together.kv_positions_read) == (23, 32)
     apart = client.steps(2, 1)
     assert client.replica.spec.reads_apart
-    assert apart.kv_positions_own == 11 + 15 + 180 + 200 + 4 * 2
-    reads = 16 + 32 + 192 + 208
-    assert reads <= apart.kv_positions_read < 4 * 208
+    assert apart.kv_positions_own == 11 + 14 + 180 + 200 + 4 * 2
+    assert apart.kv_positions_read == 2 * 16 + 2 * 208, "read in two groups"
     for name, length in lengths.items():
         got = client.new_tokens(name)
         assert got == plain_greedy(target_model("llama"), prompt(length), NEW)[: len(got)]

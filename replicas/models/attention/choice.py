@@ -19,14 +19,13 @@ import torch
 
 from replicas.kv_cache import CacheShape
 from replicas.kv_cache.device_layout import DeviceLayout
-from replicas.models.attention.gather import GatherBackend
 from replicas.models.attention.paged import (
     FlexAttention,
     PagedAttention,
     PagedBackend,
     VarlenAttention,
 )
-from replicas.models.paged_model import ERROR_FLOOR, PagedModel
+from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Layout, PagedModel
 from replicas.models.prefill import fill
 
 AUTO, GATHER, FLEX, VARLEN = "auto", "gather", "flex", "varlen"
@@ -64,7 +63,7 @@ def choose_attention(model: PagedModel, wanted: str, shape: CacheShape, rows_mos
     }
     trial = _Trial(model, shape, min(rows_most, ROWS_MOST))
     gather = model.backend
-    usable = {GATHER: gather}
+    usable: dict[str, AttentionBackend] = {GATHER: gather}
     for name in makes if wanted == AUTO else (wanted,):
         try:
             backend = PagedBackend(cache, shape, makes[name]())
@@ -123,7 +122,7 @@ class _Trial:
         return blocks.view(columns, self._rows).flip(0).t().contiguous()
 
     @torch.inference_mode()
-    def compare(self, gather: object, backend: object) -> None:
+    def compare(self, gather: AttentionBackend, backend: AttentionBackend) -> None:
         """Raises AttentionRefused where logits differ from gathering's by more than rounding."""
         model, device = self._model, self._model.device
         widths = [width for width in WIDTHS if width < self._room()]
@@ -137,23 +136,24 @@ class _Trial:
         for width in widths:
             tokens = self._tokens[:, :width].to(device).reshape(-1)
             window = DeviceLayout(table, starts, width, self._shape).window(0, width)
-            expected, got = self._both(gather, backend, lambda: (tokens, window))
+            expected, got = self._both(gather, backend, tokens, window)
             _alike(got, expected)
         if ranges:
             some = table[: len(ranges)]
             fed = torch.cat([self._tokens[row, a:b] for row, (a, b) in enumerate(ranges)])
             layout = model.backend.ranges_layout(some, ranges)
-            _alike(*self._both(backend, gather, lambda: (fed.to(device), layout)))
+            expected, got = self._both(gather, backend, fed.to(device), layout)
+            _alike(got, expected)
 
     def _both(
-        self, one: object, other: object, pass_: Callable[[], tuple[torch.Tensor, object]]
+        self, one: AttentionBackend, other: AttentionBackend, tokens: torch.Tensor, layout: Layout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model = self._model
         before, logits = model.backend, []
         try:
             for backend in (one, other):
-                model.backend = backend  # type: ignore[assignment]
-                out = model.forward(*pass_()).logits  # type: ignore[arg-type]
+                model.backend = backend
+                out = model.forward(tokens, layout).logits
                 assert out is not None
                 logits.append(out)
         finally:
@@ -161,11 +161,11 @@ class _Trial:
         return logits[0], logits[1]
 
     @torch.inference_mode()
-    def times(self, backend: object) -> list[float]:
+    def times(self, backend: AttentionBackend) -> list[float]:
         """Seconds of a pass of each width and length, the best of a few rounds."""
         model = self._model
         before, seconds = model.backend, []
-        model.backend = backend  # type: ignore[assignment]
+        model.backend = backend
         try:
             room = self._room() - max(WIDTHS)
             for length in dict.fromkeys(min(length, room) for length in LENGTHS):

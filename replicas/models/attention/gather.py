@@ -17,9 +17,9 @@ from replicas.models.decoder import LayerAttention
 Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor
 ]
-"""Queries [rows, heads, width, head_dim], keys and values [rows, kv_heads, length, head_dim], a mask
-[rows, 1, width, length] of 0 and -inf or None (causal), and the scale of scores; returns [rows,
-width, heads, head_dim]."""
+"""Queries [rows, heads, width, head_dim], keys and values [rows, kv_heads, length, head_dim], a
+mask [rows, 1, width, length] of 0 and -inf or None (causal), and the scale of scores; returns
+[rows, width, heads, head_dim]."""
 
 
 def fused_attention(

@@ -1,6 +1,6 @@
 """How a replica's memory is divided: weights, buffers of the largest batches, KV blocks.
 
-Both models' caches share one block table, so a block costs both. What the buffers cost is in
+All models' caches share one block table, so a block costs all of them. What the buffers cost is in
 `buffers`; here is what there is, and what of the wanted batches fits into it.
 """
 
@@ -17,9 +17,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from replicas.buffers import Buffers, ModelShape, Workload, buffers, kv_bytes_per_position
 from replicas.config import ReplicaConfig
 from replicas.invariant.ops import can_prepack
+from replicas.memory.buffers import (
+    Buffers,
+    ModelShape,
+    Workload,
+    buffers,
+    kv_bytes_per_position,
+    prepacked_bytes,
+)
 from replicas.pair import Pair, PairFiles, take_part
 from scheduler.config import SchedulerConfig
 
@@ -45,7 +52,7 @@ class TooLittleMemory(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PairShape:
-    """What of a pair must be known to plan its memory; no weights are needed for it."""
+    """What of a target and a draft model must be known to plan memory; no weights are needed."""
 
     target: ModelShape
     draft: ModelShape | None
@@ -78,8 +85,11 @@ class MemoryPlan:
     """What weights, KV cache and buffers may take together; None: KV alone was given."""
     least: int
     """The smallest budget that would do, with this KV cache if its size was given."""
-    packed: bool
-    """Whether weights are laid out a second time, for a CPU to multiply faster."""
+
+    @property
+    def prepack(self) -> bool:
+        """Whether weights are laid out a second time, for a CPU to multiply faster."""
+        return self.buffers.prepacked > 0
 
     @property
     def kv_bytes(self) -> int:
@@ -91,7 +101,7 @@ class MemoryPlan:
 
     @property
     def rows_max(self) -> int | None:
-        """Rows of a group, where fewer than wanted fit."""
+        """Rows of a batch, where fewer than wanted fit."""
         return None if self.work.rows == self.wanted.rows else self.work.rows
 
     def draft_len_max(self, most: int) -> int:
@@ -111,20 +121,17 @@ def bytes_per_block(shapes: list[ModelShape], block_size: int, dtype: torch.dtyp
     return sum(kv_bytes_per_position(shape, dtype.itemsize) * block_size for shape in shapes)
 
 
-def wanted_work(config: ReplicaConfig, context_len: int, on_gpu: bool) -> Workload:
+def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
     """The largest batches to expect."""
     usual = SchedulerConfig()
-    rows = config.plan_rows or usual.rows_max
-    prefill_rows = config.plan_prefill_rows or usual.prefill_rows_max
     draft_len = usual.draft_len_max if config.plan_draft_len is None else config.plan_draft_len
+    prefill_rows = config.plan_prefill_rows or usual.prefill_rows_max
     return Workload(
-        rows=rows,
+        rows=config.plan_rows or usual.rows_max,
         draft_len=0 if config.draft is None else draft_len,
-        prefill_rows=prefill_rows,
         pass_tokens=prefill_rows * min(config.prefill_chunk_tokens, context_len),
         context_len=context_len,
         block_size=config.block_size,
-        recordings=config.graphs_max if on_gpu and config.graphs != "off" else 0,
     )
 
 
@@ -133,35 +140,24 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory; `loaded` says whether the weights are on the device already.
 
-    Where the budget is short of what the wanted batches take, prefill passes become narrower, then
-    rows and draft tokens fewer. Raises TooLittleMemory.
+    Prepacked weights come before a larger cache. Where the budget is short of what the wanted
+    batches take, prefill passes become narrower, then rows and draft tokens fewer. Raises
+    TooLittleMemory.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
     on_gpu = device.type == "cuda"
     block_bytes = bytes_per_block(pair.models, config.block_size, dtype)
     least_blocks = -(-pair.context_len // config.block_size)
-    given_blocks = config.kv_blocks
-    if given_blocks is None and config.kv_memory_mb is not None:
-        given_blocks = config.kv_memory_mb * _MIB // block_bytes
-    if given_blocks is not None and given_blocks < least_blocks:
-        raise TooLittleMemory(
-            f"kv_blocks: {given_blocks} blocks of {config.block_size} positions do not hold one"
-            f" sequence of {pair.context_len} tokens; at least {least_blocks} blocks"
-            f" ({in_mib(least_blocks * block_bytes)}) would, or a smaller context_len",
-            least_blocks * block_bytes,
-        )
-    wanted = wanted_work(config, pair.context_len, on_gpu)
-    tiles = None
-    packed = packs_weights(config, device)
-    batched = False
+    given_blocks = _given_blocks(config, least_blocks, block_bytes, pair.context_len)
+    wanted = wanted_work(config, pair.context_len)
 
-    def count(work: Workload) -> Buffers:
-        return buffers(
-            pair.target, pair.draft, work, dtype.itemsize, on_gpu, tiles, packed, batched
-        )
+    def count(work: Workload, prepack: bool = False) -> int:
+        return buffers(pair.models, work, dtype.itemsize, on_gpu, prepack).total
 
-    least_kv = (least_blocks if given_blocks is None else given_blocks) + 1
-    fixed = pair.weights + least_kv * block_bytes
+    fixed = (
+        pair.weights + ((least_blocks if given_blocks is None else given_blocks) + 1) * block_bytes
+    )
+    prepack = prepacks(config, device)
     budget: int | None
     if config.memory is not None:
         budget = int(config.memory)
@@ -173,26 +169,20 @@ def plan_memory(
         share = _CUDA_SHARE if on_gpu else _CPU_SHARE
         budget = pair.weights + int(free * share)
         given = f"memory: {in_mib(budget)} ({share:.0%} of what is free beside the weights)"
+        twice = sum(prepacked_bytes(one) for one in pair.models)
+        if prepack and 2 * twice < free:  # they count as weights
+            budget = pair.weights + twice + int((free - twice) * share)
+    least = fixed + count(_least_work(wanted))
     work: Workload | None = wanted
     if budget is not None:
         most = usual = budget - fixed
         if given_blocks is None:
-            # A cache as large as the buffers, but no larger than all rows of a group can fill.
+            # A cache as large as the buffers, but no larger than all rows of a batch can fill.
             all_rows = wanted.rows * least_blocks * block_bytes
             usual = max((budget - pair.weights) // 2, most - all_rows)
         # Speed of products is not paid for with smaller batches.
-        packed = packed and count(wanted).total <= min(most, usual)
-        work = _fitting(wanted, lambda one: count(one).total, most, usual)
-    unpacked = buffers(
-        pair.target,
-        pair.draft,
-        _least_work(wanted),
-        dtype.itemsize,
-        on_gpu,
-        tiles,
-        batched=batched,
-    )
-    least = fixed + unpacked.total
+        prepack = prepack and count(wanted, True) <= most
+        work = wanted if prepack else _fitting(wanted, count, most, usual)
     if work is None:
         raise TooLittleMemory(
             f"{given} do not hold the weights ({in_mib(pair.weights)}), one sequence of"
@@ -200,18 +190,33 @@ def plan_memory(
             " would, or a smaller context_len",
             least,
         )
-    counted = count(work)
-    if given_blocks is None:
+    counted = buffers(pair.models, work, dtype.itemsize, on_gpu, prepack)
+    kv_blocks = given_blocks
+    if kv_blocks is None:
         assert budget is not None
         kv_blocks = (budget - pair.weights - counted.total) // block_bytes - 1
-    else:
-        kv_blocks = given_blocks
-    return MemoryPlan(pair, wanted, work, counted, kv_blocks, block_bytes, budget, least, packed)
+    return MemoryPlan(pair, wanted, work, counted, kv_blocks, block_bytes, budget, least)
 
 
-def packs_weights(config: ReplicaConfig, device: torch.device) -> bool:
+def _given_blocks(
+    config: ReplicaConfig, least: int, block_bytes: int, context_len: int
+) -> int | None:
+    given = config.kv_blocks
+    if given is None and config.kv_memory_mb is not None:
+        given = config.kv_memory_mb * _MIB // block_bytes
+    if given is not None and given < least:
+        raise TooLittleMemory(
+            f"kv_blocks: {given} blocks of {config.block_size} positions do not hold one"
+            f" sequence of {context_len} tokens; at least {least} blocks"
+            f" ({in_mib(least * block_bytes)}) would, or a smaller context_len",
+            least * block_bytes,
+        )
+    return given
+
+
+def prepacks(config: ReplicaConfig, device: torch.device) -> bool:
     """Whether weights are laid out a second time if there is memory for it."""
-    wanted = config.pack_weights and config.fuse_layers and not config.deterministic
+    wanted = config.pack_weights and not config.fixed_shapes(device)
     return wanted and can_prepack(device, getattr(torch, config.dtype))
 
 
