@@ -7,7 +7,7 @@ SETUP := $(VENV)/.setup-done
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup compiled demo serve test test-fast test-steps test-schedules test-compiled lint format protos demo-pair bench bench-scheduler simulate worlds explore chaos soak clean
+.PHONY: help setup demo serve test test-fast test-steps test-schedules lint format protos demo-pair bench bench-scheduler simulate worlds explore chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -18,13 +18,6 @@ $(SETUP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
 	touch $@
-
-# What `pip install .` would install, beside the checkout: the scheduler's core compiled (setup.py).
-COMPILED := build/compiled
-compiled: $(SETUP)  ## build/compiled: the project as a wheel has it, the scheduler's core compiled
-	rm -rf build  # a build leaves its own files there, which the next one would take for its sources
-	LOCKSTEP_COMPILE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet \
-		--disable-pip-version-check --no-deps --target $(COMPILED) .
 
 demo: $(SETUP)  ## start a cluster with the demo pair, stream answers, print figures, stop
 	$(BIN)/lockstep demo
@@ -39,18 +32,8 @@ SCHEDULES := tests/oracle tests/scheduler tests/sim
 TOGETHER := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)
 ALONE := $(BIN)/python -m pytest $(addprefix --ignore=,$(STEPS) $(SCHEDULES))
 
-define CAN_COMPILE
-import shutil, sysconfig
-from pathlib import Path
-headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-raise SystemExit(not (headers and shutil.which(sysconfig.get_config_var("CC").split()[0])))
-endef
-export CAN_COMPILE
-
 test: $(SETUP)  ## everything that CI runs
-	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; $(ALONE) || failed=1; \
-	if $(BIN)/python -c "$$CAN_COMPILE"; then $(MAKE) --no-print-directory test-compiled || failed=1; \
-	else echo "SKIPPED test-compiled: no C compiler, or no headers of Python"; fi; exit $$failed
+	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; $(ALONE) || failed=1; exit $$failed
 
 test-fast: $(SETUP)  ## without the tests that start a real Ray
 	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; \
@@ -61,13 +44,6 @@ test-steps: $(SETUP)
 
 test-schedules: $(SETUP)
 	$(BIN)/python -m pytest $(SCHEDULES)
-
-# The tests lie beside the compiled project, for they find what they test beside them. One of them
-# starts a real Ray, whose processes send each other what the compiled core makes.
-COMPILED_TESTS := tests/scheduler tests/sim/test_golden.py tests/sim/test_baseline.py tests/integration/test_serving.py
-test-compiled: compiled
-	cp -R tests pyproject.toml $(COMPILED)
-	cd $(COMPILED) && PYTHONPATH=$(abspath $(COMPILED)) $(abspath $(BIN))/python -m pytest $(COMPILED_TESTS)
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -100,9 +76,8 @@ bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
 	$(BIN)/python -m benchmarks.prefix --threads 1 --requests 16 --new 24 --json $(RESULTS)/prefix.json
 	$(BIN)/python -m benchmarks.autoscaling --json $(RESULTS)/autoscaling.json --plot $(RESULTS)/autoscaling.svg
 
-bench-scheduler: compiled  ## the scheduler's share of them, compiled and plain
-	cd $(COMPILED) && $(abspath $(BIN))/python -m benchmarks.scheduler --json $(abspath $(RESULTS))/scheduler.json
-	$(BIN)/python -m benchmarks.scheduler --json $(RESULTS)/scheduler_plain.json
+bench-scheduler: $(SETUP)  ## the scheduler's share of them
+	$(BIN)/python -m benchmarks.scheduler --json $(RESULTS)/scheduler.json
 
 SIMULATE = $(BIN)/lockstep simulate
 SHORT_ROWS = --prompt-tokens 50..300 --new-tokens 64..192

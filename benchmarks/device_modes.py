@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 import torch
+from replicas.attention import FLEX, VARLEN
+from replicas.in_place import FlexInPlace, NotInPlace, VarlenInPlace
 
 from benchmarks.device_runs import Bench
-from replicas.attention import FLEX, VARLEN
 from replicas.config import ReplicaConfig
-from replicas.in_place import FlexInPlace, NotInPlace, VarlenInPlace
 from replicas.pair import Pair
 from replicas.replica import Replica
 

@@ -22,18 +22,13 @@ from cluster.cli_options import (
     Dtype,
     KeyFile,
     Memory,
-    PrefillMax,
     Priority,
     ReplicaCount,
-    RowsMax,
-    SpreadMax,
-    StepsMax,
     Target,
     TensorParallel,
     TlsCa,
     TlsCert,
     TlsKey,
-    TrimDrafts,
     cluster_config,
     given_options,
     reached_server,
@@ -122,11 +117,6 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the end of text.")] = False,
     speculation: Annotated[bool, typer.Option(help="Off: no drafting for these requests.")] = True,
     draft_len: DraftLen = None,
-    rows_max: RowsMax = None,
-    spread_max: SpreadMax = None,
-    steps_max: StepsMax = None,
-    prefill_max: PrefillMax = None,
-    trim_drafts: TrimDrafts = True,
     priority: Priority = None,
     cache_salt: CacheSalt = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of each request.")] = None,
@@ -154,15 +144,6 @@ def generate(
         cache_salt=cache_salt,
         timeout_s=timeout_s,
     )
-    pins = given_options(
-        rows_max=rows_max,
-        spread_max=spread_max,
-        steps_per_batch_max=steps_max,
-        prefill_tokens_max=prefill_max,
-        trim_drafts=None if trim_drafts else False,
-    )
-    if pins:
-        given["pins"] = pins
     if ignore_eos:
         given["ignore_eos"] = True
     if not speculation:

@@ -63,20 +63,6 @@ TensorParallel = Annotated[
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of a group.")]
 DraftLen = Annotated[int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")]
 
-RowsMax = Annotated[
-    int | None, typer.Option(min=1, help="Steps in groups of at most so many; 1: alone.")
-]
-SpreadMax = Annotated[
-    int | None, typer.Option(min=0, help="Steps with those at most so many tokens away.")
-]
-StepsMax = Annotated[
-    int | None, typer.Option("--steps-per-batch-max", min=1, help="Steps of its batches at most.")
-]
-PrefillMax = Annotated[
-    int | None,
-    typer.Option("--prefill-tokens-max", min=1, help="Tokens of its prompt computed at once."),
-]
-TrimDrafts = Annotated[bool, typer.Option(help="Off: all drafted tokens are checked.")]
 Priority = Annotated[
     PriorityName | None, typer.Option(help="Class in the queue; waiting ages, so none starves.")
 ]

@@ -21,7 +21,6 @@ from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import (
     Finish,
     FinishReason,
-    Pins,
     Priority,
     Reject,
     RejectCode,
@@ -236,7 +235,6 @@ def to_ask(
             priority=priority,
             tenant=tenant,
             cache_salt=message.cache_salt,
-            pins=_pins_of(message.pins) if has("pins") else Pins(),
         ),
         client_id=message.request_id,
         stop=tuple(message.stop),
@@ -244,10 +242,6 @@ def to_ask(
         sampled=sampled,
         token_ids_given=message.WhichOneof("input") == "prompt_token_ids",
     )
-
-
-def _pins_of(message: pb.Pins) -> Pins:
-    return Pins(**{field.name: value for field, value in message.ListFields()})
 
 
 def to_end(

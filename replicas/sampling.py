@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from replicas.noise import gumbel_noise
 from replicas.cuda.transfers import upload
+from replicas.noise import gumbel_noise
 from scheduler.messages import SamplingParams
 
 _MASS_ROUNDING = 1e-4

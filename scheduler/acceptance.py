@@ -22,14 +22,6 @@ CLASS_TRIES = 400.0
 FIRST_GUESS = 0.6
 """Acceptance of a class of which nothing is known; a guess that lasts for a few tries."""
 _GUESS_TRIES = 4.0
-SELDOM_RIGHT = 0.15
-"""A sequence whose acceptance falls below it is of the kind for which drafts are seldom right.
-
-Two kinds fill fewer groups than one, and real text has passages at which drafts fail for a while:
-at 0.35 that cost 4 % of the speed where all sequences are alike, and gained 4 % where half of them
-always fail."""
-OFTEN_RIGHT = 0.4
-"""Above it, it is of the other kind again."""
 
 
 @dataclass(slots=True)
@@ -69,18 +61,10 @@ class Acceptance:
         for sequence, row in answers:
             tried, agreed = sum(row.tried_at), sum(row.accepted_at)
             keep = DECAY if row.steps == 1 else DECAY**row.steps
-            sequence.tried = tried_lately = keep * sequence.tried + tried
-            sequence.agreed = agreed_lately = keep * sequence.agreed + agreed
-            # By its own tries: towards the others' acceptance both kinds would come to look alike.
+            sequence.tried = keep * sequence.tried + tried
+            sequence.agreed = keep * sequence.agreed + agreed
             known = greedy if sequence.greedy else sampled
-            class_tried, class_agreed = known.tried, known.agreed
-            acceptance = (agreed_lately + class_agreed / class_tried) / (tried_lately + 1.0)
-            if acceptance < SELDOM_RIGHT or sequence.draft_len == 0:
-                sequence.kind = 1
-            elif acceptance > OFTEN_RIGHT:
-                sequence.kind = 0
             if tried:
-                class_tried += tried
-                fade = CLASS_TRIES / class_tried if class_tried > CLASS_TRIES else 1.0
-                known.tried = fade * class_tried
-                known.agreed = fade * (class_agreed + agreed)
+                fade = min(CLASS_TRIES / (known.tried + tried), 1.0)
+                known.tried = fade * (known.tried + tried)
+                known.agreed = fade * (known.agreed + agreed)

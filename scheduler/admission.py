@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import math
 
-from scheduler.config import DRAFT_LEN_MAX, PREFILL_TOKENS_LEAST, SchedulerConfig
+from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig
 from scheduler.errors import InvalidRequest
-from scheduler.messages import Pins, ReplicaSpec, Request, SamplingParams
+from scheduler.messages import ReplicaSpec, Request, SamplingParams
 
 SEED_MAX = 2**63
 """Seeds are in [0, SEED_MAX)."""
 
 END_TOKENS_MAX = 16
 """Of the target's own, which an ingress adds to the stop tokens that a client may give."""
-
-_NO_PINS = Pins()
-_PINS_LEAST = {
-    "rows_max": 1,
-    "spread_max": 0,
-    "steps_per_batch_max": 1,
-    "prefill_tokens_max": PREFILL_TOKENS_LEAST,
-}
 
 
 def check_request(
@@ -46,8 +38,6 @@ def check_request(
         raise InvalidRequest(
             "draft_len", f"must be in [0, {DRAFT_LEN_MAX}], is {request.draft_len}"
         )
-    if request.pins != _NO_PINS:
-        _check_pins(request.pins)
     if request.timeout_s is not None:
         # Written so that NaN fails too.
         if not request.timeout_s > 0:
@@ -116,13 +106,6 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest("min_p", f"must be in [0, 1], is {sampling.min_p}")
     if not 0 <= sampling.seed < SEED_MAX:
         raise InvalidRequest("seed", f"must be in [0, 2**63), is {sampling.seed}")
-
-
-def _check_pins(pins: Pins) -> None:
-    for name, least in _PINS_LEAST.items():
-        pinned = getattr(pins, name)
-        if pinned is not None and pinned < least:
-            raise InvalidRequest(f"pins.{name}", f"must be at least {least}, is {pinned}")
 
 
 def _check_vocabulary(field: str, tokens: tuple[int, ...], vocab_size: int) -> None:

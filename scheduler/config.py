@@ -8,8 +8,7 @@ DRAFT_LEN_MAX = 32
 """Most draft tokens per row and step that a config or a request may ask for."""
 
 PREFILL_TOKENS_LEAST = 32
-"""Positions of a chunk that is chosen, or that a request may ask for, at least: below it, messages
-cost more than what is filled."""
+"""Positions of a chunk that is chosen, at least: below it, messages cost more than what is filled."""
 
 
 class SchedulerConfig(BaseModel):
@@ -23,18 +22,6 @@ class SchedulerConfig(BaseModel):
         ge=0,
         description="A group whose rows read so many KV positions beyond their own is cut in two,"
         " where rows read as far as the longest. None: by cost, as many as one more step is worth.",
-    )
-    half_groups: bool | None = Field(
-        default=None,
-        description="With more rows than one group and fewer than two: true: halves take turns;"
-        " false: full groups. null: chosen by measured times.",
-    )
-    spread_max: int | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens by which the longest row of a group may be longer than the shortest"
-        " when a batch begins. null: chosen by length and waiting; with it rows that are far apart"
-        " step one by one.",
     )
     draft_len: int | None = Field(
         default=None,

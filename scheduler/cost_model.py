@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scheduler.beliefs import LinearCost
 from scheduler.fit import Fit, tokens_key
 from scheduler.messages import Batch, BatchKind, PrefillTiming, StepResult, StepTiming
-from scheduler.records import record
 
 PACKING = 1.05
 """What a verification of some of the draft tokens is taken to cost more, before it was seen."""
@@ -28,7 +28,7 @@ AT_ONCE = 16
 """Steps that are learned at once at most; of fewer than sixteen times as many, one by one."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepPrices:
     """What a step of a certain group costs, by its draft length."""
 

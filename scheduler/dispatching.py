@@ -13,10 +13,8 @@ from scheduler.admission import blocks_needed
 from scheduler.batches import prefill_batch, speculate_batch
 from scheduler.config import SchedulerConfig
 from scheduler.cutting import part_of
-from scheduler.ending import with_late
-from scheduler.grouping import group_size, may_step
+from scheduler.grouping import may_step
 from scheduler.messages import Action, Batch, BatchKind, Dispatch, Interrupt, Release
-from scheduler.narrowing import Group
 from scheduler.placement import Choice, best_replica, next_rows, shunned
 from scheduler.pool import Pool
 from scheduler.prefilling import (
@@ -111,9 +109,7 @@ class Dispatcher:
             # Is it the replica or the row? Others show it before the row comes back. And between
             # any two batches of suspects those that are none take one step.
             rows_max = replica.rows_max(self._config.rows_max)
-            rows = len(replica.ready) + replica.stepping
-            size, _ = self._group_size(replica, rows, rows_max)
-            return self._step_ready(replica, size, rows_max, someone_waits=True)
+            return self._step_ready(replica, rows_max, someone_waits=True)
         pool = self._pool
         ready, stepping = len(replica.ready), replica.stepping
         to_fill = False
@@ -138,14 +134,9 @@ class Dispatcher:
         else:
             replica.gathers_until = None
         rows_max = replica.rows_max(self._config.rows_max)
-        size, beside = self._group_size(replica, ready + stepping, rows_max)
-        if replica.narrow and ready and stepping:
-            whole = self._is_whole(replica, size, rows_max, beside)
-            beside = 0 if whole else ready + 1
-        elif replica.cut and ready and stepping and self._stands_apart(replica, size, rows_max):
-            beside = 0
-        if may_step(ready, stepping, replica.joining, len(replica.batches), beside, rows_max):
-            return self._step_ready(replica, size, rows_max, someone_waits=to_fill)
+        apart = replica.cut and ready and stepping and self._stands_apart(replica, rows_max)
+        if apart or may_step(ready, stepping, replica.joining, len(replica.batches), rows_max):
+            return self._step_ready(replica, rows_max, someone_waits=to_fill)
         return None
 
     def chunk(self, replica: Replica) -> int:
@@ -187,13 +178,6 @@ class Dispatcher:
             pool.claim(choice.claim, replica)
         return choice
 
-    def _group_size(self, replica: Replica, rows: int, rows_max: int) -> tuple[int, int]:
-        """See `grouping.group_size`; of the free ones of these rows."""
-        if replica.narrow:
-            rows -= len(replica.narrow_limits())
-        halves = rows_max < rows < 2 * rows_max and self._policy.halves(replica.id, rows, rows_max)
-        return group_size(rows, rows_max, halves)
-
     def _drop_vain_claim(self, replica: Replica) -> None:
         """Who claimed a replica when it was the only one may have failed on it, and there are
         others now: then it goes to one of them."""
@@ -228,10 +212,8 @@ class Dispatcher:
             replica.alone = batch_id
         return prefill_batch(batch_id, replica.id, given)
 
-    def _step_ready(
-        self, replica: Replica, size: int, rows_max: int, someone_waits: bool
-    ) -> Batch | None:
-        whole = self._choose(replica, size, rows_max)
+    def _step_ready(self, replica: Replica, rows_max: int, someone_waits: bool) -> Batch | None:
+        whole = self._choose(replica, rows_max)
         rows = self._cut(replica, whole, rows_max)
         if len(rows) < len(whole):
             replica.cut = True
@@ -242,76 +224,47 @@ class Dispatcher:
         alone = not (someone_waits or replica.stepping or replica.prefilling)
         steps_most = 1
         if alone and len(rows) == len(replica.ready) and all(one.committed for one in rows):
-            pinned = [one.request.pins.steps_per_batch_max for one in rows]
             steps_most = self._config.steps_per_batch_max
-            steps_most = min([steps_most, *(steps for steps in pinned if steps is not None)])
         return self._step(replica, rows, steps_most)
 
-    def _choose(self, replica: Replica, size: int, rows_max: int) -> list[Sequence]:
-        """The rows of the next group; while nobody is due, with those that would end last."""
-        ready, wait_rounds = replica.ready, self._config.wait_rounds
+    def _choose(self, replica: Replica, rows_max: int) -> list[Sequence]:
         groups = replica.groups(rows_max)
-        turns = replica.turns(rows_max) if replica.narrow else groups
-        rows = ready.choose(size, rows_max, groups, wait_rounds, turns)
-        if groups != 2 or len(ready) <= size or replica.narrow:
-            return rows
-        if self._pool.waiting or replica.partial or replica.prefilling:
-            return rows
-        if ready.is_due(wait_rounds, groups):
-            return rows
-        left = sum(one.tokens_left for one in replica.residents.values() if one.live)
-        return ready.ordered(with_late(rows, ready, left))
+        return replica.ready.choose(rows_max, groups, self._config.wait_rounds)
 
     def _cut(self, replica: Replica, rows: list[Sequence], rows_max: int) -> list[Sequence]:
-        """What is left of a group whose rows lie too far apart to read together, unless nobody can
-        wait any longer. Narrow rows have limits of their own."""
+        """What is left of a group whose rows lie too far apart to read together, unless somebody
+        cannot wait any longer."""
         apart = self._policy.apart(replica.id)
-        if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart or replica.narrow:
+        if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart:
             return rows
         ready, groups = replica.ready, replica.groups(rows_max)
         wait_rounds = self._config.wait_rounds
-        if ready.is_overdue(wait_rounds, groups):
+        if ready.is_due(wait_rounds, groups):
             return rows
         anchor = ready.anchor_of(rows, wait_rounds, groups)
         begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
         return rows[begin:end]
 
-    def _stands_apart(self, replica: Replica, size: int, rows_max: int) -> bool:
+    def _stands_apart(self, replica: Replica, rows_max: int) -> bool:
         """Whether the next group, where groups are cut, need not wait for any row that steps: it
         would be cut from all of them."""
-        rows = self._cut(replica, self._choose(replica, size, rows_max), rows_max)
+        rows = self._cut(replica, self._choose(replica, rows_max), rows_max)
         stepping = [one for one in replica.residents.values() if one.state is State.STEPPING]
         every = sorted([*rows, *stepping], key=lambda one: one.length)
         lengths = [one.length for one in every]
         begin, end = part_of(lengths, every.index(rows[0]), self._policy.apart(replica.id))
         return all(one.state is State.READY for one in every[begin:end])
 
-    def _is_whole(self, replica: Replica, size: int, rows_max: int, beside: int) -> bool:
-        """Whether the next group, where there are narrow rows, need not wait for any that steps:
-        it has free rows for a group of theirs, or none that steps fits."""
-        group: Group[Sequence] = Group(rows_max)
-        free = 0
-        for sequence in self._choose(replica, size, rows_max):
-            free += sequence.limits is None
-            group.add(sequence, sequence.length, sequence.limits)
-        if free and free >= beside:
-            return True
-        return not any(
-            group.fits(one.length, one.limits)
-            for one in replica.residents.values()
-            if one.state is State.STEPPING
-        )
-
     def _step_suspects(self, replica: Replica) -> Batch | None:
         limit = replica.rows_max(self._config.rows_max)
-        group: Group[Sequence] = Group(limit)
+        rows: list[Sequence] = []
         for sequence in replica.suspects.values():
             assert sequence.rows_limit is not None
             limit = min(limit, sequence.rows_limit)
-            if len(group.rows) >= limit:
+            if len(rows) >= limit:
                 break
-            group.add(sequence, sequence.length, sequence.limits)
-        rows = sorted(group.rows, key=lambda one: one.length)
+            rows.append(sequence)
+        rows.sort(key=lambda one: one.length)
         batch = self._step(replica, rows, steps_most=1)
         if batch is not None:
             replica.alone = batch.id

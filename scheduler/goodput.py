@@ -20,7 +20,6 @@ from operator import mul
 
 from scheduler.cost_model import StepPrices
 from scheduler.fit import tokens_key
-from scheduler.records import record
 
 SHARES = (0.75, 0.5)
 """Shares of the drafted tokens that may be verified, besides all of them."""
@@ -41,7 +40,7 @@ _BELIEF_RATE = 0.1
 _BELIEF_BOUNDS = (0.5, 4.0)
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
     """What a group drafts and verifies."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
-from scheduler.records import record
-
 # --------------------------------------------------------------------------- requests
 
 
@@ -39,27 +37,6 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
-    """What a request narrows of all that is chosen for it by cost, besides its draft length.
-
-    The names are those of the config's settings, which they can only narrow: None, and whatever is
-    wider, leaves a choice to the pool. None changes the output.
-    """
-
-    rows_max: int | None = None
-    """It steps in groups of at most so many rows; 1: alone."""
-    spread_max: int | None = None
-    """When a batch with it begins, its group's longest row has at most so many tokens more than
-    the shortest."""
-    steps_per_batch_max: int | None = None
-    prefill_tokens_max: int | None = None
-    """At most so many tokens of it are filled in one order, unless it has to be filled alone
-    because it may have broken a batch (see `blame`); at least PREFILL_TOKENS_LEAST."""
-    trim_drafts: bool = True
-    """False: all draft tokens of its groups are verified."""
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """What a client asks for, tokenized; `id` is unique within the pool."""
 
@@ -80,7 +57,6 @@ class Request:
     """Whom the request counts for where tenants share a contended pool."""
     cache_salt: str = ""
     """KV blocks are shared only between requests of the same salt."""
-    pins: Pins = Pins()
 
     @property
     def length_max(self) -> int:
@@ -125,7 +101,7 @@ class PrefillRow:
         return len(self.tokens) - 1 if self.until is None else self.until
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepRow:
     """A resident that takes part in the steps of a batch."""
 
@@ -139,7 +115,7 @@ class StepRow:
     """KV blocks that the sequence owns from now on: enough for all steps of the batch."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What the pool asks of a replica. `id` is never reused, so a late result is recognised."""
 
@@ -159,7 +135,7 @@ class Batch:
     A replica whose steps have fixed shapes rounds it up. None: all of them."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RowResult:
     """What one row committed over the steps of a batch."""
 
@@ -179,7 +155,7 @@ class RowResult:
     already, of another sequence with the same prefix."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """Where a batch's time went."""
 
@@ -190,7 +166,7 @@ class StepTimes:
     total_s: float = 0.0
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """A replica's answer to one batch."""
 
@@ -206,7 +182,7 @@ class StepResult:
     shape all of its bucket, in place whole blocks where the kernel reads those."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepTiming:
     """What one step took on a replica: the mean over a batch's steps, or a trial before it joined.
 
@@ -224,7 +200,7 @@ class StepTiming:
     """Neither draft nor target: choosing tokens, bookkeeping."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PrefillTiming:
     """What filling the first positions of one row took in a trial before the replica joined."""
 
@@ -349,7 +325,7 @@ class ReplicaLost:
     """Whether the batch that it ran may have killed it; not so when it has left by itself."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepDone:
     result: StepResult
 
@@ -408,12 +384,12 @@ class Usage:
     batch with it failed, it was moved to a lighter replica, or KV blocks ran out."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Dispatch:
     batch: Batch
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Emit:
     """New tokens of a request; `start` is the index of the first among its new tokens."""
 

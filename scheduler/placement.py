@@ -12,9 +12,7 @@ place first serves it. The rule, in this order:
 3. Prefix: where replicas share prefixes, one that has the sequence's own may have a resident more
    for every PREFIX_TOKENS_PER_ROW of its tokens. One that is busy leaves the sequence to another
    that is better off in this way and also busy, passes_max times at most.
-4. Near length: among the others the one whose residents have the nearest length, because close
-   lengths make tight groups.
-5. Load: the fewest residents, then the lowest id.
+4. Load: the fewest residents, then the lowest id.
 
 A sequence that is suspected of breaking batches (see `blame`) goes with other suspects only, to a
 replica with nothing in flight, and not to one on which it failed while another could hold it. Where
@@ -41,7 +39,7 @@ from scheduler.residents import Replica
 from scheduler.sequence import Sequence
 
 CANDIDATES_MAX = 16
-"""Replicas with room, lightest first, whose lengths are compared for one sequence."""
+"""Replicas with room, lightest first, that are compared for one sequence."""
 
 
 PREFIX_TOKENS_PER_ROW = 64
@@ -101,7 +99,7 @@ def best_replica(
     `open_replicas` and `free_replicas` are [(load, id), rising], without and with such a place.
     """
     best: Replica | None = None
-    best_rank = (0, 0, 0, "")
+    best_rank = (0, 0, "")
     load_most: int | None = None
     candidates = 0
     for load, replica_id in free_replicas:
@@ -121,7 +119,7 @@ def best_replica(
                 break
         lightest = load_most - config.rows_max
         gain = max(_rows_worth(replica, sequence) - (load - lightest), 0)
-        rank = (-gain, replica.distance(sequence.length), load, replica_id)
+        rank = (-gain, load, replica_id)
         if best is None or rank < best_rank:
             best, best_rank = replica, rank
         candidates += 1
@@ -222,7 +220,7 @@ def next_rows(
         choice.rows.append(sequence)
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
-        if tokens < sequence.chunk(sequence.fill) or len(choice.rows) >= rows_most:
+        if tokens < sequence.fill or len(choice.rows) >= rows_most:
             break
         room = room.less(tokens)
     choice.overtaken = [

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Batch, FinishReason, ReplicaSpec, Request
-from scheduler.narrowing import limits_of
-from scheduler.open_replicas import OpenReplicas
 from scheduler.rates import RateMeter
 from scheduler.residents import Replica
 from scheduler.sequence import IN_FLIGHT, RESIDENT, Answer, Move, Sequence, State, move_all
@@ -34,7 +32,7 @@ class Pool:
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
         self.waiting = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, Replica] = {}
-        self.by_load = OpenReplicas(config)
+        self._open: list[tuple[int, str]] | None = None
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
         """A heap of (deadline, sequence number, id); finished ones go when they come up."""
@@ -56,7 +54,6 @@ class Pool:
             request,
             self._number,
             now_s,
-            limits=limits_of(request.pins, self.config),
             committed=list(request.committed),
         )
         self.sequences[request.id] = sequence
@@ -72,15 +69,26 @@ class Pool:
         leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
         return len(self.sequences) - leaving
 
+    def takes_more(self, replica: Replica) -> bool:
+        """Whether it takes sequences at all."""
+        return not replica.draining and replica.load < self.config.residents_max
+
     @property
     def open(self) -> list[tuple[int, str]]:
-        """(load, id) of the replicas that take sequences, the lightest first."""
-        return self.by_load.open()
+        """(load, id) of the replicas that take sequences, the lightest first. Loads change in every
+        batch and are asked for when somebody comes or moves, so they are sorted then."""
+        if self._open is None:
+            self._open = [
+                (one.load, one.id) for one in self.replicas.values() if self.takes_more(one)
+            ]
+            self._open.sort()
+        return self._open
 
     @property
     def free(self) -> list[tuple[int, str]]:
         """The same for those of them that have a place for a batch."""
-        return self.by_load.free()
+        most = self.config.batches_in_flight_max
+        return [key for key in self.open if len(self.replicas[key[1]].batches) < most]
 
     def place(self, sequence: Sequence, replica: Replica) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
@@ -96,12 +104,9 @@ class Pool:
         if replica.id not in sequence.replicas:
             sequence.replicas.append(replica.id)
         replica.residents[sequence.id] = sequence
-        if sequence.limits is not None:
-            replica.narrow[sequence.id] = sequence
         replica.blocks_used += sequence.blocks
         replica.blocks_most += replica.blocks_limit(sequence)
-        replica.lengths.add(sequence)
-        self.by_load.changed(replica)
+        self._open = None
 
     def fill(self, replica: Replica, given: list[tuple[Sequence, int, int]], batch_id: int) -> None:
         """A prefill batch takes these placed sequences, (sequence, begin, until)."""
@@ -132,7 +137,7 @@ class Pool:
         `lacking` are those of them that get more blocks, and how many they have then.
         """
         if rows[0].rows_limit is None:
-            replica.ready.take(rows, replica.free_rows)
+            replica.ready.take(rows)
         else:
             for sequence in rows:
                 del replica.suspects[sequence.id]
@@ -162,7 +167,6 @@ class Pool:
             committed += len(tokens)
             booked.append((sequence, tokens, reason))
         replica.ready_again(sequences)
-        replica.lengths.grown(sequences)
         self.outstanding_tokens -= committed
         return booked
 
@@ -233,16 +237,12 @@ class Pool:
         if not replica.draining:
             replica.note_prefix(sequence)
         del replica.residents[sequence.id]
-        if sequence.limits is not None:
-            del replica.narrow[sequence.id]
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)
-        replica.lengths.remove(sequence)
-        replica.ready.lags.forget(sequence)
         sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
         sequence.batch_id = None
-        self.by_load.changed(replica)
+        self._open = None
 
     # ----------------------------------------------------------------- claims
 
@@ -265,14 +265,14 @@ class Pool:
     def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
         replica = Replica(replica_id, spec, self.config.kv_reserve)
         self.replicas[replica_id] = replica
-        self.by_load.changed(replica)
+        self._open = None
         return replica
 
     def drain(self, replica: Replica) -> None:
         """No new sequence from now on. O(1) but for the index."""
         replica.draining = True
         self._clear_claim(replica)
-        self.by_load.changed(replica)
+        self._open = None
 
     def lose(self, replica: Replica) -> None:
         """Forgets the replica and its batches; its live residents wait again. O(residents)."""
@@ -285,8 +285,8 @@ class Pool:
             if not sequence.live:
                 self.let_go(sequence)
         self.send_back([sequence for sequence in residents if sequence.live])
-        self.by_load.changed(replica)
         del self.replicas[replica.id]
+        self._open = None
 
     def add_batch(self, replica: Replica, batch: Batch, now_s: float) -> None:
         """The batch is in flight."""
@@ -297,7 +297,6 @@ class Pool:
             replica.long = batch.id
         replica.last_kind = batch.kind
         replica.last_alone = batch.id == replica.alone
-        self.by_load.changed(replica)
 
     def end_batch(self, replica: Replica, batch_id: int) -> Batch | None:
         """Takes a batch out of flight; None for one that is unknown."""
@@ -306,7 +305,6 @@ class Pool:
             replica.alone = None
         if replica.long == batch_id:
             replica.long = None
-        self.by_load.changed(replica)
         return batch
 
     # ----------------------------------------------------------------- deadlines

@@ -9,8 +9,7 @@ which step wait for one chunk at most and never for a whole long prompt. Of each
 3. what is left goes to the rows that were begun, the one with the least to fill first.
 
 A chunk that does not complete its row has at least CHUNK_SHARE of the budget, for a pass of the
-model over a few tokens costs as much as one over many. A request may pin less for itself: then
-what it leaves goes to others.
+model over a few tokens costs as much as one over many.
 
 Where rows step in several groups, and more waits than one chunk takes, several chunks are one batch
 after as many decode batches: a row still waits for a chunk per group of its round, and the fixed
@@ -21,10 +20,11 @@ Knows lengths, ages and counts; nothing of blocks or of the queue.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scheduler.config import SchedulerConfig
 from scheduler.grouping import groups_needed
 from scheduler.messages import BatchKind
-from scheduler.records import record
 from scheduler.residents import Replica
 from scheduler.sequence import Sequence
 
@@ -40,7 +40,7 @@ in virtual time, 2 give 2 % of throughput, 3 give 3.5 % and 8 give 4 %; with mor
 longer gaps at the worst."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Room:
     """What of a prefill batch is left for rows that wait."""
 
@@ -51,7 +51,7 @@ class Room:
 
     def takes(self, sequence: Sequence) -> int:
         """How many of a row's tokens to fill it takes; -1 if the row has to wait."""
-        fill = sequence.chunk(sequence.fill)
+        fill = sequence.fill
         if fill <= self.tokens:
             return fill
         return self.tokens if self.tokens >= self.least else -1
@@ -78,7 +78,7 @@ def room_for_waiting(replica: Replica, budget: int, config: SchedulerConfig) -> 
 
 def _first_of(oldest: Sequence, budget: int) -> int:
     """What the row that was begun first has of the budget before all others."""
-    return min(budget - budget // 2, oldest.chunk(oldest.fill - oldest.filled))
+    return min(budget - budget // 2, oldest.fill - oldest.filled)
 
 
 def chunks(
@@ -107,7 +107,7 @@ def chunks(
     places = config.prefill_rows_max - len(given) - 1
     for sequence in sorted(replica.partial.values(), key=lambda one: one.fill - one.filled):
         has = begun.get(sequence.id, 0)
-        wanted = sequence.chunk(sequence.fill - sequence.filled) - has
+        wanted = sequence.fill - sequence.filled - has
         more = min(wanted, left)
         worth = has or more >= room.least or more == wanted
         if not worth or (not has and places <= 0):

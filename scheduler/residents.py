@@ -13,8 +13,6 @@ from scheduler.batches import batch_spread
 from scheduler.cost_model import filled_tokens
 from scheduler.grouping import ReadyRows, groups_needed
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepTimes
-from scheduler.narrowing import Limits, groups_by_length, narrow_groups
-from scheduler.near_lengths import NearLengths
 from scheduler.prefixes import PrefixSet
 from scheduler.sequence import RESIDENT, Sequence, State
 
@@ -85,10 +83,6 @@ class Replica:
     """Blocks that the residents would have if each went to its limit."""
     residents: dict[str, Sequence] = field(default_factory=dict)
     """All sequences with reserved blocks, leaving ones included."""
-    narrow: dict[str, Sequence] = field(default_factory=dict)
-    """Those whose groups are limited more than others'; see `narrowing`."""
-    lengths: NearLengths = field(default_factory=NearLengths)
-    """Content lengths of the residents; what 'near length' is measured against."""
     ready: ReadyRows[Sequence] = field(default_factory=ReadyRows)
     """Ready rows, but for suspects."""
     suspects: dict[str, Sequence] = field(default_factory=dict)
@@ -127,10 +121,6 @@ class Replica:
     """Prefixes that it was given, for who shares them."""
     claimed_by: str | None = None
     """A waiting sequence that is placed here before any other."""
-    open_key: tuple[int, str] | None = None
-    """Its entry in the pool's index of open replicas."""
-    free_key: tuple[int, str] | None = None
-    """Its entry in the index of those with a place for a batch."""
     figures: ReplicaFigures = field(default_factory=ReplicaFigures)
 
     def __post_init__(self) -> None:
@@ -165,12 +155,6 @@ class Replica:
     @property
     def prefilling(self) -> int:
         return self.rows_in[_PREFILLING]
-
-    @property
-    def free_rows(self) -> int:
-        """Free rows that are ready or stepping; suspects among them."""
-        rows = self.rows_in[_READY] + self.rows_in[_STEPPING]
-        return rows - len(self.narrow_limits()) if self.narrow else rows
 
     @property
     def joining(self) -> int:
@@ -208,31 +192,9 @@ class Replica:
                 rows_max = limit
         return rows_max
 
-    def narrow_limits(self) -> list[Limits]:
-        """Of the narrow rows that are ready or stepping. O(narrow)."""
-        return [
-            one.limits
-            for one in self.narrow.values()
-            if one.limits is not None and (one.state is State.STEPPING or one in self.ready)
-        ]
-
     def groups(self, rows_max: int) -> int:
         """G of `grouping`: in how many groups of at most so many rows all that step have place."""
-        rows = len(self.ready) + self.stepping
-        if not self.narrow:
-            return groups_needed(rows, rows_max)
-        narrow = self.narrow_limits()
-        return groups_needed(rows - len(narrow), rows_max) + narrow_groups(narrow, rows_max)
-
-    def turns(self, rows_max: int) -> int:
-        """The same, with the groups that narrow rows make as their lengths are now. O(narrow)."""
-        narrow = [
-            (one.length, one.limits)
-            for one in self.narrow.values()
-            if one.limits is not None and (one.state is State.STEPPING or one in self.ready)
-        ]
-        free = len(self.ready) + self.stepping - len(narrow)
-        return groups_needed(free, rows_max) + groups_by_length(narrow, rows_max)
+        return groups_needed(len(self.ready) + self.stepping, rows_max)
 
     def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
         """Whether its reservation is free, with `taken` blocks gone to others, who would have
@@ -257,25 +219,11 @@ class Replica:
             and self.blocks_limit(sequence) <= self.spec.kv_blocks
         )
 
-    def distance(self, length: int) -> int:
-        """How far the nearest resident's length is; 0 without residents, a group of its own."""
-        return self.lengths.distance(length)
-
     def ready_again(self, sequences: list[Sequence]) -> None:
         """No batch holds them any more; the youngest of the ready rows, or of the suspects."""
-        # Nearly always nothing of them is special.
-        plain = [
-            (one, one.length, one.kind)
-            for one in sequences
-            if one.rows_limit is None and one.limits is None and one.committed
-        ]
-        if len(plain) == len(sequences):
-            self.ready.add_all(plain)
-            return
-        add = self.ready.add
         for one in sequences:
             if one.rows_limit is None:
-                add(one, one.length, one.kind, not one.committed, one.limits)
+                self.ready.add(one, one.length, not one.committed)
             else:
                 self.suspects[one.id] = one
 

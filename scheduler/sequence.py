@@ -13,7 +13,6 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from scheduler.messages import FinishReason, Request, RowResult, Usage
-from scheduler.narrowing import Limits
 from scheduler.prefixes import Key, block_keys
 
 
@@ -91,23 +90,21 @@ RESIDENT = frozenset({State.PREFILLING, State.PARTIAL, State.READY, State.STEPPI
 """States in which blocks of a replica are reserved."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Row:
-    """What every batch reads or writes of its rows.
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The pool's record of one accepted request."""
 
-    Python lays out the slots of a base class first and together, those of one class by their names.
-    Of many sequences none is in a cache when its turn comes, and three lines of memory are fetched
-    sooner than seven: a batch misses every cache a seventh less often.
-    """
-
+    request: Request
+    number: int
+    """Rises with every accepted request: the order of arrival."""
+    arrived_s: float = 0.0
+    deadline_s: float | None = None
     state: State = State.WAITING
     committed: list[int] = field(default_factory=list)
     batch_id: int | None = None
     """The batch in flight that holds the row, else None."""
     blocks: int = 0
     """Blocks reserved on its replica."""
-    limits: Limits | None = None
-    """What the groups that it steps in are limited to, beyond those of others."""
     rows_limit: int | None = None
     """It is a suspect: it runs in batches of at most so many rows, of suspects only, with nothing
     else in flight on the replica. None: it is not. See `blame`."""
@@ -119,9 +116,6 @@ class _Row:
     """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
     agreed: float = 0.0
     """Those of them that the target agreed with."""
-    kind: int = 0
-    """Rows of one kind step together where there are enough: 0 where drafts are often right."""
-    # Of the request, or worked out from it: they would have to be looked up elsewhere.
     id: str = field(init=False)
     length: int = field(init=False)
     """Content length: prompt and committed tokens, padding never."""
@@ -130,21 +124,7 @@ class _Row:
     greedy: bool = field(init=False)
     draft_len: int | None = field(init=False)
     """The request's own."""
-    trim_drafts: bool = field(init=False)
-    drafts_freely: bool = field(init=False)
-    """The request pins neither of the two."""
     stop_token_ids: tuple[int, ...] = field(init=False)
-
-
-@dataclass(slots=True, eq=False)
-class Sequence(_Row):
-    """The pool's record of one accepted request."""
-
-    request: Request
-    number: int
-    """Rises with every accepted request: the order of arrival."""
-    arrived_s: float = 0.0
-    deadline_s: float | None = None
     replica_id: str | None = None
     filled: int = 0
     """While it is being filled: its valid KV positions once the batch in flight is done."""
@@ -188,8 +168,6 @@ class Sequence(_Row):
         self.length_max = self.request.length_max
         self.greedy = self.request.sampling.temperature == 0.0
         self.draft_len = self.request.draft_len
-        self.trim_drafts = self.request.pins.trim_drafts
-        self.drafts_freely = self.draft_len is None and self.trim_drafts
         self.stop_token_ids = self.request.stop_token_ids
 
     @property
@@ -216,11 +194,6 @@ class Sequence(_Row):
     def fill(self) -> int:
         """KV positions that its prefill fills: the last token has none yet."""
         return self.length - 1
-
-    def chunk(self, tokens: int) -> int:
-        """How much of so many positions a prefill batch fills of it at once."""
-        most = self.request.pins.prefill_tokens_max
-        return tokens if most is None else min(tokens, most)
 
     @property
     def live(self) -> bool:

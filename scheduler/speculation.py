@@ -30,7 +30,6 @@ from scheduler.goodput import (
     verify_tokens,
 )
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
-from scheduler.records import record
 from scheduler.sequence import Answer, Sequence
 
 FALLBACK = 4
@@ -51,7 +50,7 @@ BATCH_S_MAX = 0.1
 """Steps of one batch last no longer than that together, in seconds: tokens arrive per batch."""
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """How to run a group."""
 
@@ -75,10 +74,6 @@ class DraftPolicy(Protocol):
 
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
         """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
-
-    def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
-        """Whether so many rows, more than one group and less than two, step by halves in turns
-        rather than in full groups that nothing is prepared beside."""
 
     def apart(self, replica_id: str) -> float:
         """KV positions that a group may read beyond its rows' own; with more, two steps take less
@@ -163,7 +158,7 @@ class GoodputPolicy:
     While 0 is chosen, a draft token is proposed now and then to see whether acceptance has changed,
     for at most PROBE_SHARE of the time. A draft length in the config, or a request's for its own
     row, at most that of the config, is followed; all drafted tokens are then verified where it is
-    the config's or the longest of its group, and where a request of a row wants it.
+    the config's or the longest of its group.
 
     Steps of a batch: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
     much as takes the time of a step where a full group steps, of more where fewer rows do.
@@ -192,11 +187,9 @@ class GoodputPolicy:
         known = self._replicas[replica_id]
         model, reach = known.model, known.reach_of(rows)
         prices = model.prices(len(rows), reach) if model.known else None
-        # Nearly always nobody has pinned anything, and then nothing of it is worked out.
-        freely = False not in [one.drafts_freely for one in rows]
-        choice, least = self._choice(known, rows, prices, freely)
+        choice, least = self._choice(known, rows, prices)
         tried = choice.draft_len > known.choice.draft_len
-        pins = [] if freely else [one.draft_len for one in rows if one.draft_len]
+        pins = [one.draft_len for one in rows if one.draft_len]
         if pins:
             pinned = min(max(pins), known.draft_len_max, self._config.draft_len_max)
             if self._config.draft_len is not None:
@@ -216,18 +209,6 @@ class GoodputPolicy:
             return StepPlan(choice.draft_len, 1, verified, least)
         known.steps = self._steps(known, steps_most)
         return StepPlan(choice.draft_len, known.steps, verified, least)
-
-    def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
-        """By the rows per second of both, with the last batch's draft length."""
-        if self._config.half_groups is not None:
-            return self._config.half_groups
-        known = self._replicas[replica_id]
-        if not known.model.timed or known.trip_s is None:
-            return 2 * rows > 3 * rows_max
-        model, draft_len = known.model, known.choice.draft_len
-        half_s = model.step_s(rows // 2, draft_len, known.reach)
-        full_s = model.step_s(rows_max, draft_len, known.reach) + known.trip_s
-        return rows / 2 / half_s > rows_max / full_s
 
     def apart(self, replica_id: str) -> float:
         known = self._replicas[replica_id]
@@ -281,10 +262,6 @@ class GoodputPolicy:
             known.probe_s = max(filled_s + run_s - plain_s, 0.0)
             known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
         self._acceptance.observe(answers)
-        if self._config.draft_len is not None:
-            # All draft alike, so who steps with whom is a matter of length alone.
-            for sequence, _ in answers:
-                sequence.kind = 0
 
     def beliefs(self, replica_id: str) -> Beliefs:
         known = self._replicas[replica_id]
@@ -308,11 +285,10 @@ class GoodputPolicy:
     # ----------------------------------------------------------------- choices
 
     def _choice(
-        self, known: _Known, rows: Rows[Sequence], prices: StepPrices | None, freely: bool
+        self, known: _Known, rows: Rows[Sequence], prices: StepPrices | None
     ) -> tuple[Choice, int]:
         """And what every row may draft, as `StepPlan` has it. `prices` are those of a step with
-        these rows, None while nothing is known of them; `freely`: no request has pinned a draft
-        length or that nothing is trimmed."""
+        these rows, None while nothing is known of them."""
         if self._config.draft_len is not None:
             known.choice = Choice(min(self._config.draft_len, known.draft_len_max))
             return known.choice, 0
@@ -329,7 +305,6 @@ class GoodputPolicy:
         per_step_s = (known.trip_s or 0.0) / known.steps
         # Of one row the first tokens are kept, as if no more had been drafted.
         trims = known.trims and len(rows) > 1
-        trims = trims and (freely or all(one.trim_drafts for one in rows))
         belief = known.belief if trims else None
         expected = expected_accepted(self._acceptance.of(rows), limits, most)
         known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)

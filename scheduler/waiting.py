@@ -23,10 +23,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, ValuesView
 
 from scheduler.messages import Priority
-from scheduler.ordered import Key, Ordered
 from scheduler.sequence import Sequence
 
 _SLACK = 64
+
+Key = tuple[float, int, str]
+"""(time [s], number, id) of a sequence."""
 
 
 class _Tenant:
@@ -35,8 +37,7 @@ class _Tenant:
     def __init__(self, served: float) -> None:
         self.served = served
         """Tokens charged, on the class's scale of virtual time."""
-        self.due = Ordered()
-        """(time [s], number, id)"""
+        self.due: list[Key] = []
 
 
 class _Class:
@@ -49,24 +50,23 @@ class _Class:
         """(served, tenant) of those who wait, the least served first."""
         self.served = 0.0
         """The class's virtual time: where a tenant begins that comes anew."""
-        self.arrivals = Ordered()
-        """(time [s], number, id)"""
+        self.arrivals: list[Key] = []
 
     def add(self, tenant_name: str, due: Key, arrival: Key) -> None:
         tenant = self.tenants.get(tenant_name)
         if tenant is None:
             tenant = self.tenants[tenant_name] = _Tenant(self.served)
-        if not len(tenant.due):
+        if not tenant.due:
             tenant.served = max(tenant.served, self.served)
             insort(self.order, (tenant.served, tenant_name))
-        tenant.due.add(due)
-        self.arrivals.add(arrival)
+        insort(tenant.due, due)
+        insort(self.arrivals, arrival)
 
     def remove(self, tenant_name: str, due: Key, arrival: Key) -> None:
         tenant = self.tenants[tenant_name]
-        tenant.due.remove(due)
-        self.arrivals.remove(arrival)
-        if not len(tenant.due):
+        del tenant.due[bisect_left(tenant.due, due)]
+        del self.arrivals[bisect_left(self.arrivals, arrival)]
+        if not tenant.due:
             del self.order[bisect_left(self.order, (tenant.served, tenant_name))]
             self._forget(tenant_name)
         self._forget_all_if_idle()
@@ -82,7 +82,7 @@ class _Class:
         least = self.order[0][0] if self.order else before
         self.served = max(self.served, min(before, least))
         tenant.served += tokens
-        if len(tenant.due):
+        if tenant.due:
             del self.order[bisect_left(self.order, (before, tenant_name))]
             insort(self.order, (tenant.served, tenant_name))
         if len(self.tenants) > 2 * len(self.order) + _SLACK:
@@ -92,12 +92,12 @@ class _Class:
 
     def _forget(self, tenant_name: str) -> None:
         tenant = self.tenants[tenant_name]
-        if not len(tenant.due) and tenant.served <= self.served:
+        if not tenant.due and tenant.served <= self.served:
             del self.tenants[tenant_name]
 
     def _forget_all_if_idle(self) -> None:
         """Where nobody waits nobody is owed anything."""
-        if not len(self.arrivals) and self.tenants:
+        if not self.arrivals and self.tenants:
             self.served = max(tenant.served for tenant in self.tenants.values())
             self.tenants.clear()
 
@@ -171,7 +171,7 @@ class WaitingQueue(Mapping[str, Sequence]):
     def __iter__(self) -> Iterator[str]:
         for _, sequence_id in self._first:
             yield sequence_id
-        classes = [(name, one) for name, one in self._classes.items() if len(one.arrivals)]
+        classes = [(name, one) for name, one in self._classes.items() if one.arrivals]
         if len(classes) == 1:
             yield from classes[0][1].in_order(self._sequences)
             return
@@ -233,7 +233,7 @@ class WaitingQueue(Mapping[str, Sequence]):
         assert self.tokens == sum(one.length_max for one in self._sequences.values()), "tokens"
         for one in self._classes.values():
             assert one.order == sorted(one.order), "tenants are out of order"
-            waiting = {name for name, tenant in one.tenants.items() if len(tenant.due)}
+            waiting = {name for name, tenant in one.tenants.items() if tenant.due}
             assert {name for _, name in one.order} == waiting, "tenants differ"
             size = sum(len(tenant.due) for tenant in one.tenants.values())
             assert len(one.arrivals) == size, "arrivals differ"

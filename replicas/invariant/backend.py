@@ -18,7 +18,6 @@ from replicas.kv_cache.host_layout import (
     ranges_layout,
 )
 
-
 _KEPT = 16
 """Shapes of passes whose buffers are kept: those of steps come again and again."""
 

@@ -6,8 +6,8 @@ passes, in windows of several widths, in a batch, and beside longer and shorter 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -19,11 +19,17 @@ _EDGE = 24
 class Model(Protocol):
     """A `PagedModel`, as far as it is tried."""
 
-    device: torch.device
-    vocab: int
-    backend: object
+    @property
+    def device(self) -> torch.device: ...
 
-    def forward(self, tokens: torch.Tensor, layout: object) -> object: ...
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def backend(self) -> Any: ...
+
+    @property
+    def forward(self) -> Callable[..., Any]: ...
 
 
 def trial_length(chunk: int, context_len: int) -> int:
@@ -71,18 +77,18 @@ class _Trial:
     def run(
         self, rows: Sequence[int], starts: Sequence[int], widths: Sequence[int], note: bool = False
     ) -> bool:
-        """Passes of these widths, one after the other; whether any logit differs from those noted."""
+        """Passes of these widths in turn; whether any logit differs from those noted."""
         places = list(starts)
         for width in widths:
             table = self._table[list(rows)]
             backend = self._model.backend
-            layout = backend.step_layout(table, places, width).window(0, width)  # type: ignore[attr-defined]
+            layout = backend.step_layout(table, places, width).window(0, width)
             fed = [
                 self._tokens[row, start : start + width]
                 for row, start in zip(rows, places, strict=True)
             ]
             out = self._model.forward(torch.cat(fed), layout)
-            logits = out.logits.view(len(rows), width, -1)  # type: ignore[attr-defined]
+            logits = out.logits.view(len(rows), width, -1)
             for index, (row, start) in enumerate(zip(rows, places, strict=True)):
                 for column in range(width):
                     key = (row, start + column)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from replicas.kv_cache.host_layout import SCRAP_BLOCK
 from replicas.cuda.transfers import send
+from replicas.kv_cache.host_layout import SCRAP_BLOCK
 
 
 class OutOfBlocks(Exception):

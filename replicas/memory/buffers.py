@@ -111,7 +111,7 @@ class Buffers:
     logits: int
     """Those of a step, and what choosing from them takes."""
     loading: int
-    """The largest weight in float64, once, when the model is tried out."""
+    """The largest weight in the finer dtype that the model is judged by when it is loaded."""
     prepacked: int
     """Large weights once more, in the layout that a CPU multiplies fastest."""
     slack: int
@@ -138,7 +138,8 @@ def buffers(
         _device_attention(one, work, item) if on_gpu else _host_attention(one, work, item)
         for one in models
     )
-    loading = max(2 * fan_in * fan_out for _, fan_in, fan_out in target.products) * 8
+    widest = max(target.vocab, target.intermediate, target.heads * target.head_dim)
+    loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
     counted = Buffers(rotary, layers, attention, logits, loading, 0, 0)
     slack = counted.total // 10 + (128 << 20 if on_gpu else 8 << 20)
     prepacked = sum(prepacked_bytes(one) for one in models) if prepack else 0

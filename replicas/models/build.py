@@ -1,8 +1,9 @@
 """Puts a loaded model on its paged cache: the fastest forward pass that computes what it computes.
 
 Layers are joined where the model is of a known make, and where the joined logits are about as near
-to the truth as the model's own: the error of both is measured against float64 on a few tokens. A
-model with large activations is far from float64 in either way, so no fixed tolerance would do.
+to the truth as the model's own: the error of both is measured against a finer dtype (float64 for
+float32) on a few tokens. A model with large activations is far from it in either way, so no fixed
+tolerance would do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from replicas.memory.buffers import ModelShape
 from replicas.models.attention import GatherBackend, choose_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, PagedModel
-from replicas.models.reference import own_logits
+from replicas.models.reference import FINER, own_logits
 from scheduler.config import SchedulerConfig
 
 ERROR_RATIO_MOST = 4.0
@@ -182,7 +183,8 @@ def _joined(
     backend: Callable[[], AttentionBackend],
 ) -> tuple[JoinedDecoder | None, Joining]:
     own = own_logits(model, _trial_tokens(model, shape))
-    truth = own_logits(model, _trial_tokens(model, shape), torch.float64)
+    finer = FINER[model.dtype]
+    truth = own_logits(model, _trial_tokens(model, shape), finer)
     try:
         decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
     except NotJoined as reason:
@@ -190,7 +192,8 @@ def _joined(
     joined = _try_out(PagedModel(model, cache, backend(), Arithmetic(), decoder), shape)
     own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
     floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
-    figures = f"error {error:.1e} against float64, the model's own {own_error:.1e}"
+    truly = str(finer).removeprefix("torch.")
+    figures = f"error {error:.1e} against {truly}, the model's own {own_error:.1e}"
     if not error <= ERROR_RATIO_MOST * own_error + floor:  # NaN, too
         _log.warning("layers stay separate: %s", figures)
         return None, Joining(False, figures)

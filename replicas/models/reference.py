@@ -1,4 +1,4 @@
-"""A model's own logits without a cache, as loaded or computed in float64.
+"""A model's own logits without a cache, as loaded or computed in a finer dtype.
 
 The measure by which joined layers are accepted, and by which `lockstep verify` judges ties.
 """
@@ -13,6 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+FINER = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float64: torch.float64,
+}
+"""What stands for the truth beside a model's own dtype."""
 _NORM_RTOL = 1e-5
 """What float32 may change in a norm's output."""
 

@@ -57,28 +57,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
     return requests
 
 
-def test_generate_sends_what_is_pinned_and_nothing_else(sent: list[pb.GenerateRequest]) -> None:
-    all_of_them = [
-        *("--rows-max", "1", "--spread-max", "0", "--steps-per-batch-max", "2"),
-        *("--prefill-tokens-max", "40", "--no-trim-drafts"),
-    ]
-    for args in ([], all_of_them, ["--rows-max", "3"]):
-        assert RUN.invoke(main, ["generate", "x", *args]).exit_code == 0
-    assert not sent[0].HasField("pins")
-    assert sent[1].pins == pb.Pins(
-        rows_max=1,
-        spread_max=0,
-        steps_per_batch_max=2,
-        prefill_tokens_max=40,
-        trim_drafts=False,
-    )
-    assert sent[2].pins == pb.Pins(rows_max=3)
-    for option, wrong in (("--rows-max", "0"), ("--priority", "urgent")):
-        refused = RUN.invoke(main, ["generate", "x", option, wrong])
-        assert refused.exit_code == 2
-        assert option in refused.output
-
-
 @pytest.mark.parametrize("priority", ["high", "normal", "low"])
 def test_generate_sends_class_and_salt(priority: str, sent: list[pb.GenerateRequest]) -> None:
     args = ["generate", "x", "--priority", priority, "--cache-salt", "mine"]

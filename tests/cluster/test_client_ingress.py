@@ -87,7 +87,6 @@ def test_client_and_ingress_together_lose_and_repeat_nothing(temperature: float)
                 request = pb.GenerateRequest(
                     prompt=PROMPT,
                     max_new_tokens=200,
-                    pins=pb.Pins(steps_per_batch_max=1),
                     temperature=temperature,
                     stop=["qqqq"],
                     request_id="mine",

@@ -16,7 +16,6 @@ from cluster.client import RetryPolicy
 from cluster.client_channel import Lanes
 from cluster.client_retry import (
     Attempts,
-    Continuation,
     StreamBroken,
     broke,
     retry_after_s,
@@ -181,15 +180,6 @@ def test_a_unary_call_trusts_words_where_a_stream_trusts_the_missing_end(code: S
 def test_a_policy_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RetryPolicy(**wrong)  # type: ignore[arg-type]
-
-
-def test_a_continuation_asks_for_the_same_pins() -> None:
-    request = pb.GenerateRequest(prompt="x", pins=pb.Pins(rows_max=1, trim_drafts=False))
-    whole = Continuation(request)
-    whole.take(pb.GenerateChunk(text="a", token_ids=[5]))
-    again = whole.request(1.0)
-    assert list(again.committed_token_ids) == [5]
-    assert again.pins == request.pins
 
 
 @pytest.mark.parametrize("code", [StatusCode.INTERNAL, StatusCode.UNKNOWN])

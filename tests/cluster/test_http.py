@@ -118,25 +118,6 @@ def test_http_without_keys_serves_this_machine_only() -> None:
     asyncio.run(test())
 
 
-def test_pins_are_an_object_in_json_and_a_wrong_one_is_named() -> None:
-    def body(**pins: object) -> bytes:
-        return json.dumps({"prompt": PROMPT, "max_new_tokens": 8, "pins": pins}).encode()
-
-    async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
-            good = await http(app, body(rows_max=1, spread_max=0, trim_drafts=False))
-            assert good.status == 200
-            assert json.loads(good.body)["token_ids"] == perfect(PROMPT_IDS, 8)
-            refused = await http(app, body(rows_max=0))
-            assert refused.status == 400
-            message = json.loads(refused.body)["error"]["message"]
-            assert message == "pins.rows_max: must be at least 1, is 0"
-            assert (await http(app, body(rows=1))).status == 400
-
-    asyncio.run(test())
-
-
 @pytest.mark.parametrize(
     "body",
     [

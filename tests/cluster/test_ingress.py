@@ -159,16 +159,6 @@ INVALID = [
     (pb.GenerateRequest(prompt="x", seed=-1), "seed"),
     (pb.GenerateRequest(prompt="x", draft_len=-1), "draft_len"),
     (pb.GenerateRequest(prompt="x", draft_len=1000), "draft_len"),
-    (pb.GenerateRequest(prompt="x", pins=pb.Pins(rows_max=0)), "pins.rows_max"),
-    (pb.GenerateRequest(prompt="x", pins=pb.Pins(spread_max=-1)), "pins.spread_max"),
-    (
-        pb.GenerateRequest(prompt="x", pins=pb.Pins(steps_per_batch_max=0)),
-        "pins.steps_per_batch_max",
-    ),
-    (
-        pb.GenerateRequest(prompt="x", pins=pb.Pins(prefill_tokens_max=31)),
-        "pins.prefill_tokens_max",
-    ),
     (pb.GenerateRequest(prompt="x", timeout_s=0), "timeout_s"),
     (pb.GenerateRequest(prompt="x", timeout_s=-1), "timeout_s"),
     (pb.GenerateRequest(prompt="x", timeout_s=1e9), "timeout_s"),

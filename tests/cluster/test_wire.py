@@ -16,8 +16,7 @@ from cluster.target_text import TargetText
 from cluster.wire import Refusal, refusal_of_finish, to_ask, to_status
 from protos import lockstep_pb2 as pb
 from scheduler.beliefs import Beliefs, LinearCost
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Finish, FinishReason, Pins, ReplicaSpec, StepTimes
+from scheduler.messages import Finish, FinishReason, ReplicaSpec, StepTimes
 from scheduler.status import PoolStatus, ReplicaStatus
 
 
@@ -49,29 +48,6 @@ def test_the_salt_of_a_request_and_the_tenant_of_its_key_reach_the_pool() -> Non
     message = pb.GenerateRequest(prompt="x", cache_salt="alice")
     request = to_ask(message, (1,), text, IngressConfig(), tenant="team").request
     assert (request.cache_salt, request.tenant) == ("alice", "team")
-
-
-@pytest.mark.parametrize(
-    ("given", "pins"),
-    [
-        (None, Pins()),
-        (pb.Pins(), Pins()),
-        (pb.Pins(rows_max=1, trim_drafts=False), Pins(rows_max=1, trim_drafts=False)),
-        (pb.Pins(spread_max=0, trim_drafts=True), Pins(spread_max=0)),
-        (pb.Pins(steps_per_batch_max=3, prefill_tokens_max=40), Pins(None, None, 3, 40)),
-        (pb.Pins(rows_max=0), Pins(rows_max=0)),
-    ],
-)
-def test_the_pins_of_a_request_reach_the_pool(given: pb.Pins | None, pins: Pins) -> None:
-    text = TargetText(tokenizer=None, eos_token_ids=(), context_len=100, encoder=None)
-    message = pb.GenerateRequest(prompt="x", pins=given)
-    assert to_ask(message, (1,), text, IngressConfig()).request.pins == pins
-
-
-def test_whatever_can_be_pinned_is_a_setting_of_the_server_with_the_same_name() -> None:
-    names = [field.name for field in fields(Pins)]
-    assert [field.name for field in pb.Pins.DESCRIPTOR.fields] == names
-    assert set(names) <= set(SchedulerConfig.model_fields)
 
 
 def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:

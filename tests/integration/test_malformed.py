@@ -106,11 +106,6 @@ FIELDS: dict[str, st.SearchStrategy[object]] = {
     "request_id": TEXT,
     "committed_token_ids": st.builds(lambda token, n: [token] * n, UINT32, LENGTHS),
     "priority": INT32,
-    "pins.rows_max": INT32,
-    "pins.spread_max": INT32,
-    "pins.steps_per_batch_max": INT32,
-    "pins.prefill_tokens_max": INT32,
-    "pins.trim_drafts": st.booleans(),
 }
 
 

@@ -109,8 +109,6 @@ def test_speculation_and_seeds_change_only_what_they_should(client: Client) -> N
         return list(client.generate(request).token_ids)
 
     assert tokens() == tokens(speculation=False) == tokens(draft_len=1)
-    pins = pb.Pins(rows_max=1, spread_max=0, steps_per_batch_max=1, trim_drafts=False)
-    assert tokens() == tokens(pins=pins)
     sampled = tokens(temperature=1.0, seed=3)
     assert sampled == tokens(temperature=1.0, seed=3, speculation=False)
     assert sampled != tokens(temperature=1.0, seed=4)

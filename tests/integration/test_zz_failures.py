@@ -22,7 +22,6 @@ pytestmark = pytest.mark.ray
 
 PROMPTS = [f"héllo {'wörld ' * (n % 5)}{n}" for n in range(24)]
 TOKENS = 400
-ONE_STEP = pb.Pins(steps_per_batch_max=1)
 SILENCE_S_MAX = 25.0
 """Ten times what it is here, and less than what the links wait for a pool."""
 
@@ -40,10 +39,7 @@ async def ask_all(
         tokens: list[int] = []
         end = pb.End()
         last_s = 0.0
-        # By the step, so that on no machine the first one ends before the last one has begun.
-        request = pb.GenerateRequest(
-            prompt=prompt, max_new_tokens=TOKENS, ignore_eos=True, pins=ONE_STEP
-        )
+        request = pb.GenerateRequest(prompt=prompt, max_new_tokens=TOKENS, ignore_eos=True)
         async for chunk in client.stream(request):
             now_s = time.monotonic()
             silence_s = max(silence_s, now_s - last_s if last_s else 0.0)

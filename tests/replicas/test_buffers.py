@@ -10,6 +10,15 @@ import dataclasses
 
 import pytest
 import torch
+from replicas.batched import can_batch
+from replicas.buffers import Buffers, ModelShape, Workload, buffers, gathered_bytes
+from replicas.deterministic import make_deterministic
+from replicas.graphs import Limits, StepRunner
+from replicas.model import ATTENTION, PagedModel
+from replicas.paged_cache import PagedCache
+from replicas.prefill import prefill
+from replicas.tiles import TILES, Tiles
+from replicas.windows import CacheShape
 from transformers import (
     Glm4Config,
     Glm4ForCausalLM,
@@ -20,18 +29,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from replicas.batched import can_batch
-from replicas.buffers import Buffers, ModelShape, Workload, buffers, gathered_bytes
-from replicas.deterministic import make_deterministic
 from replicas.eqspec import Group, step
-from replicas.graphs import Limits, StepRunner
-from replicas.model import ATTENTION, PagedModel
-from replicas.paged_cache import PagedCache
-from replicas.prefill import prefill
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
-from replicas.tiles import TILES, Tiles
-from replicas.windows import CacheShape
 from scheduler.messages import SamplingParams
 from tests.memory_meter import peak_bytes
 

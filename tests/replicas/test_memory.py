@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
+from replicas.buffers import ModelShape, buffers, packed_bytes
+from replicas.paged_cache import PagedCache
+from replicas.products import can_pack
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local_engine import LocalEngine
 from replicas import memory
-from replicas.buffers import ModelShape, buffers, packed_bytes
 from replicas.config import ReplicaConfig
 from replicas.memory import (
     PASS_TOKENS_LEAST,
@@ -26,9 +28,7 @@ from replicas.memory import (
     weight_bytes,
     without_storage,
 )
-from replicas.paged_cache import PagedCache
 from replicas.pair import load_pair, read_pair
-from replicas.products import can_pack
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.attention import flex_attention
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 import replicas.deterministic
 import replicas.fused
 import replicas.model
-from replicas.eqspec import Group
+import torch
 from replicas.graphs import FixedStep, StepKind
 from replicas.in_place import FlexInPlace, InPlace, NotInPlace, VarlenInPlace
 from replicas.model import ATTENTION, PagedModel
 from replicas.paged_cache import BlockAllocator, PagedCache
 from replicas.prefill import prefill
-from replicas.sampling import SamplingBatch
-from replicas.stopwatch import Stopwatch
 from replicas.tiles import EFFICIENT, TILED, TILES
 from replicas.windows import CacheShape, Layout
+from torch.nn.attention import flex_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from replicas.eqspec import Group
+from replicas.sampling import SamplingBatch
+from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
 from tests.tiny_pairs import ARCHITECTURES, random_model
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from replicas.paged_cache import BlockAllocator, OutOfBlocks, PagedCache
 from replicas.windows import SCRAP_BLOCK, CacheShape, Layout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -75,23 +74,3 @@ def test_a_change_is_seen_within_twenty_steps() -> None:
     for _ in range(20):
         known.observe([(one, step(rng, 0.0, 4))])
     assert known.of([one])[0] < 0.4
-
-
-def test_a_sequence_changes_its_kind_with_its_acceptance_but_not_at_every_step() -> None:
-    rng = Random(4)
-    known = Acceptance()
-    one = sequence("one")
-    kinds = []
-    for acceptance in (0.95, 0.0, 0.95):
-        for _ in range(40):
-            known.observe([(one, step(rng, acceptance, 4))])
-            kinds.append(one.kind)
-    assert (kinds[39], kinds[79], kinds[119]) == (0, 1, 0)
-    assert sum(a != b for a, b in pairwise(kinds)) <= 4
-
-
-def test_a_request_that_turns_drafting_off_is_of_the_kind_that_drafts_little() -> None:
-    known = Acceptance()
-    off = Sequence(Request("off", (1,), 9, draft_len=0), 1)
-    known.observe([(off, RowResult("off"))])
-    assert off.kind == 1

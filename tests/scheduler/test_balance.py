@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from scheduler.dispatching import Dispatcher
-from scheduler.messages import BatchKind, Pins
+from scheduler.messages import BatchKind
 from tests.scheduler.hand import Hand, rows_of
 
 
@@ -15,15 +13,13 @@ def loaded(
     count: int,
     max_new_tokens: int = 400,
     length: int = 3,
-    pins: Sequence[Pins] = (),
     **config: object,
 ) -> Hand:
-    """That many rows on replica r, none waiting; the first of them with these pins."""
+    """That many rows on replica r, none waiting;"""
     hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=1, **config)
     hand.join(kv_blocks=10_000)
     for index in range(count):
-        pinned = pins[index] if index < len(pins) else Pins()
-        hand.submit(f"q{index}", length=length, max_new_tokens=max_new_tokens, pins=pinned)
+        hand.submit(f"q{index}", length=length, max_new_tokens=max_new_tokens)
     while hand.scheduler.snapshot().waiting:
         hand.done(hand.in_flight()[0])
     hand.settle()
@@ -115,55 +111,4 @@ def test_nobody_moves_to_a_replica_without_room() -> None:
     hand = loaded(16)
     hand.join("s", kv_blocks=2)
     step(hand, count=5)
-    assert hand.scheduler.snapshot().moved == 0
-
-
-def play(hand: Hand, batches: int) -> None:
-    for _ in range(batches):
-        step(hand, "r")
-        if hand.in_flight("s"):
-            step(hand, "s")
-        hand.scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("count", [4, 8])
-def test_rows_that_step_alone_share_the_replicas(count: int) -> None:
-    """By their number all of them are one or two groups, and nobody would move."""
-    hand = loaded(count, pins=[Pins(rows_max=1)] * count)
-    hand.join("s", kv_blocks=10_000)
-    play(hand, 60)
-    loads = [hand.scheduler._pool.replicas[name].load for name in "rs"]
-    assert loads == [count // 2, count // 2]
-    assert hand.scheduler.snapshot().moved == count // 2, "nobody goes back"
-
-
-def test_free_rows_leave_those_that_step_alone() -> None:
-    hand = loaded(8, pins=[Pins(rows_max=1)] * 4)
-    hand.join("s", kv_blocks=10_000)
-    play(hand, 60)
-    turns = [
-        len(replica.narrow) + (replica.load > len(replica.narrow))
-        for replica in hand.scheduler._pool.replicas.values()
-    ]
-    assert max(turns) - min(turns) <= 1
-    assert hand.scheduler.snapshot().moved <= 8
-
-
-def test_no_free_row_goes_where_rows_step_alone() -> None:
-    """It would step once in four batches there, as it does here."""
-    hand = loaded(14, batches_in_flight_max=8)
-    hand.join("s", kv_blocks=10_000)
-    for index in range(3):
-        hand.submit(f"alone{index}", max_new_tokens=400, pins=Pins(rows_max=1))
-    play(hand, 20)
-    replicas = hand.scheduler._pool.replicas
-    assert (len(replicas["s"].narrow), len(replicas["r"].narrow)) == (3, 0)
-    assert hand.scheduler.snapshot().moved == 0
-
-
-def test_a_spread_alone_makes_nobody_move() -> None:
-    """Rows of near lengths step together, whatever spread they have pinned."""
-    hand = loaded(4, pins=[Pins(spread_max=50)] * 4)
-    hand.join("s", kv_blocks=10_000)
-    play(hand, 20)
     assert hand.scheduler.snapshot().moved == 0

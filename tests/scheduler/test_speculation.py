@@ -430,28 +430,6 @@ def test_a_batch_gets_the_steps_that_its_round_trip_asks_for(
     assert policy.plan("r", rows, 1).steps == 1
 
 
-def test_two_halves_take_turns_only_where_a_pause_costs_more_than_their_size() -> None:
-    pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair, draft_len=0)
-    rows = rows_of(8)
-    for trip_s, fits in ((0.0, [False] * 7), (20e-3, [True] * 7)):
-        for _ in range(100):
-            batch, result = pair.answer(rows, policy.plan("r", rows, 1))
-            policy.observe(batch, result, [], trip_s)
-        assert [policy.halves("r", count, 8) for count in range(9, 16)] == fits
-    # A pause of a few steps' tokens: worth it for few rows more than one group, not for many.
-    for _ in range(100):
-        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(batch, result, [], 1.5e-3)
-    found = [policy.halves("r", count, 8) for count in range(9, 16)]
-    assert found == sorted(found)
-    assert len(set(found)) == 2
-    for pinned in (True, False):
-        policy = policy_for(pair, half_groups=pinned)
-        pair.turn(policy, rows, 20)
-        assert {policy.halves("r", count, 8) for count in range(9, 16)} == {pinned}
-
-
 def test_beliefs_tell_what_was_measured() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.8)
     policy = policy_for(pair)

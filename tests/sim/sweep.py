@@ -37,8 +37,6 @@ def draw(seed: int, number: int) -> tuple[int, Knobs]:
         deadly=rng.choice([0, 0, 0, 1, 2]),
         kv_reserve=rng.choice([0.0, 0.25, 0.5, 1.0]),
         wait_rounds=rng.choice([1, 2, 4, 4, 7]),
-        pinned=rng.choice([0.0, 0.0, 0.05, 0.3, 1.0]),
-        spread_max=rng.choice([*[None] * 6, 0, 10]),
     )
     return rng.randrange(2**32), knobs
 

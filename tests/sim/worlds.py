@@ -16,7 +16,6 @@ from scheduler.messages import (
     Emit,
     Event,
     FinishReason,
-    Pins,
     Priority,
     RejectCode,
     ReplicaSpec,
@@ -25,7 +24,6 @@ from scheduler.messages import (
     StepTimes,
     Submit,
 )
-from scheduler.narrowing import narrow_groups
 from scheduler.simulation import FaultPlan, Report, World, reference_output
 
 VOCAB_SIZE = 50
@@ -53,9 +51,6 @@ class Knobs:
     deadly: int = 0
     """Requests that kill every replica that steps them."""
     kv_reserve: float = 0.5
-    pinned: float = 0.2
-    """Share of the requests that pin something."""
-    spread_max: int | None = None
 
 
 class Watcher:
@@ -66,8 +61,6 @@ class Watcher:
         self.rows_peak: Counter[str] = Counter()
         self.rows_max: dict[str, int] = {}
         """The fewest rows that groups of a replica were limited to."""
-        self.narrow_peak: Counter[str] = Counter()
-        """The most groups that narrow rows of a replica needed."""
         self.next_index: dict[str, int] = {}
         self.passes_most = 0
 
@@ -85,10 +78,7 @@ class Watcher:
         for replica in scheduler._pool.replicas.values():
             limit = replica.rows_max(scheduler.config.rows_max)
             limit = self.rows_max[replica.id] = min(self.rows_max.get(replica.id, limit), limit)
-            narrow = replica.narrow_limits()
-            groups = narrow_groups(narrow, limit)
-            self.narrow_peak[replica.id] = max(self.narrow_peak[replica.id], groups)
-            rows = len(replica.ready) + replica.stepping - len(narrow)
+            rows = len(replica.ready) + replica.stepping
             self.rows_peak[replica.id] = max(self.rows_peak[replica.id], rows)
             oldest = next(iter(replica.ready), None)
             if oldest is None:
@@ -99,22 +89,11 @@ class Watcher:
                 self.rows_peak[replica.id],
                 limit,
                 scheduler.config.wait_rounds,
-                self.narrow_peak[replica.id],
             )
             assert passes <= bound, f"{oldest.id} was passed over {passes} times, bound {bound}"
 
 
-def random_pins(rng: Random) -> Pins:
-    return Pins(
-        rows_max=rng.choice([None, None, 1, 2, 3, 100]),
-        spread_max=rng.choice([None, None, 0, 5, 20]),
-        steps_per_batch_max=rng.choice([None, 1, 2]),
-        prefill_tokens_max=rng.choice([None, 32, 40]),
-        trim_drafts=rng.random() < 0.5,
-    )
-
-
-def random_request(rng: Random, name: str, pinned: float = 0.0) -> Request:
+def random_request(rng: Random, name: str) -> Request:
     length = rng.choice([1, 3, 8, 20, 60])
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(length))
     if rng.random() < 0.4:
@@ -130,7 +109,6 @@ def random_request(rng: Random, name: str, pinned: float = 0.0) -> Request:
         timeout_s=rng.choice([None, None, None, 0.05, 2.0]),
         priority=rng.choice(list(Priority)),
         tenant=rng.choice(["", "x", "y"]),
-        pins=random_pins(rng) if rng.random() < pinned else Pins(),
     )
     if rng.random() < 0.15:
         tokens, _ = reference_output(request, VOCAB_SIZE)
@@ -157,7 +135,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         )
     config = SchedulerConfig(
         rows_max=knobs.rows_max,
-        spread_max=knobs.spread_max,
         draft_len=rng.choice([None, None, 0, 1, 4, 8]),
         steps_per_batch_max=knobs.steps_per_batch_max,
         batches_in_flight_max=knobs.batches_in_flight_max,
@@ -191,7 +168,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             trims_drafts=rng.random() < 0.5,
         )
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
-    requests = [random_request(rng, f"q{index}", knobs.pinned) for index in range(knobs.requests)]
+    requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]
     span_s = rng.choice([0.0, 0.3])
     for request in requests:
         world.submit(rng.random() * span_s, request, acceptance)
