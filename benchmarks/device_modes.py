@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 import torch
-from replicas.attention import FLEX, VARLEN
-from replicas.in_place import FlexInPlace, NotInPlace, VarlenInPlace
 
 from benchmarks.device_runs import Bench
 from replicas.config import ReplicaConfig
+from replicas.models.attention.paged import FlexAttention, NotPaged, VarlenAttention
 from replicas.pair import Pair
 from replicas.replica import Replica
 
@@ -38,7 +37,7 @@ USUAL, EAGER, DETERMINISTIC = "plain", "eager", "deterministic"
 ALONE = (USUAL, DETERMINISTIC)
 """Modes whose requests run alone as well: the one that promises equality, and the same without."""
 
-UNRECORDED = "a step runs unrecorded"
+UNRECORDED = "a pass runs unrecorded"
 """How the warning begins that a replica gives then."""
 _MESSAGE_MOST = 300
 """Characters: a compiler's messages go on for pages."""
@@ -51,8 +50,8 @@ class Outcome:
     state: str = WAITING
     message: str = ""
     """Why it failed or was left out, in one line."""
-    attention: dict[str, str] = field(default_factory=dict)
-    """Of target and draft."""
+    attention: str = ""
+    """Of the target."""
     unrecorded: list[str] = field(default_factory=list)
     """Steps of which a CUDA graph was to be made and could not: each warning once."""
     memory_gb: float | None = None
@@ -62,7 +61,7 @@ class Outcome:
         """It was measured, or this is why it was not."""
         self.state = MEASURED
         if error is not None:
-            self.state = LEFT_OUT if isinstance(error, NotInPlace) else FAILED
+            self.state = LEFT_OUT if isinstance(error, NotPaged) else FAILED
             self.message = one_line(error)
 
 
@@ -101,12 +100,12 @@ def one_line(error: Warning | Exception | str) -> str:
 
 
 def made(pair: Pair, config: ReplicaConfig) -> Replica:
-    """A replica. Raises NotInPlace where its attention is not offered here, which is no failure,
+    """A replica. Raises NotPaged where its attention is not offered here, which is no failure,
     and PairRefused for one that is offered and fails or differs."""
-    if config.attention == FLEX:
-        FlexInPlace(config.kv_blocks or 0, config.block_size, pair.context_len, pair.device)
-    elif config.attention == VARLEN:
-        VarlenInPlace(pair.dtype, pair.device)
+    if config.attention == "flex":
+        FlexAttention(config.kv_blocks or 0, config.block_size, pair.context_len, pair.device)
+    elif config.attention == "varlen":
+        VarlenAttention(pair.dtype, pair.device)
     return Replica(pair, config)
 
 
@@ -155,7 +154,7 @@ def attempt(
 
     def run() -> None:  # apart, so that the replica is gone when it returns
         replica = make()
-        outcome.attention = replica.attention
+        outcome.attention = replica.spec.attention
         measure(mode, replica, bench, plan, beside, noted)
 
     try:

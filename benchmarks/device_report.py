@@ -156,8 +156,7 @@ def mode_table(modes: Mapping[str, Outcome]) -> str:
         (
             "mode",
             "state",
-            "target's attention",
-            "draft's",
+            "attention",
             "steps unrecorded",
             "GPU memory, GB",
             "message",
@@ -166,8 +165,7 @@ def mode_table(modes: Mapping[str, Outcome]) -> str:
             (
                 mode,
                 one.state,
-                one.attention.get("target", ""),
-                one.attention.get("draft", ""),
+                one.attention,
                 len(one.unrecorded),
                 "" if one.memory_gb is None else one.memory_gb,
                 one.message.replace("|", "\\|"),

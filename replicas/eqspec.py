@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
-from replicas.models.paged_model import Layout, PagedModel, Wants
+from replicas.models.paged_model import Layout, Model, Wants
 from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
 from replicas.verification import Selection, select
@@ -74,7 +74,7 @@ class Outcome:
     """KV positions that the target's attention read, padding included."""
 
 
-def step(target: PagedModel, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
+def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
     """Propose, mask, verify, choose, commit, advance."""
     proposal = _propose(target, drafter, rows, watch)
     k = proposal.tokens.shape[0]
@@ -105,9 +105,7 @@ def step(target: PagedModel, drafter: Drafter | None, rows: StepRows, watch: Sto
     return outcome
 
 
-def _propose(
-    target: PagedModel, drafter: Drafter | None, rows: StepRows, watch: Stopwatch
-) -> Proposal:
+def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Proposal:
     if max(rows.draft_lens) == 0:
         empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
         return Proposal(empty, rows.draft_lens)
@@ -141,7 +139,7 @@ def _masks(rows: StepRows, proposal: Proposal) -> torch.Tensor | None:  # [rows,
 
 
 def _verify(
-    target: PagedModel,
+    target: Model,
     drafter: Drafter | None,
     rows: StepRows,
     tokens: torch.Tensor,  # [rows, 1 + k], int64

@@ -22,7 +22,7 @@ from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, root_key
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory, weight_bytes
 from replicas.models.build import build
-from replicas.models.paged_model import PagedModel
+from replicas.models.paged_model import Model, PagedModel
 from replicas.models.prefill import fill
 from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.resident import Resident, Tally
@@ -71,16 +71,23 @@ class Replica:
         self._blocks = self._shared or BlockAllocator(blocks, config.block_size)
         self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
-        self._target: PagedModel | GraphedModel
-        self._target, built = _built(pair.target, pair.target_name, pair, config, plan)
-        self._drafter = drafter
+        target, built = _built(pair.target, pair.target_name, pair, config, plan)
+        fixed = config.fixed_shapes(pair.device)
         if drafter is None and pair.draft is not None:
             draft, _ = _built(pair.draft, pair.draft_name, pair, config, plan, exact=False)
-            self._drafter = ModelDrafter(
-                draft, pair.draft_name, plan.work.pass_tokens, weight_bytes(pair.draft)
+            drafter = ModelDrafter(
+                GraphedModel(draft, plan.work.rows, [1, 2]) if fixed else draft,
+                pair.draft_name,
+                plan.work.pass_tokens,
+                weight_bytes(pair.draft) + draft.cache.bytes,
             )
-        if config.fixed_shapes(pair.device):
-            self._record()
+        self._drafter = drafter
+        self._target: Model = target
+        if fixed:
+            most = plan.work.draft_len
+            widths = [1 + k for k in (0, *buckets(most))] if most else [1]
+            taps = () if drafter is None else drafter.taps
+            self._target = GraphedModel(target, plan.work.rows, widths, taps)
         self.broken: Exception | None = None
         """One device breaks with its process."""
         self.hooks: RowHooks | None = None
@@ -91,7 +98,11 @@ class Replica:
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self._target.vocab,
-            draft_len_max=DRAFT_LEN_MAX if drafter else plan.draft_len_max(DRAFT_LEN_MAX),
+            draft_len_max=plan.draft_len_max(DRAFT_LEN_MAX)
+            if pair.draft
+            else DRAFT_LEN_MAX
+            if drafter
+            else 0,
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             trims_drafts=self._drafter is not None and self._drafter.rates,
@@ -104,15 +115,6 @@ class Replica:
             arithmetic=built,
             fingerprint=mark,
         )
-
-    def _record(self) -> None:
-        """Have steps run in a few fixed shapes, recorded on a GPU."""
-        rows, draft_len = self._work.rows, self._work.draft_len
-        widths = [1 + k for k in (0, *buckets(draft_len))] if draft_len else [1]
-        taps = () if self._drafter is None else self._drafter.taps
-        self._target = GraphedModel(self._target, rows, widths, taps)
-        if isinstance(self._drafter, ModelDrafter):
-            self._drafter.model = GraphedModel(self._drafter.model, rows, [1, 2])
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:
@@ -403,6 +405,12 @@ class Replica:
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
         self._own(row.sequence_id, row.blocks, row.length + most - 1)
         return resident
+
+
+def _draft_len_max(pair: Pair, plan: MemoryPlan, drafter: Drafter | None) -> int:
+    if pair.draft is not None:
+        return plan.draft_len_max(DRAFT_LEN_MAX)
+    return 0 if drafter is None else DRAFT_LEN_MAX
 
 
 def _built(

@@ -8,7 +8,7 @@ DRAFT_LEN_MAX = 32
 """Most draft tokens per row and step that a config or a request may ask for."""
 
 PREFILL_TOKENS_LEAST = 32
-"""Positions of a chunk that is chosen, at least: below it, messages cost more than what is filled."""
+"""Positions of a chunk at least: below it, messages cost more than what is filled."""
 
 
 class SchedulerConfig(BaseModel):

@@ -5,11 +5,12 @@ passed over whenever a batch of steps is dispatched on its replica while the row
 it. Let G = ceil(R / rows_max) be the least number of batches that hold the R rows that step on a
 replica (ready or in a batch), and w the config's `wait_rounds`.
 
-1. The oldest row is behind once it was passed over (w - 1.5) * G times; where it is not, the oldest
-   row is that has committed nothing yet, for somebody waits for its first token. Around a row that
-   is behind the tightest window is chosen: of the windows of rows_max lengths that contain it, the
-   one of least spread. Where no row is behind, it is the window of the shortest rows: who is behind
-   in length catches up with the next ones and then goes on with them.
+1. A row is behind that was passed over (w - 1.5) * G times; or else one that has committed nothing
+   yet, for somebody waits for its first token; or else one that has had LAG steps fewer than its
+   equal share: who always waits a little longer than the others ends much later. Around the row
+   that is furthest behind the tightest window is chosen: of the windows of rows_max lengths that
+   contain it, the one of least spread. Where no row is behind, it is the window of the shortest
+   rows: who is behind in length catches up with the next ones and then goes on with them.
 2. A row is due once it was passed over (w - 1) * G times. Due rows come first, the oldest before
    the others, and the window fills what is left of the batch.
 
@@ -26,11 +27,14 @@ Knows lengths and ages; a row itself is any object that a dict takes as a key.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Row = TypeVar("Row", bound=Hashable)
+
+LAG = 2.0
+"""Steps."""
 
 
 def groups_needed(rows: int, rows_max: int) -> int:
@@ -48,9 +52,9 @@ def may_step(
 ) -> bool:
     """Whether a batch of steps is worth dispatching now, or should wait for rows in flight.
 
-    A replica without any batch never waits. Beside a batch of steps only a full one goes: with no
-    more rows than one batch holds all go together, for two fragments would take turns for ever and
-    never merge. Behind a prefill alone, half of the batch that it will be part of is enough: the
+    A replica without any batch never waits. Beside a batch of steps a full one goes, and beside a
+    full one also half of one: with no more rows than one batch holds all go together, for two
+    fragments would take turns for ever and never merge. Behind a prefill alone, half of the batch that it will be part of is enough: the
     rows being filled join one step later, and the replica has no gap.
     """
     if ready == 0:
@@ -58,14 +62,27 @@ def may_step(
     if batches_in_flight == 0:
         return True
     if stepping:
-        return ready >= rows_max
+        return ready >= rows_max or (stepping >= rows_max and 2 * ready >= rows_max)
     return 2 * ready >= min(ready + joining, rows_max)
 
 
 class ReadyRows(Generic[Row]):
-    """The ready rows of one replica, by length and by age."""
+    """The ready rows of one replica: by length, by age, and by the steps that they have had.
 
-    __slots__ = ("_by_age", "_new", "_number", "_rising", "batches")
+    Time is counted in steps of an equal share: a batch is worth its rows over all that step. A
+    row's turn is that time when it came, and one more for each step that it has had.
+    """
+
+    __slots__ = (
+        "_by_age",
+        "_by_turn",
+        "_new",
+        "_number",
+        "_rising",
+        "_share",
+        "_turns",
+        "batches",
+    )
 
     def __init__(self) -> None:
         self._by_age: dict[Row, tuple[int, int, int]] = {}
@@ -75,6 +92,11 @@ class ReadyRows(Generic[Row]):
         """(length, number, row); of one length the oldest first."""
         self._new: dict[Row, None] = {}
         """Rows whose first token somebody waits for, the oldest first."""
+        self._by_turn: list[tuple[float, int, Row]] = []
+        """(turn, number, row) of the ready rows, rising."""
+        self._turns: dict[Row, float] = {}
+        """Of all rows, in batches as well."""
+        self._share = 0.0
         self._number = 0
         self.batches = 0
         """Batches of steps dispatched on this replica."""
@@ -98,13 +120,20 @@ class ReadyRows(Generic[Row]):
         self._number += 1
         self._by_age[row] = (length, self._number, self.batches)
         insort(self._rising, (length, self._number, row))
+        insort(self._by_turn, (self._turns.setdefault(row, self._share), self._number, row))
         if new:
             self._new[row] = None
 
     def remove(self, row: Row) -> None:
+        """It is not ready any more, though it may be again."""
         length, number, _ = self._by_age.pop(row)
-        del self._rising[self._place(length, number)]
+        del self._rising[_place(self._rising, length, number)]
+        del self._by_turn[_place(self._by_turn, self._turns[row], number)]
         self._new.pop(row, None)
+
+    def forget(self, row: Row) -> None:
+        """It has left the replica."""
+        self._turns.pop(row, None)
 
     def passes(self, row: Row) -> int:
         """How often the row was passed over since it became ready."""
@@ -138,17 +167,22 @@ class ReadyRows(Generic[Row]):
             return behind
         return next(row for row in self._by_age if row in some)
 
-    def take(self, rows: Iterable[Row]) -> None:
-        """Removes the rows of a batch that is dispatched: it passes the others over."""
+    def take(self, rows: Sequence[Row], of: int) -> None:
+        """Removes the rows of a batch that is dispatched: it passes the others over. `of`: all rows
+        that step on the replica."""
         self.batches += 1
+        self._share += len(rows) / of
         for row in rows:
             self.remove(row)
+            self._turns[row] += 1.0
 
     def check_integrity(self) -> None:
         """Asserts that both orders hold the same rows."""
         rising = [(length, number, row) for row, (length, number, _) in self._by_age.items()]
         assert sorted(rising) == self._rising, "ready rows differ, or are out of order"
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
+        turns = [(self._turns[row], number, row) for _, number, row in rising]
+        assert sorted(turns) == self._by_turn, "turns of ready rows"
         ages = [(number, batches) for _, number, batches in self._by_age.values()]
         assert ages == sorted(ages), "ready rows are not in order of age"
 
@@ -157,15 +191,19 @@ class ReadyRows(Generic[Row]):
         oldest = next(iter(self._by_age))
         if 2 * self.passes(oldest) >= (2 * wait_rounds - 3) * groups:
             return oldest
-        return next(iter(self._new), None)
+        if self._new:
+            return next(iter(self._new))
+        turn, _, row = self._by_turn[0]
+        return row if self._share - turn >= LAG else None
 
     def _tightest(self, row: Row, size: int) -> int:
         """Where the window of least spread begins that contains the row; of several the longest."""
         rising = self._rising
-        at = self._place(*self._by_age[row][:2])
+        at = _place(rising, *self._by_age[row][:2])
         begins = range(max(at - size + 1, 0), min(at, len(rising) - size) + 1)
         return min(begins, key=lambda one: (rising[one + size - 1][0] - rising[one][0], -one))
 
-    def _place(self, length: int, number: int) -> int:
-        # A shorter tuple stands before all that begin with it.
-        return bisect_left(self._rising, (length, number))  # type: ignore[arg-type]
+
+def _place(order: list[tuple[Any, int, Row]], first: float, number: int) -> int:
+    # A shorter tuple stands before all that begin with it.
+    return bisect_left(order, (first, number))

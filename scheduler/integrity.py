@@ -102,6 +102,7 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
     for batch in replica.batches.values():
         assert len(batch.rows) <= pool.config.rows_max, f"{name}: rows of batch {batch.id}"
     replica.ready.check_integrity()
+    assert set(replica.ready._turns) <= set(residents), f"{name}: turns of others"
     assert len(replica.batches) <= pool.config.batches_in_flight_max, f"{name}: too many batches"
     assert replica.rows_of.keys() == replica.batches.keys(), f"{name}: rows of batches"
     for batch in replica.batches.values():

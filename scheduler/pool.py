@@ -137,7 +137,7 @@ class Pool:
         `lacking` are those of them that get more blocks, and how many they have then.
         """
         if rows[0].rows_limit is None:
-            replica.ready.take(rows)
+            replica.ready.take(rows, len(replica.ready) + replica.stepping)
         else:
             for sequence in rows:
                 del replica.suspects[sequence.id]
@@ -239,6 +239,7 @@ class Pool:
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)
+        replica.ready.forget(sequence)
         sequence.blocks = sequence.filled = 0
         sequence.replica_id = None
         sequence.batch_id = None

@@ -60,7 +60,8 @@ class GraphedModel:
         taps: tuple[int, ...] = (),
     ) -> None:
         """Records now, on rows that all lie in the scrap block; `widths` are tokens per row."""
-        shape: CacheShape = model.backend.shape
+        shape = model.backend.shape
+        self.backend, self.device, self.vocab = model.backend, model.device, model.vocab
         self.model = model
         self.taps = taps
         blocks = sorted({-(-shape.context_len // share // shape.block_size) for share in KV_SHARES})
@@ -73,9 +74,6 @@ class GraphedModel:
         for kind in sorted((Kind(*one) for one in kinds), reverse=True):
             self._passes[kind] = _FixedPass(model, shape, kind, taps, pool)
         self._kinds = sorted(self._passes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
 
     @property
     def recorded(self) -> int:

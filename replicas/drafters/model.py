@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from replicas.drafters.protocol import Ask, Cost, Proposal, Seen
-from replicas.models.paged_model import PagedModel, Wants
+from replicas.models.paged_model import Model, Wants
 from replicas.models.prefill import fill
 from replicas.sampling import choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
@@ -26,13 +26,13 @@ class ModelDrafter:
     rates = True
     draft_len_max: int | None = None
 
-    def __init__(self, model: PagedModel, name: str, pass_tokens: int, weight_bytes: int) -> None:
-        """`pass_tokens`: tokens of one prefill pass at most."""
+    def __init__(self, model: Model, name: str, pass_tokens: int, memory: int) -> None:
+        """`pass_tokens`: tokens of one prefill pass at most; `memory`: bytes that it holds."""
         self.name = name
         self.vocab: int | None = model.vocab
         self.model = model
         self._pass_tokens = pass_tokens
-        self._weight_bytes = weight_bytes
+        self._memory = memory
         self._valid: dict[str, int] = {}
         """Valid KV positions of each row."""
 
@@ -61,7 +61,7 @@ class ModelDrafter:
         return Cost()
 
     def memory(self) -> int:
-        return self._weight_bytes + self.model.cache.bytes
+        return self._memory
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
         self._catch_up(ask, watch)

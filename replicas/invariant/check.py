@@ -51,12 +51,13 @@ def what_changes_logits(model: Model, table: torch.Tensor, length: int) -> str |
     every = list(range(ROWS))
     widths = [7, 1, 2, 9, 3, 5, 4]
     ragged = [length - edge - 5 * row for row in every]
+    parts = [edge // 4, 1, edge // 3]
     trials = {
         "the number of tokens per pass": ([0], [0], [length]),
         "the draft length": ([0], [length - sum(widths)], widths),
         "the batch": (every, [0] * ROWS, [length]),
         "the batch and the draft length": (every, [length - sum(widths)] * ROWS, widths),
-        "batch mates' length": (every, ragged, [5, 1, 8, edge - 14]),
+        "batch mates' length": (every, ragged, [*parts, edge - sum(parts)]),
     }
     for name, (rows, starts, parts) in trials.items():
         if min(starts) >= 0 and trial.run(rows, starts, [part for part in parts if part > 0]):

@@ -61,7 +61,7 @@ class PagedCache:
 
     def write(self, layer: int, slots: Any, fresh: torch.Tensor) -> None:
         """Store keys and values, [tokens, 2, kv_heads, head_dim], where a layout says: by block and
-        position in it where they lie by head, else by flat position. Those that are no numbers become some,
+        position in it where they lie by head, else by flat position. What is no number is made one,
         in place."""
         if self._overflows:
             fresh.nan_to_num_()

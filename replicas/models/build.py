@@ -28,7 +28,7 @@ from replicas.kv_cache.host_layout import CacheShape
 from replicas.memory.buffers import ModelShape
 from replicas.models.attention import GatherBackend, choose_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
-from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, PagedModel
+from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
 from scheduler.config import SchedulerConfig
 
@@ -202,7 +202,7 @@ def _joined(
 
 def _trial_tokens(model: PreTrainedModel, shape: CacheShape) -> torch.Tensor:
     width = min(shape.context_len, _TRIAL_TOKENS)
-    return torch.arange(1, width + 1, device=model.device) % model.config.vocab_size
+    return torch.arange(1, width + 1, device=model.device) % int(model.config.vocab_size)
 
 
 @torch.inference_mode()
@@ -212,9 +212,9 @@ def _try_out(paged: PagedModel, shape: CacheShape) -> torch.Tensor:  # [tokens, 
     width = tokens.shape[0]
     table = torch.arange(1, 1 - (-width // shape.block_size), device=paged.device)[None]
     layout = paged.backend.step_layout(table, [0], width).window(0, width)
-    logits: torch.Tensor | None = paged.forward(tokens, layout).logits
-    assert logits is not None
-    return logits
+    out: Output = paged.forward(tokens, layout)
+    assert out.logits is not None
+    return out.logits
 
 
 def _tiled_products(model: PreTrainedModel, prepack: bool) -> list[Product]:

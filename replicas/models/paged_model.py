@@ -110,6 +110,16 @@ class Output:
     taps: list[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
 
 
+class Model(Protocol):
+    """What runs forward passes: a `PagedModel`, or one whose passes have fixed shapes."""
+
+    backend: AttentionBackend
+    device: torch.device
+    vocab: int
+
+    def forward(self, tokens: torch.Tensor, layout: Any, wants: Wants = ALL) -> Output: ...
+
+
 class PagedModel:
     """A causal language model and its own paged KV cache."""
 
@@ -249,7 +259,7 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, tokens, heads, head_dim]
     """Attention for transformers' interface: by the current pass over the paged cache, or without
-    one plainly, over the tokens themselves."""
+    one plainly, over the keys that are given, the last of which are the tokens' own."""
     refuse_other_maths(kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     current = _PASS.get()
@@ -265,8 +275,9 @@ def _plain_attention(
 ) -> torch.Tensor:
     heads, tokens = query.shape[1:3]
     key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
-    hidden = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype, device=query.device)
-    scores = query @ key.transpose(2, 3) * scale + hidden.triu(1)
+    keys = key.shape[2]
+    hidden = torch.full((tokens, keys), -torch.inf, dtype=query.dtype, device=query.device)
+    scores = query @ key.transpose(2, 3) * scale + hidden.triu(1 + keys - tokens)
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 

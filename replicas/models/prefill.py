@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from replicas.cuda.transfers import upload
 from replicas.kv_cache import TokenRange, passes
-from replicas.models.paged_model import PagedModel, Wants
+from replicas.models.paged_model import Model, Wants
 
 Tapped = Callable[[list[int], list[TokenRange], list[torch.Tensor]], None]
 """Told after each pass: which rows, what of each was computed, and the hidden states tapped."""
 
 
 def fill(
-    model: PagedModel,
+    model: Model,
     contents: Sequence[Sequence[int]],
     ranges: Sequence[TokenRange],
     table: torch.Tensor,  # [rows, blocks], int64
@@ -27,10 +28,12 @@ def fill(
     for one_pass in passes(ranges, pass_tokens):
         rows = [row for row, _ in one_pass]
         parts = [part for _, part in one_pass]
-        fed = [token for row, (begin, end) in one_pass for token in contents[row][begin:end]]
         # An id that only the target has, padding of its embedding, is fed as the last one.
-        tokens = torch.tensor(fed, dtype=torch.int64).clamp_(max=model.vocab - 1)
+        last = model.vocab - 1
+        fed = [
+            min(token, last) for row, (begin, end) in one_pass for token in contents[row][begin:end]
+        ]
         layout = model.backend.ranges_layout(table[rows], parts)
-        out = model.forward(tokens.to(table.device), layout, wants)
+        out = model.forward(upload(fed, torch.int64, table.device), layout, wants)
         if tapped is not None:
             tapped(rows, parts, out.taps)

@@ -1,8 +1,8 @@
 """Proves that every attention over a paged cache sees what a plain one sees, whatever lies where,
 and that one is taken only if it does and is faster.
 
-FlexAttention runs unfused on a CPU. Varlen attention has no CPU kernel: a plain one with the meaning
-that torch documents stands for it, so the arguments are what is tested.
+FlexAttention runs unfused on a CPU. Varlen attention has no CPU kernel: a plain one with the
+meaning that torch documents stands for it, so the arguments are what is tested.
 """
 
 from __future__ import annotations

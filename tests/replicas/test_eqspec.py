@@ -17,7 +17,7 @@ from replicas.eqspec import RowHooks, StepRows, step
 from replicas.invariant.backend import HostBackend
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache, PassLayout
-from replicas.models.paged_model import Output, Wants
+from replicas.models.paged_model import ALL, Output, Wants
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -40,7 +40,7 @@ class ScriptedModel:
         self.cache = PagedCache(1, 1, 4, 64, 4, torch.float32, CPU)
         self.backend = HostBackend(self.cache, SHAPE, Arithmetic())
 
-    def forward(self, tokens: torch.Tensor, layout: PassLayout, wants: Wants = Wants()) -> Output:
+    def forward(self, tokens: torch.Tensor, layout: PassLayout, wants: Wants = ALL) -> Output:
         rows = len(self.script) or layout.groups[0].tokens.shape[0]
         assert tokens.shape == layout.positions.shape
         positions = layout.positions.view(rows, -1)
@@ -178,8 +178,8 @@ class Forbidding:
         self.rows[row] += tokens
 
 
-def test_a_rows_masks_decide_given_the_draft_before_each_place_and_it_is_told_the_outcome() -> None:
-    """The second row's target says 7 again and again, which its mask forbids; the first has none."""
+def test_a_rows_masks_decide_given_the_draft_and_it_is_told_the_outcome() -> None:
+    """The second row's target says 7 again and again, which its mask forbids."""
     contents = [[1, 2, 3], [1, 2, 7]]
     hooks = Forbidding(contents)
     target = ScriptedModel([says(3, [7, 7, 7]), says(3, [7, 7, 7])])

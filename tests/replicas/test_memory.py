@@ -9,25 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from replicas.buffers import ModelShape, buffers, packed_bytes
-from replicas.paged_cache import PagedCache
-from replicas.products import can_pack
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local_engine import LocalEngine
-from replicas import memory
 from replicas.config import ReplicaConfig
+from replicas.invariant.ops import can_prepack
+from replicas.kv_cache import PagedCache
 from replicas.memory import (
-    PASS_TOKENS_LEAST,
+    MemoryPlan,
+    ModelShape,
     PairShape,
     TooLittleMemory,
-    bytes_per_block,
     check_memory,
     free_bytes,
     plan_memory,
     weight_bytes,
-    without_storage,
 )
+from replicas.memory.buffers import buffers, prepacked_bytes
+from replicas.memory.plan import PASS_TOKENS_LEAST, bytes_per_block, without_storage
 from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -39,20 +38,18 @@ from tests.tiny_pairs import _SHAPE, target_model, tiny_replica
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 SHAPES = [
-    ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, hidden=32, intermediate=512, vocab=2000),
-    ModelShape(layers=1, heads=4, kv_heads=4, head_dim=8, hidden=32, intermediate=512, vocab=2000),
+    ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, hidden=32, intermediate=512, vocab=3000),
+    ModelShape(layers=1, heads=4, kv_heads=4, head_dim=8, hidden=32, intermediate=512, vocab=3000),
 ]
 PAIR = PairShape(*SHAPES, target_bytes=5_000_000, draft_bytes=2_000_000, context_len=64)
 
 
-def planned(
-    device: torch.device = CPU, loaded: bool = True, **settings: object
-) -> memory.MemoryPlan:
+def planned(device: torch.device = CPU, loaded: bool = True, **settings: object) -> MemoryPlan:
     return plan_memory(ReplicaConfig(**settings), PAIR, device, loaded)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device, share=1.0: size)
+    monkeypatch.setattr("replicas.memory.plan.free_bytes", lambda device, share=1.0: size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,23 +99,21 @@ def test_a_budget_beside_a_given_cache_bounds_the_buffers() -> None:
         planned(memory=60_000_000, kv_blocks=5000)
 
 
-@pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
+@pytest.mark.skipif(not can_prepack(CPU, torch.float32), reason="this torch has no oneDNN")
 def test_weights_are_laid_out_twice_only_where_nothing_has_to_shrink_for_it() -> None:
-    roomy = planned(memory=60_000_000)
-    assert roomy.packed
-    assert roomy.buffers.packed == sum(packed_bytes(shape, 4) for shape in SHAPES) > 0
-    for size in range(roomy.least, 60_000_000, 500_000):
-        plan, plain = planned(memory=size), planned(memory=size, pack_weights=False)
-        assert (plan.work, plan.least) == (plain.work, plain.least)
-        assert plan.packed == (plan.buffers.packed > 0)
-        assert plan.total <= size
-        if plan.packed:
-            assert plan.work == plan.wanted
-    assert not planned(memory=roomy.least).packed
-    assert planned(kv_blocks=50).packed
-    for other in ({"dtype": "bfloat16"}, {"fuse_layers": False}, {"deterministic": True}):
-        assert not planned(memory=60_000_000, **other).packed
-    assert not planned(GPU, memory=600_000_000).packed
+    roomy = planned(memory=120_000_000)
+    assert roomy.prepack
+    assert roomy.buffers.prepacked == sum(prepacked_bytes(shape) for shape in SHAPES) > 0
+    for size in range(roomy.least, 120_000_000, 1_000_000):
+        made, plain = planned(memory=size), planned(memory=size, pack_weights=False)
+        assert (made.work, made.least) == (plain.work, plain.least)
+        assert made.total <= size
+        if made.prepack:
+            assert made.work == made.wanted
+    assert not planned(memory=roomy.least).prepack
+    assert planned(kv_blocks=50).prepack
+    assert not planned(memory=60_000_000, dtype="bfloat16").prepack
+    assert not planned(GPU, memory=600_000_000).prepack
 
 
 def test_what_is_named_as_the_least_does_and_one_block_less_does_not() -> None:
@@ -127,7 +122,7 @@ def test_what_is_named_as_the_least_does_and_one_block_less_does_not() -> None:
     least = refused.value.least
     plan = planned(memory=least)
     assert plan.least == least == plan.total
-    assert (plan.work.rows, plan.work.prefill_rows) == (1, 1)
+    assert plan.work.rows == 1
     assert plan.work.pass_tokens == PASS_TOKENS_LEAST
     assert plan.sequences(64) == 1
     with pytest.raises(TooLittleMemory):
@@ -136,7 +131,7 @@ def test_what_is_named_as_the_least_does_and_one_block_less_does_not() -> None:
 
 def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
     least = planned(memory=100_000_000).least
-    plans = [planned(memory=size) for size in range(least, least + 12_000_000, 50_000)]
+    plans = [planned(memory=size) for size in range(least, least + 30_000_000, 100_000)]
     committed = [p.work.rows * (1 - 0.7 ** (p.work.draft_len + 1)) for p in plans]
     assert committed == sorted(committed)
     assert plans[0].work.rows == 1
@@ -149,16 +144,8 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
         if plan.work.rows < 8 or plan.work.draft_len < 8:
             narrowest = plan.wanted.shrunk(8, 8, PASS_TOKENS_LEAST)
             assert plan.budget is not None
-            over = buffers(*SHAPES, narrowest, 4, on_gpu=False).total
+            over = buffers(SHAPES, narrowest, 4, on_gpu=False, prepack=False).total
             assert PAIR.weights + 5 * plan.block_bytes + over > plan.budget
-
-
-def test_a_gpu_keeps_as_many_recorded_steps_as_fit() -> None:
-    plenty = planned(GPU, memory=2_000_000_000)
-    tight = planned(GPU, memory=plenty.least)
-    assert (plenty.work.recordings, tight.work.recordings) == (ReplicaConfig().graphs_max, 8)
-    assert planned(GPU, memory=2_000_000_000, graphs="off").work.recordings == 0
-    assert planned(CPU, memory=2_000_000_000).work.recordings == 0
 
 
 def test_a_plan_says_only_what_it_shrank() -> None:
@@ -167,7 +154,8 @@ def test_a_plan_says_only_what_it_shrank() -> None:
     plan = plan_memory(ReplicaConfig(memory=700_000_000), pair, CPU, loaded=True)
     assert (plan.rows_max, plan.draft_len_max(32)) == (None, 32)
     tight = plan_memory(ReplicaConfig(memory=plan.least), pair, CPU, loaded=True)
-    assert (tight.rows_max, tight.draft_len_max(32)) == (1, 1)
+    assert tight.rows_max == tight.work.rows < plan.work.rows
+    assert tight.draft_len_max(32) == 1
     alone = dataclasses.replace(PAIR, draft=None, draft_bytes=0)
     plain = plan_memory(ReplicaConfig(draft=None), alone, CPU, loaded=True)
     assert plain.draft_len_max(32) == plain.work.draft_len == 0

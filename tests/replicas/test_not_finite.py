@@ -70,6 +70,9 @@ class Client:
 
     def finite(self) -> bool:
         models = (self.replica._target, self.replica._drafter.model)
+        models = [
+            getattr(one, "model", one) for one in models if hasattr(one, "recorded")
+        ] or models
         layers = [layer for model in models for layer in model.cache._layers]
         return all(bool(layer.isfinite().all()) for layer in layers)
 

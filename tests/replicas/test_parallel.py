@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from cluster.local_engine import LocalEngine
-from replicas import memory, parallel, ranks
+from replicas import parallel, ranks
 from replicas.config import ReplicaConfig
 from replicas.meeting import Address, Meeting
 from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, pair_shape_of, plan_memory
@@ -93,8 +93,11 @@ def test_two_ranks_give_the_tokens_of_one(
     single = Replica.load(settings)
     double = load_parallel(settings.model_copy(update={"tensor_parallel": 2}))
     loaded.append(double)
-    # Layers that are parted are the model's own, which read all rows as one.
-    assert double.spec == replace(single.spec, reads_apart=False)
+    # Layers that are parted are the model's own, and sums of parts have other bits.
+    assert "separate layers" in double.spec.arithmetic
+    told = {name: getattr(double.spec, name) for name in ("arithmetic", "fingerprint", "timings")}
+    assert double.spec.fingerprint != single.spec.fingerprint
+    assert double.spec == replace(single.spec, reads_apart=double.spec.reads_apart, **told)
     assert len(double.spec.timings) == len(single.spec.timings)
     assert bool(double.spec.timings) == settings.calibrate
     for batch, k in ((1, 0), (4, 3), (3, 2)):
@@ -117,8 +120,8 @@ def test_a_rank_that_ends_breaks_the_replica_at_once(loaded: list[ParallelReplic
         run(double, 2, 2)
 
 
-FATAL = 3
-"""The draft length at which a rank breaks."""
+ROWS, FATAL = 2, 3
+"""Rows, and the draft length, at which a rank breaks."""
 
 
 def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> None:
@@ -133,12 +136,12 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> N
         replica = load(*args)  # type: ignore[arg-type]
         forward = replica._target.forward
 
-        def fails(tokens, window, logits_to_keep=0):  # type: ignore[no-untyped-def]
-            if window.width == FATAL + 1:
+        def fails(tokens, layout, *wants):  # type: ignore[no-untyped-def]
+            if tokens.shape[0] == ROWS * (FATAL + 1):
                 if how == "ends":
                     os._exit(1)
                 raise MemoryError("no room here")
-            return forward(tokens, window, logits_to_keep)
+            return forward(tokens, layout, *wants)
 
         replica._target.forward = fails  # type: ignore[method-assign]
         return replica
@@ -165,10 +168,10 @@ def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
     monkeypatch.setattr(ranks, "ALONE_S", 0.5)
     double = load_parallel(config("tiny", tensor_parallel=2))
     loaded.append(double)
-    assert len(run(double, 2, FATAL - 1)) == 5
+    assert len(run(double, ROWS, FATAL - 1)) == 5
     for _ in range(2):
         with pytest.raises(ReplicaBroken, match=message):
-            run(double, 2, FATAL)
+            run(double, ROWS, FATAL)
 
 
 def test_ranks_that_wait_for_rank_0_are_not_waited_for(
@@ -318,7 +321,7 @@ def test_a_rank_has_the_part_that_was_planned_before_weights_were_read(
         planned.append(pair)
         return plan_memory(config, pair, *rest, **more)
 
-    monkeypatch.setattr(memory, "plan_memory", plan)
+    monkeypatch.setattr("replicas.memory.plan.plan_memory", plan)
     monkeypatch.setattr(parallel, "plan_memory", plan)
     loaded.append(load_parallel(config("tiny", tensor_parallel=2)))
     before, after = planned

@@ -78,7 +78,7 @@ def play_prefills(hand: Hand, breaks: str, times: int, rounds: int) -> list[list
 
 def test_nobody_waits_long_for_a_prefill_that_failed_once() -> None:
     """The rows that run show that steps succeed; a prefill they cannot show."""
-    hand = crowd(5)
+    hand = crowd(3)
     for name in ("broken", "next", "last"):
         hand.submit(name, length=8)
     played = play_prefills(hand, "broken", times=1, rounds=30)

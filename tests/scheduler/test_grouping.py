@@ -25,7 +25,7 @@ def ready_rows(lengths: list[int]) -> ReadyRows[str]:
 def take(rows: ReadyRows[str], rows_max: int, groups: int, wait_rounds: int) -> list[str]:
     """The next batch, dispatched."""
     chosen = rows.choose(rows_max, groups, wait_rounds)
-    rows.take(chosen)
+    rows.take(chosen, max(len(rows), groups * rows_max))
     return chosen
 
 
@@ -58,14 +58,15 @@ def test_those_behind_in_length_catch_up_and_then_go_on_with_the_next() -> None:
     assert rows.lengths() == [16] * 8
 
 
-def test_a_row_passed_over_too_often_anchors_the_next_window() -> None:
+@pytest.mark.parametrize(("wait_rounds", "batches"), [(2, 1), (100, 4)])
+def test_a_row_that_is_behind_anchors_the_next_window(wait_rounds: int, batches: int) -> None:
+    """Passed over for half a round of two batches; or with two steps less than its share."""
     rows = ready_rows([100, 10, 10, 90])
-    # (4 - 1.5) rounds of 2 batches.
-    for _ in range(5):
-        assert sorted(take(rows, 2, 2, wait_rounds=4)) == ["1", "2"]
+    for _ in range(batches):
+        assert sorted(take(rows, 2, 2, wait_rounds)) == ["1", "2"]
         rows.add("1", 10)
         rows.add("2", 10)
-    assert take(rows, 2, 2, wait_rounds=4) == ["3", "0"], "its nearest neighbour comes along"
+    assert take(rows, 2, 2, wait_rounds) == ["3", "0"], "its nearest neighbour comes along"
 
 
 def test_with_one_round_rows_go_in_order_of_arrival() -> None:
@@ -148,13 +149,14 @@ def test_no_row_waits_beyond_the_bound(
         (7, 1, 0, 1, False),
         (8, 8, 0, 1, True),  # two full batches alternate
         (9, 8, 0, 1, True),
-        (4, 8, 0, 1, False),  # 4 of 12 rows wait for others
+        (4, 8, 0, 1, True),  # 12 rows take turns, 8 and 4
+        (3, 8, 0, 1, False),
         (7, 0, 1, 1, True),  # behind a prefill: most of the batch is there
         (1, 0, 6, 1, False),  # most of the batch is being filled
         (4, 0, 40, 1, True),
     ],
 )
-def test_a_second_batch_is_a_full_one_or_waits(
+def test_a_second_batch_is_worth_its_place_or_waits(
     ready: int, stepping: int, joining: int, batches: int, expected: bool
 ) -> None:
     assert may_step(ready, stepping, joining, batches, rows_max=8) is expected

@@ -55,7 +55,7 @@ def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
         "theirs": turns.way("theirs", [2.0, 4.0], [right, right]),
     }
     ours, theirs = take_turns(ways, REQUESTS[:2], 2, right, clock=turns.clock)
-    assert turns.batch == ["ours", "theirs"] * 2
+    assert turns.order == ["ours", "theirs"] * 2
     assert ours.tokens_per_s == (4.0, 1.0)
     assert ours.speed == 2.5
     assert (ours.identical, theirs.identical) == (1, 2)
