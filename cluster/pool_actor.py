@@ -115,8 +115,15 @@ class PoolActor:
                         f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
                         f"serves {other.spec.target} in {other.spec.dtype}"
                     )
-                    log.error("replica %s is refused: %s", replica_id, refused)
-                    return JoinReply(self._incarnation, self._batches_max, refused)
+                elif other.spec.fingerprint != spec.fingerprint:
+                    refused = (
+                        f"its weights or its arithmetic are not those of {other_id} of this pool:"
+                        f" fingerprint {spec.fingerprint}, not {other.spec.fingerprint}"
+                    )
+                else:
+                    continue
+                log.error("replica %s is refused: %s", replica_id, refused)
+                return JoinReply(self._incarnation, self._batches_max, refused)
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._replicas[replica_id] = ReplicaPeer(spec, process, self._clock(), Mailbox())
             self._step(ReplicaJoined(replica_id, spec))

@@ -334,7 +334,6 @@ class Replica:
             tuple(resident.sampling for resident in rows),
             self._device,
             whole=batch.verify_tokens is not None,
-            static=False,
         )
         own = read = done = 0
         try:

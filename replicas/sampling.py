@@ -27,11 +27,6 @@ _MASS_ROUNDING = 1e-4
 """More than a sum of probabilities in float32 may be off by."""
 _FAR_BELOW = 1e38
 """What is struck out is so far below the best: exp of it is 0, and no noise makes it the best."""
-_FLOAT_BITS = 30
-"""Bits that a float in [0, 1] has below 2.0's."""
-
-SamplingKind = tuple[bool, int, bool, bool]
-"""Whether any row is sampled, the greatest top_k, whether there is any top_p or min_p."""
 
 _PLAIN = SamplingParams(temperature=1.0)
 """Stands for a greedy row in a whole batch."""
@@ -55,8 +50,6 @@ class SamplingBatch:
     top_k_max: int
     any_top_p: bool
     any_min_p: bool
-    static: bool
-    """Choosing looks at no value: no kernel depends on one."""
 
     @classmethod
     def of(
@@ -64,19 +57,17 @@ class SamplingBatch:
         params: Sequence[SamplingParams],
         device: torch.device,
         whole: bool = False,
-        static: bool = False,
     ) -> SamplingBatch:
         """Stack the rows' parameters; top-k, top-p and min-p of greedy rows are ignored.
 
         If some row is sampled, a `whole` batch computes noise for greedy rows, too, and does not
-        use it: its tensors then have all rows, whichever are sampled. With `static`, a whole
-        batch's kernels depend on its `kind` alone.
+        use it: its tensors then have all rows, whichever are sampled.
         """
         sampled = [i for i, p in enumerate(params) if p.temperature > 0.0]
         if params and not sampled:
             return _greedy_batch(device)
         greedy = None
-        if whole and sampled and (static or len(sampled) < len(params)):
+        if whole and sampled and len(sampled) < len(params):
             greedy = upload([[p.temperature == 0.0] for p in params], torch.bool, device)
             params = [p if p.temperature > 0.0 else _PLAIN for p in params]
             sampled = list(range(len(params)))
@@ -98,36 +89,7 @@ class SamplingBatch:
             top_k_max=max((p.top_k for p in hot), default=0),
             any_top_p=any(p.top_p < 1.0 for p in hot),
             any_min_p=any(p.min_p > 0.0 for p in hot),
-            static=static,
         )
-
-    @classmethod
-    def standing(cls, kind: SamplingKind, rows: int, device: torch.device) -> SamplingBatch:
-        """A static whole batch of that kind, to be overwritten."""
-        sampled, top_k, top_p, min_p = kind
-        params = [_PLAIN if sampled else SamplingParams()] * rows
-        made = cls.of(params, device, whole=True, static=True)
-        return replace(made, top_k_max=top_k, any_top_p=top_p, any_min_p=min_p)
-
-    @property
-    def kind(self) -> SamplingKind:
-        """What of a whole batch fixes kernels; `top_k` is rounded up to a power of two."""
-        top_k = 1 << (self.top_k_max - 1).bit_length() if self.top_k_max else 0
-        return self.any_sampled, top_k, self.any_top_p, self.any_min_p
-
-    def overwrite(self, batch: SamplingBatch) -> None:
-        """Take over the parameters of another whole batch, of at most as many rows."""
-        if not self.any_sampled:
-            return
-        assert self.greedy is not None
-        assert batch.greedy is not None, "a static batch has them"
-        rows = batch.seed.shape[0]
-        self.greedy[:rows] = batch.greedy
-        self.temperature[:rows] = batch.temperature
-        self.top_k[:rows] = batch.top_k
-        self.top_p[:rows] = batch.top_p
-        self.min_p[:rows] = batch.min_p
-        self.seed[:rows] = batch.seed
 
     def take(self, rows: torch.Tensor) -> SamplingBatch:
         """A whole batch with these of its rows, [n], int64, each as often as it is named."""
@@ -144,6 +106,10 @@ class SamplingBatch:
             seed=self.seed[rows],
         )
 
+    def unfiltered(self) -> SamplingBatch:
+        """The same with all tokens kept: for a draft, which the target checks."""
+        return replace(self, top_k_max=0, any_top_p=False, any_min_p=False)
+
     def noise(
         self,
         positions: torch.Tensor,  # [rows, width], int64: the index each chosen token will have
@@ -158,13 +124,13 @@ class SamplingBatch:
 
 
 def sampling_batch(
-    params: tuple[SamplingParams, ...], device: torch.device, whole: bool, static: bool
+    params: tuple[SamplingParams, ...], device: torch.device, whole: bool
 ) -> SamplingBatch:
     """`SamplingBatch.of`, but the same one as long as the same rows come again: batch after batch
     as a rule, and its tensors are on the device then."""
     if params and not any(one.temperature for one in params):
         return _greedy_batch(device)
-    return _kept_batch(params, device, whole, static)
+    return _kept_batch(params, device, whole)
 
 
 _kept_batch = lru_cache(maxsize=64)(SamplingBatch.of)
@@ -197,9 +163,7 @@ def array_of(scores: torch.Tensor) -> Any:
 def _greedy_batch(device: torch.device) -> SamplingBatch:
     """Nothing is read of a batch without sampled rows, so one serves all."""
     none = torch.empty(0, device=device)
-    return SamplingBatch(
-        none.long(), None, none, none, none, none, none, False, 0, False, False, True
-    )
+    return SamplingBatch(none.long(), None, none, none, none, none, none, False, 0, False, False)
 
 
 def choose(
@@ -258,8 +222,10 @@ def _of_best(scores: torch.Tensor) -> torch.Tensor:  # [...], float32
 def _hot(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """Tempered scores of the sampled rows, [sampled, width, vocab], float32; the best is 0."""
     hot = logits if sampling.rows is None else logits[sampling.rows]
+    # Differences in bfloat16 would change probabilities by some percent.
+    hot = hot.float()
     # The best logit becomes 0 before the division, so that no temperature overflows it.
-    return (hot - hot.amax(dim=-1, keepdim=True)).float().div_(sampling.temperature)
+    return (hot - hot.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
 
 
 def _sample(
@@ -279,14 +245,11 @@ def _sample(
         noisy = noisy.masked_fill(scores.exp() < sampling.min_p, -torch.inf)
     if not sampling.any_top_p:
         return first_best(noisy), noisy
-    if sampling.static:
-        noisy = noisy.masked_fill(~_nucleus(scores, sampling.top_p), -torch.inf)
-        return first_best(noisy), noisy
     return _sample_top_p(scores, sampling.top_p, noisy), noisy
 
 
 def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-    if scores.is_cpu and not sampling.static:
+    if scores.is_cpu:
         threshold = _kth_best(scores.numpy(), sampling.top_k[:, 0, 0].tolist())
         # A few products by vectors: filling by a mask that is bool takes four times as long.
         struck = torch.ge(scores, threshold, out=torch.empty_like(scores)).sub_(1.0)
@@ -359,7 +322,7 @@ def _strike(
         likely, scores = every[row], left[row].numpy()
         while True:
             best = likely[chosen[row]]
-            # A float64 holds every partial sum exactly; see `_mass`.
+            # A float64 holds every partial sum exactly, so that their order decides nothing.
             mass_before = likely[likely > best].sum(dtype=np.float64)
             # The likeliest has no mass before it: inside, even where float32 holds a top_p of 0.
             if mass_before == 0.0 or not mass_before >= limit:
@@ -370,42 +333,10 @@ def _strike(
     noisy[rows] = left.to(noisy.device)
 
 
-def _nucleus(
-    scores: torch.Tensor,  # [sampled, width, vocab]
-    top_p: torch.Tensor,  # [sampled, 1, 1]
-) -> torch.Tensor:  # [sampled, width, vocab], bool
-    """The tokens with less than top_p of mass on likelier ones: the same ones as above.
-
-    Mass on likelier ones falls with probability, so a token is inside from some probability on. It
-    is found by bisection over the bits of a float, which are in order for positive ones: always
-    the same number of passes, so that a GPU need not tell the host how the search goes.
-    """
-    probability = _in_multiples(scores.softmax(dim=-1))
-    high = probability.amax(dim=-1, keepdim=True).view(torch.int32)  # inside
-    low = torch.zeros_like(high)
-    for _ in range(_FLOAT_BITS):
-        middle = (low + high) >> 1
-        mass = _mass(probability, middle.view(torch.float32))
-        inside = (mass < top_p) | (mass == 0.0) | (top_p >= 1.0)
-        high = torch.where(inside, middle, high)
-        low = torch.where(inside, low, middle + 1)
-    return probability >= high.view(torch.float32)
-
-
 def _in_multiples(probability: torch.Tensor) -> torch.Tensor:
-    """In place: of 2^-40, whole ones, so that `_mass` is exact."""
+    """In place: of 2^-40, whole ones, so that sums of them are exact."""
     # Of what is not negative floor is trunc, and on a CPU 25 times as fast.
     return probability.mul_(2.0**40).floor_().mul_(2.0**-40)
-
-
-def _mass(
-    probability: torch.Tensor,  # [..., vocab], of `_in_multiples`
-    beyond: torch.Tensor,  # [..., 1]
-) -> torch.Tensor:  # [..., 1], float64
-    """Probability of the tokens likelier than `beyond`. A float64 holds every partial sum exactly,
-    so the order in which a device adds them up, which it chooses by the batch, cannot decide about
-    a token."""
-    return _likelier(probability, beyond).sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def _likelier(probability: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:

@@ -54,8 +54,9 @@ def may_step(
 
     A replica without any batch never waits. Beside a batch of steps a full one goes, and beside a
     full one also half of one: with no more rows than one batch holds all go together, for two
-    fragments would take turns for ever and never merge. Behind a prefill alone, half of the batch that it will be part of is enough: the
-    rows being filled join one step later, and the replica has no gap.
+    fragments would take turns for ever and never merge. Behind a prefill alone, half of the batch
+    that it will be part of is enough: the rows being filled join one step later, and the replica
+    has no gap.
     """
     if ready == 0:
         return False

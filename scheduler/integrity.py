@@ -25,7 +25,7 @@ def check_pool(pool: Pool) -> None:
     assert set(pool.waiting) == waiting, "the queue differs from the waiting sequences"
     pool.waiting.check_integrity()
     outstanding = sum(one.tokens_left for one in pool.sequences.values() if one.live)
-    assert pool.outstanding_tokens == outstanding, "outstanding tokens"
+    assert pool.limit_left == outstanding, "tokens that may still be committed"
     for replica in pool.replicas.values():
         _check_replica(pool, replica)
     takes = sorted((one.load, one.id) for one in pool.replicas.values() if pool.takes_more(one))

@@ -28,7 +28,7 @@ is empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -161,8 +161,9 @@ def next_rows(
     rivals = _rivals(replica, open_replicas, replicas)
     looked_at = 0
     queue: Iterable[Sequence] = waiting.values()
-    if replica.claimed_by is not None:
-        queue = (waiting[replica.claimed_by],)
+    claimed = replica.claimed_by
+    if claimed is not None:
+        queue = _as_far_as(claimed, queue)
     for seen, sequence in enumerate(queue):
         if len(choice.rows) >= rows_most or looked_at == config.waiting_scan_max:
             break
@@ -177,7 +178,7 @@ def next_rows(
                 continue
             if not choice.rows and replica.batches:
                 # Suspects go alone: this replica finishes what it has and then takes this one.
-                if sequence.claim is None:
+                if sequence.claim is None and claimed is None:
                     choice.claim = sequence
                     break
                 continue
@@ -190,7 +191,7 @@ def next_rows(
             continue
         if not replica.has_blocks(sequence, taken, taken_most):
             passed_over.append((sequence, len(choice.rows)))
-            if sequence.claim is None:
+            if sequence.claim is None and claimed is None:
                 if sequence.overtaken >= config.passes_max:
                     choice.claim = sequence
                     break
@@ -229,6 +230,14 @@ def next_rows(
         if len(choice.rows) > before
     ]
     return choice
+
+
+def _as_far_as(last: str, queue: Iterable[Sequence]) -> Iterator[Sequence]:
+    """Who goes before this sequence in the queue (a higher class, say), and then itself."""
+    for sequence in queue:
+        yield sequence
+        if sequence.id == last:
+            return
 
 
 def _rows_worth(replica: Replica, sequence: Sequence) -> int:

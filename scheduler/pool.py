@@ -6,6 +6,7 @@ It keeps the books (reservations, indexes, deadlines) consistent and decides not
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -17,6 +18,8 @@ from scheduler.sequence import IN_FLIGHT, RESIDENT, Answer, Move, Sequence, Stat
 from scheduler.waiting import WaitingQueue
 
 _HEAP_SLACK = 64
+REACHED_RECENT = 0.02
+"""Weight of the last request in what is expected of others."""
 
 # A member of an enum is found through its metaclass, which takes seven times as long as a name; and
 # these are asked for in every batch.
@@ -36,8 +39,10 @@ class Pool:
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
         """A heap of (deadline, sequence number, id); finished ones go when they come up."""
-        self.outstanding_tokens = 0
+        self.limit_left = 0
         """Tokens that live sequences may still commit."""
+        self._reached = 1.0
+        """What of their limits requests have committed lately."""
         self.rate = RateMeter()
         """Committed tokens."""
         self.recovered = self.preempted = self.moved = 0
@@ -57,12 +62,22 @@ class Pool:
             committed=list(request.committed),
         )
         self.sequences[request.id] = sequence
-        self.outstanding_tokens += sequence.tokens_left
+        self.limit_left += sequence.tokens_left
         if request.timeout_s is not None:
             sequence.deadline_s = now_s + request.timeout_s
             heapq.heappush(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
             self._compact_deadlines()
         return sequence
+
+    def expected(self, limit: int) -> int:
+        """Tokens that will be committed of so many that may be: most requests end before their
+        limit."""
+        return math.ceil(limit * self._reached)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that live sequences are expected to commit yet."""
+        return self.expected(self.limit_left)
 
     def live_count(self) -> int:
         """Sequences whose Finish is not out. O(replicas)."""
@@ -167,7 +182,7 @@ class Pool:
             committed += len(tokens)
             booked.append((sequence, tokens, reason))
         replica.ready_again(sequences)
-        self.outstanding_tokens -= committed
+        self.limit_left -= committed
         return booked
 
     def move(self, sequence: Sequence, move: Move) -> None:
@@ -213,9 +228,12 @@ class Pool:
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
             self.drop_claim(sequence)
-        self.outstanding_tokens -= sequence.tokens_left
+        self.limit_left -= sequence.tokens_left
         self.move(sequence, Move.FINISH)
         self.finished[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            share = len(sequence.committed) / sequence.request.max_new_tokens
+            self._reached += REACHED_RECENT * (share - self._reached)
         if sequence.state is State.LEAVING:
             return False
         self._forget(sequence)

@@ -14,23 +14,23 @@ class RateMeter:
         self._slots: deque[list[int]] = deque()
         """[second, tokens], rising."""
         self._sum = 0
-        self._began_s: float | None = None
+        self._began_s = 0.0
 
     def add(self, tokens: int, now_s: float) -> None:
-        if self._began_s is None:
-            self._began_s = now_s
         second = int(now_s)
+        self._drop(second)
+        if not self._slots:  # the first ever, or after a pause
+            self._began_s = now_s
         self._sum += tokens
         if self._slots and self._slots[-1][0] == second:
             self._slots[-1][1] += tokens
         else:
             self._slots.append([second, tokens])
-            self._drop(second)
 
     def per_s(self, now_s: float) -> float:
         """0 before the first token and after WINDOW_S without one."""
         self._drop(int(now_s))
-        if not self._slots or self._began_s is None:
+        if not self._slots:
             return 0.0
         # In the first seconds the window is not full; a second is the least that means anything.
         span_s = min(max(now_s - self._began_s, 1.0), float(WINDOW_S))

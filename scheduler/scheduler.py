@@ -93,15 +93,17 @@ class Scheduler:
         Deadlines are enforced at every event, after the event itself.
         """
         self._now_s = now_s
-        self._handlers[type(event)](event, now_s)
-        for sequence in self._pool.overdue(now_s):
-            self._finish(sequence, FinishReason.DEADLINE)
-        for replica_id, sequence_ids in self._released.items():
-            self._out.append(Release(replica_id, tuple(sequence_ids)))
-        self._released.clear()
-        self._dispatcher.run(self._out, now_s)
-        out, self._out = self._out, []
-        return out
+        try:
+            self._handlers[type(event)](event, now_s)
+            for sequence in self._pool.overdue(now_s):
+                self._finish(sequence, FinishReason.DEADLINE)
+            for replica_id, sequence_ids in self._released.items():
+                self._out.append(Release(replica_id, tuple(sequence_ids)))
+            self._dispatcher.run(self._out, now_s)
+            return self._out
+        finally:
+            # What an event that raised had led to is no part of the next one's actions.
+            self._out, self._released = [], {}
 
     def check_integrity(self) -> None:
         """Asserts every invariant of the books; for tests, O(everything)."""
@@ -113,7 +115,7 @@ class Scheduler:
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens that accepted requests may still commit; as in `snapshot`, O(1)."""
+        """Tokens that accepted requests are expected to commit; as in `snapshot`, O(1)."""
         return self._pool.outstanding_tokens
 
     @property
@@ -296,7 +298,7 @@ class Scheduler:
         rate = self._pool.rate.per_s(self._now_s)
         if rate <= 0:
             return _RETRY_UNKNOWN_S
-        wait_s = 0.1 * self._pool.waiting.tokens / rate
+        wait_s = 0.1 * self._pool.expected(self._pool.waiting.tokens_left) / rate
         return min(max(wait_s, _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
 
     def _fail_the_guilty(self, rows: list[Sequence], in_flight: int, why: str) -> None:

@@ -158,6 +158,8 @@ class WaitingQueue(Mapping[str, Sequence]):
         self._classes = {priority: _Class() for priority in Priority}
         self.tokens = 0
         """Prompt and limit of all that wait."""
+        self.tokens_left = 0
+        """What they may still commit."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -192,6 +194,7 @@ class WaitingQueue(Mapping[str, Sequence]):
         assert sequence.id not in self._sequences, f"{sequence.id} waits already"
         self._sequences[sequence.id] = sequence
         self.tokens += sequence.length_max
+        self.tokens_left += sequence.tokens_left
         if first:
             insort(self._first, (sequence.number, sequence.id))
         else:
@@ -203,6 +206,7 @@ class WaitingQueue(Mapping[str, Sequence]):
         """It waits no longer, for whatever reason."""
         del self._sequences[sequence.id]
         self.tokens -= sequence.length_max
+        self.tokens_left -= sequence.tokens_left
         at = bisect_left(self._first, (sequence.number, sequence.id))
         if at < len(self._first) and self._first[at] == (sequence.number, sequence.id):
             del self._first[at]
@@ -231,6 +235,8 @@ class WaitingQueue(Mapping[str, Sequence]):
         assert len(inside) == len(set(inside)), "a sequence waits in two places"
         assert set(inside) == set(self._sequences), "the order differs from the queue"
         assert self.tokens == sum(one.length_max for one in self._sequences.values()), "tokens"
+        left = sum(one.tokens_left for one in self._sequences.values())
+        assert self.tokens_left == left, "tokens left"
         for one in self._classes.values():
             assert one.order == sorted(one.order), "tenants are out of order"
             waiting = {name for name, tenant in one.tenants.items() if tenant.due}

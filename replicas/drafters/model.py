@@ -79,6 +79,7 @@ class ModelDrafter:
         if ask.sampling.any_sampled:
             # Logits at position p choose the token of position p + 1.
             noise = ask.sampling.noise(layout.positions[:, 1:] + 1, ask.token_most)
+        sampling = ask.sampling.unfiltered()
         kept = torch.arange(1, 2 * rows, 2, device=device)
         tokens = torch.empty((k, rows), dtype=torch.int64, device=device)
         rated = []
@@ -91,10 +92,10 @@ class ModelDrafter:
             logits = logits[:, None, :shared]  # [rows, 1, ids that both have]
             here = None if noise is None else noise[:, j : j + 1]
             if ask.rate:
-                token, one = choose_and_rate(logits, ask.sampling, here)
+                token, one = choose_and_rate(logits, sampling, here)
                 rated.append(one)
             else:
-                token = choose(logits, ask.sampling, here)
+                token = choose(logits, sampling, here)
             fed = tokens[j].copy_(token[:, 0])  # an id that both have
         return Proposal(tokens, ask.draft_lens, torch.cat(rated, 1).cumsum(1) if rated else None)
 

@@ -1001,18 +1001,25 @@ def test_a_replica_whose_batches_fail_leaves_the_queue_to_others() -> None:
     asyncio.run(test())
 
 
-def test_a_replica_of_another_target_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"target": "another"}, "serves another in float32, but replica0"),
+        ({"fingerprint": "f0"}, "its weights or its arithmetic are not those of replica0"),
+    ],
+)
+def test_a_replica_whose_output_may_differ_is_refused(other: dict[str, str], message: str) -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica()
             await w.until(lambda: bool(w.wire.actor._replicas))
             fake = FakeReplica()
-            fake.spec = replace(fake.spec, target="another")
+            fake.spec = replace(fake.spec, **other)
             runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "other")
             await runner.start()
             w.runners.append(runner)
             await w.until(runner._puller.done)
-            with pytest.raises(ReplicaUnhealthy, match="serves another in float32, but replica0"):
+            with pytest.raises(ReplicaUnhealthy, match=message):
                 runner.check()
             assert len(w.wire.actor._replicas) == 1
 

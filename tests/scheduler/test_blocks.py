@@ -125,3 +125,24 @@ def test_steps_are_given_up_before_a_sequence_is() -> None:
     batches = hand.settle()
     assert [batch.steps for batch in batches] == [1], "16 tokens ahead do not fit, 4 do"
     assert hand.scheduler.snapshot().preempted == 0
+
+
+def test_a_claim_lets_those_pass_who_are_before_it_in_the_queue() -> None:
+    """A higher class that fits does not wait behind a lower one that does not."""
+    hand = Hand(draft_len=0, steps_per_batch_max=1, passes_max=1)
+    hand.join(kv_blocks=20)
+    hand.submit("long", length=4, max_new_tokens=40)
+    hand.settle()
+    hand.submit("low", length=4, max_new_tokens=60, priority=Priority.LOW)
+    hand.submit("passes", length=4, max_new_tokens=4, priority=Priority.LOW)
+    hand.settle()
+    hand.done(hand.in_flight()[0])
+    assert hand.scheduler._pool.replicas["r"].claimed_by == "low"
+    hand.submit("later", length=4, max_new_tokens=4, priority=Priority.LOW)
+    hand.submit("high", length=4, max_new_tokens=4, priority=Priority.HIGH)
+    for _ in range(8):
+        hand.done(hand.in_flight()[0])
+    assert hand.tokens["high"]
+    assert "later" not in hand.tokens
+    run(hand)
+    assert len(hand.finishes) == 5

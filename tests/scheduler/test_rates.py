@@ -27,3 +27,5 @@ def test_a_pause_is_forgotten_after_the_window() -> None:
     meter.add(1000, 3.0)
     assert meter.per_s(3.5 + WINDOW_S / 2) > 0
     assert meter.per_s(4.0 + WINDOW_S) == 0.0
+    meter.add(100, 1000.0)
+    assert meter.per_s(1001.0) == 100.0, "the pause is no part of the rate after it"

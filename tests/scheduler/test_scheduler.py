@@ -1,0 +1,49 @@
+"""Proves what the door promises: an event that raises leaves nothing behind, and what is expected
+of requests follows what they do."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.messages import Emit, Reject
+from tests.scheduler.hand import Hand, of_kind, only
+
+
+def test_what_an_event_that_raised_had_led_to_is_no_part_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hand = Hand(draft_len=0, steps_per_batch_max=1)
+    hand.join()
+    hand.submit("a")
+    batch = hand.settle()[0]
+    with monkeypatch.context() as broken:
+        broken.setattr(hand.scheduler._dispatcher, "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hand.done(batch)
+    assert not of_kind(hand.tick(1.0), Emit)
+
+
+def test_a_refused_client_is_told_when_a_tenth_of_the_queue_will_be_committed() -> None:
+    """By the tokens that are committed, of which a prompt has none."""
+    hand = Hand(draft_len=0, steps_per_batch_max=1, waiting_requests_max=1)
+    hand.join(kv_blocks=30)
+    hand.submit("runs", length=4, max_new_tokens=100)
+    hand.settle()
+    for second in range(1, 21):
+        hand.now_s = float(second)
+        hand.done(hand.in_flight()[0], runs=(1, 1))
+    hand.submit("waits", length=20, max_new_tokens=90)
+    refused = only(hand.submit("refused"), Reject)
+    assert refused.retry_after_s == pytest.approx(0.1 * 90 / 2, rel=0.15)
+
+
+def test_outstanding_tokens_are_those_that_are_expected() -> None:
+    """Requests that end long before their limits, one after the other, lower what is expected."""
+    hand = Hand(draft_len=0, steps_per_batch_max=1)
+    hand.join()
+    for number in range(200):
+        hand.submit(f"r{number}", max_new_tokens=100, stop_token_ids=(7,))
+        name = f"r{number}"
+        hand.done(hand.settle()[0], **{name: (7,)})
+    hand.submit("last", max_new_tokens=100)
+    assert hand.scheduler.outstanding_tokens < 10
