@@ -18,7 +18,7 @@ import torch
 from benchmarks.device_runs import Bench
 from replicas.config import ReplicaConfig
 from replicas.models.attention.paged import FlexAttention, NotPaged, VarlenAttention
-from replicas.pair import Pair
+from replicas.models.pair import Pair
 from replicas.replica import Replica
 
 WAITING, MEASURED, LEFT_OUT, FAILED = "waiting", "measured", "left out", "failed"

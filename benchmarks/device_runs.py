@@ -12,7 +12,7 @@ import torch
 from benchmarks.ceilings import ModelWork, Rates, Work
 from cluster.bench.transformers_runs import Transformers
 from cluster.local_engine import LocalEngine
-from replicas.pair import Pair
+from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

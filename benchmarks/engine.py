@@ -33,9 +33,9 @@ from benchmarks.report import machine, table, write_json
 from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, take_turns
 from cluster.bench.transformers_runs import Assistance, Transformers
 from replicas.config import ReplicaConfig
-from replicas.pair import resolve
+from replicas.models.pair import resolve
+from replicas.models.shapes import is_planted
 from replicas.replica import Replica
-from replicas.shapes import is_planted
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 

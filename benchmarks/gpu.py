@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [--shape qwen3-8b] [--json FILE]   on a GPU: Qwen3-8B / 0.6B, bfloat16
     python -m benchmarks.gpu --shape tiny                       anywhere, within a minute
 
-A planted pair (random weights in real shapes, see `replicas.planted`) is decoded without and with
+A planted pair (random weights in real shapes, see `replicas.models.planted`) is decoded without and with
 speculation at several batch sizes, by transformers' `generate`, prefilled, and decoded again, on a
 GPU, without CUDA graphs and with each kind of attention that can be had there, and in the
 deterministic mode, with the middle one of the draft lengths. Two ceilings stand beside each figure:
@@ -55,9 +55,9 @@ from benchmarks.device_report import Report
 from benchmarks.device_runs import GENERATE_BATCH, TRANSFORMERS, Bench
 from benchmarks.report import machine
 from replicas.config import ReplicaConfig
-from replicas.pair import load_pair, resolve_device
+from replicas.models.pair import load_pair, resolve_device
+from replicas.models.shapes import DRAFTS
 from replicas.replica import Replica
-from replicas.shapes import DRAFTS
 from scheduler.messages import Request
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks.measured import MeasuredWay, side_by_side
 from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
-from replicas.pair import resolve
+from replicas.models.pair import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

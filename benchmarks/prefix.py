@@ -23,7 +23,7 @@ from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import table, write_json
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.pair import load_pair, resolve
+from replicas.models.pair import load_pair, resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

@@ -62,7 +62,7 @@ def load_replica(config: ReplicaConfig) -> HostedReplica:
 
     Where the replica has a placement group its further ranks are actors there.
     """
-    from replicas import parallel
+    from replicas.parallel import replica as parallel
 
     without_progress_bars()
     group = get_current_placement_group()

@@ -18,7 +18,7 @@ from rich.table import Table
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, TooLittleMemory, Workload, pair_shape_of, plan_memory
-from replicas.pair import PairRefused, read_pair, resolve_device
+from replicas.models.pair import PairRefused, read_pair, resolve_device
 
 _NOTES = Console(stderr=True, highlight=False)
 _LENGTHS = (256, 1024, 8192, 65536)

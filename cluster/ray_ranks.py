@@ -2,7 +2,7 @@
 
 Ray reserves a bundle per rank, all of them or none, and Serve puts the replica itself into the
 first one. The replica starts the others and leads them over its own connections (see
-`replicas.meeting`), by which it also knows that one has gone; Ray places and ends them.
+`replicas.parallel.meeting`), by which it also knows that one has gone; Ray places and ends them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RankProcess:
 
     def follow(self, config: ReplicaConfig, rank: int, address: Any) -> None:
         """Returns when rank 0 has gone."""
-        from replicas import parallel
+        from replicas.parallel import replica as parallel
 
         log_to_stderr()
         without_progress_bars()
@@ -35,7 +35,7 @@ class RankProcess:
 
 
 class RayRank:
-    """That actor, as `replicas.ranks` ends it."""
+    """That actor, as `replicas.parallel.ranks` ends it."""
 
     def __init__(self, actor: ActorHandle, life: ObjectRef) -> None:
         """`life` is what its `follow` returns."""
@@ -72,7 +72,7 @@ def without_progress_bars() -> None:
 
 def host_of(group: PlacementGroup) -> str:
     """Where the ranks of a group reach this process: on one machine nobody else does."""
-    from replicas.meeting import LOOPBACK
+    from replicas.parallel.meeting import LOOPBACK
 
     nodes = placement_group_table(group)["bundles_to_node_id"].values()
     return LOOPBACK if len(set(nodes)) == 1 else ray.util.get_node_ip_address()

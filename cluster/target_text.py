@@ -44,8 +44,8 @@ class TargetText:
         # Imported here: the command line imports this module before it knows that it needs it.
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        from replicas.pair import resolve
-        from replicas.shapes import is_planted
+        from replicas.models.pair import resolve
+        from replicas.models.shapes import is_planted
 
         if is_planted(config.target):
             raise OSError(

@@ -74,7 +74,7 @@ def verify(
 ) -> VerifyReport:
     """Run the prompts both ways; raises InvalidRequest, naming the prompt, for one that no
     replica could serve."""
-    from replicas.parallel import load_replica  # torch is heavy, and --help should not wait
+    from replicas.parallel.replica import load_replica  # torch is heavy, and --help should not wait
 
     text = TargetText.load(replica_config)
     requests = [
@@ -199,7 +199,7 @@ def _transformers_model(config: ReplicaConfig) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from replicas.pair import resolve, resolve_device
+    from replicas.models.pair import resolve, resolve_device
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         resolve(config.target),

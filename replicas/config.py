@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
-from replicas.shapes import is_planted, parse_planted
+from replicas.models.shapes import is_planted, parse_planted
 from scheduler.config import DRAFT_LEN_MAX
 
 if TYPE_CHECKING:

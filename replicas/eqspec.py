@@ -19,9 +19,9 @@ import torch
 
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
-from replicas.sampling import SamplingBatch, choose
+from replicas.sampling.choice import SamplingBatch, choose
+from replicas.sampling.selection import Selection, select
 from replicas.stopwatch import Stopwatch
-from replicas.verification import Selection, select
 
 _NO_TOKEN = -1
 

@@ -23,10 +23,10 @@ from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, r
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory, weight_bytes
 from replicas.models.build import build
 from replicas.models.paged_model import Model, PagedModel
+from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.models.prefill import fill
-from replicas.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.resident import Resident, Tally
-from replicas.sampling import sampling_batch
+from replicas.sampling.choice import sampling_batch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import (

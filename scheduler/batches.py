@@ -23,6 +23,7 @@ def prefill_batch(batch_id: int, replica_id: str, chunks: list[tuple[Sequence, i
             begin=begin,
             until=until,
             salt="" if begin else sequence.salt,
+            decoding=None if begin else sequence.request.decoding,
         )
         for sequence, begin, until in chunks
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import Any
 
 # --------------------------------------------------------------------------- requests
 
@@ -57,6 +58,8 @@ class Request:
     """Whom the request counts for where tenants share a contended pool."""
     cache_salt: str = ""
     """KV blocks are shared only between requests of the same salt."""
+    decoding: Any = None
+    """What else a replica does with the request's tokens; the scheduler passes it on unread."""
 
     @property
     def length_max(self) -> int:
@@ -94,6 +97,8 @@ class PrefillRow:
     """KV positions that are valid after this batch. None: all of `tokens` but the last."""
     salt: str = ""
     """KV blocks are shared only between sequences of the same salt."""
+    decoding: Any = None
+    """The request's; None in all its batches but the first."""
 
     @property
     def end(self) -> int:
@@ -141,7 +146,7 @@ class RowResult:
 
     sequence_id: str
     tokens: tuple[int, ...] = ()
-    """Committed tokens in batch. The pool, not the replica, truncates at a stop token."""
+    """Committed tokens in order. The pool, not the replica, truncates at a stop token."""
     steps: int = 0
     draft_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
@@ -150,6 +155,9 @@ class RowResult:
     """tried_at[j]: in how many steps draft token j was checked and all before it were accepted, so
     that accepted_at[j] / tried_at[j] is the acceptance at j. Not of steps that the draft's
     confidence cut before j."""
+    extras: tuple[Any, ...] = ()
+    """What a replica says of each of the tokens, if anything; of a prefill, of the prompt. The pool
+    cuts them where it cuts tokens."""
     reused: int = 0
     """In a sequence's first prefill batch: KV positions from the beginning that the replica had
     already, of another sequence with the same prefix."""
@@ -396,6 +404,8 @@ class Emit:
     request_id: str
     start: int
     tokens: tuple[int, ...]
+    extras: tuple[Any, ...] = ()
+    """What a replica says of each of the tokens; with no tokens, of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,6 +223,8 @@ class Scheduler:
         else:
             for sequence, row in answers:
                 self._pool.filled(replica, sequence, row.reused)
+                if row.extras:
+                    self._out.append(Emit(sequence.id, len(sequence.committed), (), row.extras))
         replica.figures.note(batch, result, committed)
         replica.fails.discard(batch.kind)
         replica.raise_rows_cap(batch)
@@ -343,10 +345,12 @@ class Scheduler:
         """Books the tokens of a batch's live rows; returns how many count."""
         out = self._out
         committed = 0
-        for sequence, tokens, reason in self._pool.commit(replica, answers):
+        booked = self._pool.commit(replica, answers)
+        for (sequence, tokens, reason), (_, row) in zip(booked, answers, strict=True):
             if tokens:
                 committed += len(tokens)
-                out.append(Emit(sequence.id, len(sequence.committed) - len(tokens), tokens))
+                start = len(sequence.committed) - len(tokens)
+                out.append(Emit(sequence.id, start, tokens, row.extras[: len(tokens)]))
             if reason is not None:
                 self._finish(sequence, reason)
         return committed

@@ -23,7 +23,7 @@ from transformers import (
 from replicas.config import ReplicaConfig
 from replicas.drafters import Drafter
 from replicas.models.paged_model import ATTENTION
-from replicas.pair import Pair
+from replicas.models.pair import Pair
 from replicas.replica import Replica
 
 VOCAB = 97

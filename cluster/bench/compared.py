@@ -30,7 +30,7 @@ def as_served(config: ClusterConfig, served: Any) -> ClusterConfig:
 def check_comparable(config: ClusterConfig, served: Any, drawn: bool) -> None:
     """Raises BenchError, before the load, where the prompts will be `drawn` from a vocabulary that
     the models do not have, and what reading the models' settings raises."""
-    from replicas.pair import read_pair
+    from replicas.models.pair import read_pair
 
     files = read_pair(config.replica)
     if drawn and served and files.vocab_size < served.vocab_size:

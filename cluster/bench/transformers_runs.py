@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from replicas.config import ReplicaConfig
-from replicas.pair import resolve, resolve_device
+from replicas.models.pair import resolve, resolve_device
 from scheduler.messages import Request
 
 PAGE = 32

@@ -14,7 +14,7 @@ import torch
 from replicas.drafters.protocol import Ask, Cost, Proposal, Seen
 from replicas.models.paged_model import Model, Wants
 from replicas.models.prefill import fill
-from replicas.sampling import choose, choose_and_rate
+from replicas.sampling.choice import choose, choose_and_rate
 from replicas.stopwatch import Stopwatch
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from replicas.kv_cache import TokenRange
-from replicas.sampling import SamplingBatch
+from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 
 

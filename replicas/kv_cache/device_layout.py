@@ -17,7 +17,7 @@ from replicas.cuda.transfers import upload
 from replicas.kv_cache.host_layout import SCRAP_BLOCK, CacheShape, TokenRange
 
 if TYPE_CHECKING:
-    from replicas.verification import Selection
+    from replicas.sampling.selection import Selection
 
 
 class DeviceWindow:

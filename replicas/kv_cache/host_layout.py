@@ -18,7 +18,7 @@ import torch
 from replicas.invariant.ops import TILE, Arithmetic
 
 if TYPE_CHECKING:
-    from replicas.verification import Selection
+    from replicas.sampling.selection import Selection
 
 SCRAP_BLOCK = 0
 """A block of no sequence: padding is written there and never attended to."""

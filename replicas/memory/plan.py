@@ -27,7 +27,7 @@ from replicas.memory.buffers import (
     kv_bytes_per_position,
     prepacked_bytes,
 )
-from replicas.pair import Pair, PairFiles, take_part
+from replicas.models.pair import Pair, PairFiles, take_part
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10

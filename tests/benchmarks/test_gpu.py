@@ -25,10 +25,10 @@ from benchmarks.device_report import Report
 from benchmarks.device_runs import Agreement, Bench, Made, agreement, generate_work, outputs_made
 from cluster.local_engine import LocalEngine
 from replicas.cuda import graphs
-from replicas.pair import Pair, PairRefused
-from replicas.planted import planted_config
+from replicas.models.pair import Pair, PairRefused
+from replicas.models.planted import planted_config
+from replicas.models.shapes import parse_planted
 from replicas.replica import Replica
-from replicas.shapes import parse_planted
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.tiny_pairs import tiny_replica

@@ -19,7 +19,7 @@ from replicas.config import ReplicaConfig
 from replicas.invariant.check import ROWS, what_changes_logits
 from replicas.invariant.ops import in_tiles
 from replicas.models import build as building
-from replicas.pair import PairRefused
+from replicas.models.pair import PairRefused
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams

@@ -18,7 +18,7 @@ from replicas.invariant.backend import HostBackend
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache, PassLayout
 from replicas.models.paged_model import ALL, Output, Wants
-from replicas.sampling import SamplingBatch
+from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
 

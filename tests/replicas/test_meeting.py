@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.meeting import LOOPBACK, Address, Meeting, NobodyCame, call, store_of
+from replicas.parallel.meeting import LOOPBACK, Address, Meeting, NobodyCame, call, store_of
 from tests.open_files import assert_closed_but, open_files
 
 SOON = timedelta(seconds=10)
@@ -83,7 +83,7 @@ def test_only_a_rank_that_is_waited_for_and_knows_the_secret_gets_in(
     meeting: Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Whoever comes first is refused, and what he sends is never read as an object."""
-    monkeypatch.setattr("replicas.meeting._PROOF_S", 1.0)
+    monkeypatch.setattr("replicas.parallel.meeting._PROOF_S", 1.0)
     path = tmp_path / "read"
     refused: Future[Connection] | None = None
     first: socket.socket | None = None
@@ -176,9 +176,9 @@ def test_a_machine_that_vanishes_is_noticed(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch, sent: bool
 ) -> None:
     """With nothing on its way it is asked; while something is, it is not, and that must end too."""
-    monkeypatch.setattr("replicas.meeting._UNHEARD_MS", 1000)
+    monkeypatch.setattr("replicas.parallel.meeting._UNHEARD_MS", 1000)
     monkeypatch.setattr(
-        "replicas.meeting._KEEPALIVE", {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
+        "replicas.parallel.meeting._KEEPALIVE", {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
     )
     (known,) = called(meeting, 1)
     (ours,) = meeting.gather(2, within_s=10)

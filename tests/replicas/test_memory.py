@@ -27,7 +27,7 @@ from replicas.memory import (
 )
 from replicas.memory.buffers import buffers, prepacked_bytes
 from replicas.memory.plan import PASS_TOKENS_LEAST, bytes_per_block, without_storage
-from replicas.pair import load_pair, read_pair
+from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
-from replicas.pair import load_pair
+from replicas.models.pair import load_pair
 from tests.replicas.test_pair import WORDS, save_model
 
 MODEL_CODE = """

@@ -18,9 +18,9 @@ import torch
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel
 from replicas.eqspec import NotFinite, _of_numbers
-from replicas.pair import Pair
+from replicas.models.pair import Pair
 from replicas.replica import Replica
-from replicas.sampling import SamplingBatch, choose
+from replicas.sampling.choice import SamplingBatch, choose
 from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
 from tests.tiny_pairs import tiny_pair
 

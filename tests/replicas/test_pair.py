@@ -19,7 +19,7 @@ from transformers import (
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.pair import (
+from replicas.models.pair import (
     PairRefused,
     check_attention,
     leave_out_cudnn,
@@ -161,8 +161,8 @@ def test_a_gpu_takes_no_attention_that_is_built_for_every_shape(
         leave_out_cudnn(torch.device("cpu"))
         assert torch.backends.cuda.cudnn_sdp_enabled()
         # Before anything is read or tried out.
-        monkeypatch.setattr("replicas.pair.resolve_device", lambda _: torch.device("cuda", 0))
-        monkeypatch.setattr("replicas.pair.read_pair", lambda _: pytest.fail("came first"))
+        monkeypatch.setattr("replicas.models.pair.resolve_device", lambda _: torch.device("cuda", 0))
+        monkeypatch.setattr("replicas.models.pair.read_pair", lambda _: pytest.fail("came first"))
         with pytest.raises(pytest.fail.Exception):
             load_pair(ReplicaConfig(device="cuda"))
         assert not torch.backends.cuda.cudnn_sdp_enabled()

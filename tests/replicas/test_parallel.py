@@ -18,15 +18,16 @@ import torch
 from pydantic import ValidationError
 
 from cluster.local_engine import LocalEngine
-from replicas import parallel, ranks
 from replicas.config import ReplicaConfig
-from replicas.meeting import Address, Meeting
 from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, pair_shape_of, plan_memory
-from replicas.pair import PairRefused, read_pair
-from replicas.parallel import ParallelReplica, _LocalRank, load_parallel
-from replicas.ranks import Ranks, ReplicaBroken
+from replicas.models.pair import PairRefused, read_pair
+from replicas.models.shapes import SHAPES
+from replicas.parallel import ranks
+from replicas.parallel import replica as parallel
+from replicas.parallel.meeting import Address, Meeting
+from replicas.parallel.ranks import Ranks, ReplicaBroken
+from replicas.parallel.replica import ParallelReplica, _LocalRank, load_parallel
 from replicas.replica import Replica
-from replicas.shapes import SHAPES
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 from tests.open_files import assert_closed_but, open_files

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.local_engine import LocalEngine, Output
 from replicas.config import ReplicaConfig
-from replicas.pair import PairRefused, load_pair
-from replicas.planted import map_shift, plant, planted_config, share_following
+from replicas.models.pair import PairRefused, load_pair
+from replicas.models.planted import map_shift, plant, planted_config, share_following
+from replicas.models.shapes import DRAFTS, SHAPES, BadPlantedName, parse_planted
 from replicas.replica import Replica
-from replicas.shapes import DRAFTS, SHAPES, BadPlantedName, parse_planted
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy

@@ -16,14 +16,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from replicas.noise import gumbel_noise
-from replicas.sampling import (
+from replicas.sampling.choice import (
     SamplingBatch,
     _in_multiples,
     choose,
     choose_and_rate,
     first_best,
 )
+from replicas.sampling.noise import gumbel_noise
 from scheduler.messages import SamplingParams
 
 CPU = torch.device("cpu")

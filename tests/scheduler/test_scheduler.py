@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import Emit, Reject
+from scheduler.messages import Emit, Reject, RowResult, StepDone, StepResult
 from tests.scheduler.hand import Hand, of_kind, only
 
 
@@ -47,3 +47,22 @@ def test_outstanding_tokens_are_those_that_are_expected() -> None:
         hand.done(hand.settle()[0], **{name: (7,)})
     hand.submit("last", max_new_tokens=100)
     assert hand.scheduler.outstanding_tokens < 10
+
+
+def test_what_a_request_says_of_its_decoding_is_passed_on_unread_and_extras_are_cut() -> None:
+    """Also to the replica that takes it after a loss; extras go where their tokens go."""
+    decoding = object()
+    hand = Hand(draft_len=0, steps_per_batch_max=1)
+    hand.join()
+    hand.submit("a", decoding=decoding, stop_token_ids=(7,))
+    hand.lose()
+    hand.join("s")
+    (batch,) = hand.in_flight("s")
+    assert batch.prefill[0].decoding is decoding
+    prompt = RowResult("a", extras=("of", "the", "prompt"))
+    told = hand.tell(StepDone(StepResult(batch.id, "s", (prompt,))))
+    assert only(told, Emit) == Emit("a", 0, (), ("of", "the", "prompt"))
+    (batch,) = hand.in_flight("s")
+    row = RowResult("a", (5, 7, 9), 1, extras=("five", "seven", "nine"))
+    told = hand.tell(StepDone(StepResult(batch.id, "s", (row,), steps=1)))
+    assert only(told, Emit) == Emit("a", 0, (5, 7), ("five", "seven"))

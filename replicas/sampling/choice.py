@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from replicas.cuda.transfers import upload
-from replicas.noise import gumbel_noise
+from replicas.sampling.noise import gumbel_noise
 from scheduler.messages import SamplingParams
 
 _MASS_ROUNDING = 1e-4

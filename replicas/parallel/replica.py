@@ -1,8 +1,8 @@
 """One replica on several devices: rank 0 is the replica, the other ranks do as it does.
 
 `load_parallel` starts a process per further device and loads the pair in all of them: the target
-divided (`replicas.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each batch
-to the others (`replicas.meeting`) and all of them run it, meeting in the sums and joins of the
+divided (`replicas.models.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each batch
+to the others (`replicas.parallel.meeting`) and all of them run it, meeting in the sums and joins of the
 target's layers. Every rank sees the same logits, so every rank commits the same tokens; what each
 of them committed is compared after every batch.
 
@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
-from replicas.meeting import LOOPBACK, Address, Meeting, NobodyCame, Store, call, store_of
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
-from replicas.pair import PairRefused, load_pair, read_pair, resolve_device
-from replicas.ranks import DONE_S, FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
+from replicas.models.pair import PairRefused, load_pair, read_pair, resolve_device
+from replicas.parallel.meeting import LOOPBACK, Address, Meeting, NobodyCame, Store, call, store_of
+from replicas.parallel.ranks import DONE_S, FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.replica import Replica
 from scheduler.messages import Batch, ReplicaSpec, StepResult
 

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from replicas.config import DEMO, ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.models.paged_model import ATTENTION
-from replicas.planted import plant, planted_config
-from replicas.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
-from replicas.sharding import NotDivisible, shard
+from replicas.models.planted import plant, planted_config
+from replicas.models.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
+from replicas.models.sharding import NotDivisible, shard
 
 
 class PairRefused(ValueError):

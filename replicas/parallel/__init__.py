@@ -1,0 +1,13 @@
+"""One replica on several devices: tensor parallelism, and the ranks that compute together."""
+
+from replicas.parallel.ranks import RankHandle, ReplicaBroken
+from replicas.parallel.replica import ParallelReplica, follow, load_parallel, load_replica
+
+__all__ = [
+    "ParallelReplica",
+    "RankHandle",
+    "ReplicaBroken",
+    "follow",
+    "load_parallel",
+    "load_replica",
+]
