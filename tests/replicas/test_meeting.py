@@ -178,7 +178,8 @@ def test_a_machine_that_vanishes_is_noticed(
     """With nothing on its way it is asked; while something is, it is not, and that must end too."""
     monkeypatch.setattr("replicas.parallel.meeting._UNHEARD_MS", 1000)
     monkeypatch.setattr(
-        "replicas.parallel.meeting._KEEPALIVE", {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
+        "replicas.parallel.meeting._KEEPALIVE",
+        {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1},
     )
     (known,) = called(meeting, 1)
     (ours,) = meeting.gather(2, within_s=10)

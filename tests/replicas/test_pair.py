@@ -161,7 +161,9 @@ def test_a_gpu_takes_no_attention_that_is_built_for_every_shape(
         leave_out_cudnn(torch.device("cpu"))
         assert torch.backends.cuda.cudnn_sdp_enabled()
         # Before anything is read or tried out.
-        monkeypatch.setattr("replicas.models.pair.resolve_device", lambda _: torch.device("cuda", 0))
+        monkeypatch.setattr(
+            "replicas.models.pair.resolve_device", lambda _: torch.device("cuda", 0)
+        )
         monkeypatch.setattr("replicas.models.pair.read_pair", lambda _: pytest.fail("came first"))
         with pytest.raises(pytest.fail.Exception):
             load_pair(ReplicaConfig(device="cuda"))
