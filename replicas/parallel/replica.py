@@ -1,8 +1,8 @@
 """One replica on several devices: rank 0 is the replica, the other ranks do as it does.
 
 `load_parallel` starts a process per further device and loads the pair in all of them: the target
-divided (`replicas.models.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each batch
-to the others (`replicas.parallel.meeting`) and all of them run it, meeting in the sums and joins of the
+divided (`models.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each batch
+to the others (`parallel.meeting`) and all of them run it, meeting in the sums and joins of the
 target's layers. Every rank sees the same logits, so every rank commits the same tokens; what each
 of them committed is compared after every batch.
 
