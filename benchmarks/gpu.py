@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --shape tiny                       anywhere, within a minute
 
 A planted pair (random weights in real shapes, see `replicas.models.planted`) is decoded without and
-with speculation at several batch sizes, by transformers' `generate`, prefilled, and decoded again, on a
-GPU, without CUDA graphs and with each kind of attention that can be had there, and in the
+with speculation at several batch sizes, by transformers' `generate`, prefilled, and decoded again,
+on a GPU, without CUDA graphs and with each kind of attention that can be had there, and in the
 deterministic mode, with the middle one of the draft lengths. Two ceilings stand beside each figure:
 the bytes that it had to read over the measured copy bandwidth, and its operations over the measured
 matrix rate.

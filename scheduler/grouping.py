@@ -28,13 +28,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import islice, takewhile
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Row = TypeVar("Row", bound=Hashable)
 
 LAG = 2.0
 """Steps."""
+_SLACK = 64
 
 
 def groups_needed(rows: int, rows_max: int) -> int:
@@ -94,7 +96,7 @@ class ReadyRows(Generic[Row]):
         self._new: dict[Row, None] = {}
         """Rows whose first token somebody waits for, the oldest first."""
         self._by_turn: list[tuple[float, int, Row]] = []
-        """(turn, number, row) of the ready rows, rising."""
+        """A heap of (turn, number, row), with some that are ready no more."""
         self._turns: dict[Row, float] = {}
         """Of all rows, in batches as well."""
         self._share = 0.0
@@ -121,15 +123,17 @@ class ReadyRows(Generic[Row]):
         self._number += 1
         self._by_age[row] = (length, self._number, self.batches)
         insort(self._rising, (length, self._number, row))
-        insort(self._by_turn, (self._turns.setdefault(row, self._share), self._number, row))
+        heappush(self._by_turn, (self._turns.setdefault(row, self._share), self._number, row))
+        if len(self._by_turn) > 2 * len(self._by_age) + _SLACK:
+            self._by_turn = [one for one in self._by_turn if self._is_current(one)]
+            heapify(self._by_turn)
         if new:
             self._new[row] = None
 
     def remove(self, row: Row) -> None:
         """It is not ready any more, though it may be again."""
         length, number, _ = self._by_age.pop(row)
-        del self._rising[_place(self._rising, length, number)]
-        del self._by_turn[_place(self._by_turn, self._turns[row], number)]
+        del self._rising[self._place(length, number)]
         self._new.pop(row, None)
 
     def forget(self, row: Row) -> None:
@@ -182,8 +186,8 @@ class ReadyRows(Generic[Row]):
         rising = [(length, number, row) for row, (length, number, _) in self._by_age.items()]
         assert sorted(rising) == self._rising, "ready rows differ, or are out of order"
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
-        turns = [(self._turns[row], number, row) for _, number, row in rising]
-        assert sorted(turns) == self._by_turn, "turns of ready rows"
+        turns = {(self._turns[row], number, row) for _, number, row in rising}
+        assert turns == set(filter(self._is_current, self._by_turn)), "turns of ready rows"
         ages = [(number, batches) for _, number, batches in self._by_age.values()]
         assert ages == sorted(ages), "ready rows are not in order of age"
 
@@ -194,17 +198,23 @@ class ReadyRows(Generic[Row]):
             return oldest
         if self._new:
             return next(iter(self._new))
+        while not self._is_current(self._by_turn[0]):
+            heappop(self._by_turn)
         turn, _, row = self._by_turn[0]
         return row if self._share - turn >= LAG else None
 
     def _tightest(self, row: Row, size: int) -> int:
         """Where the window of least spread begins that contains the row; of several the longest."""
         rising = self._rising
-        at = _place(rising, *self._by_age[row][:2])
+        at = self._place(*self._by_age[row][:2])
         begins = range(max(at - size + 1, 0), min(at, len(rising) - size) + 1)
         return min(begins, key=lambda one: (rising[one + size - 1][0] - rising[one][0], -one))
 
+    def _place(self, length: int, number: int) -> int:
+        # A shorter tuple stands before all that begin with it.
+        return bisect_left(self._rising, (length, number))
 
-def _place(order: list[tuple[Any, int, Row]], first: float, number: int) -> int:
-    # A shorter tuple stands before all that begin with it.
-    return bisect_left(order, (first, number))
+    def _is_current(self, entry: tuple[float, int, Row]) -> bool:
+        """Whether the row is ready, and has been since this entry was made."""
+        known = self._by_age.get(entry[2])
+        return known is not None and known[1] == entry[1]
