@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.report import table, write_json
-from scheduler import scheduler as core
 from scheduler.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
 from scheduler.garbage import collect_seldom
@@ -55,8 +54,6 @@ from scheduler.scheduler import Scheduler
 LIVE = (1_000, 10_000, 100_000)
 REPLICAS = (1, 16, 256)
 ROUNDS = 7
-COMPILED = not core.__file__.endswith(".py")
-"""Whether the scheduler was compiled, as `pip install .` does, or is plain Python."""
 TENANTS = 20
 """Names among which the requests are spread, so that the queue has something to share."""
 ACCEPTANCE = 0.7
@@ -317,13 +314,11 @@ def main() -> None:
             probes.append(probe_us())
     header = ("live sequences", "replicas", "rows", *(f"us per {each}" for each in _FIGURES))
     print(table(header, [[cost.live, cost.replicas, cost.rows, *_cells(cost)] for cost in costs]))
-    print("least / median of the rounds;", "compiled" if COMPILED else "plain Python")
-    # A profiler does not see into what is compiled.
-    by_module = {} if COMPILED else shares(LIVE[-1], REPLICAS[1], options.batches)
+    print("least / median of the rounds")
+    by_module = shares(LIVE[-1], REPLICAS[1], options.batches)
     if by_module:
         print("share of a batch's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
     figures = {
-        "compiled": COMPILED,
         "batches_per_round": options.batches,
         "rounds": ROUNDS,
         "probe_us": asdict(Rounds.of(probes)),

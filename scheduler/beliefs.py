@@ -1,7 +1,4 @@
-"""What the scheduler believes of a replica, as `status` shows it: times, acceptance, chosen k.
-
-Other processes are sent it, so it is never compiled; see `setup.py`.
-"""
+"""What the scheduler believes of a replica, as `status` shows it: times, acceptance, chosen k."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
             right[row] -= factor * right[column]
     found = [0.0] * size
     for row in reversed(range(size)):
-        known = 0.0  # added one by one: `sum` rounds otherwise since Python 3.12, and compiled
+        known = 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
         for at in range(row + 1, size):
             known += matrix[row][at] * found[at]
         found[row] = (right[row] - known) / matrix[row][row]

@@ -540,9 +540,6 @@ class Recorder:
         self.told.append(f"asked {[row.length for row in rows]}, {steps_most} steps")
         return StepPlan(2, 1)
 
-    def halves(self, replica_id: str, rows: int, rows_max: int) -> bool:
-        return True
-
     def apart(self, replica_id: str) -> float:
         return math.inf
 
