@@ -134,6 +134,8 @@ def print_status(server: Server, as_json: bool) -> int:
     if status.shards:
         console.print(_shards(status))
     console.print(_replicas(status))
+    for arithmetic in dict.fromkeys(one.arithmetic for one in status.replicas if one.arithmetic):
+        console.print(f"Arithmetic: {arithmetic}")
     return 0
 
 

@@ -342,6 +342,7 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         dtype=spec.dtype,
         vocab_size=spec.vocab_size,
         attention=spec.attention,
+        arithmetic=spec.arithmetic,
         beliefs=_beliefs(replica.beliefs),
     )
 

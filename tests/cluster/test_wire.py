@@ -54,7 +54,12 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
     return ReplicaStatus(
         id=name,
         spec=ReplicaSpec(
-            kv_blocks=100, block_size=16, context_len=512, vocab_size=320, attention="flex"
+            kv_blocks=100,
+            block_size=16,
+            context_len=512,
+            vocab_size=320,
+            attention="flex",
+            arithmetic="joined layers",
         ),
         draining=False,
         residents=0,
@@ -88,6 +93,7 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
     assert [replica.attention for replica in answer.replicas] == ["flex", "flex"]
+    assert {replica.arithmetic for replica in answer.replicas} == {"joined layers"}
 
 
 def test_a_status_answer_has_all_that_the_pool_believes_of_a_replica() -> None:
