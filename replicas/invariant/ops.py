@@ -22,7 +22,7 @@ from torch.nn.functional import linear, pad
 
 TILE = 64
 """Tokens that weights are laid out for, and by which all other numbers of tokens are judged."""
-PREPACK_LEAST = 80_000
+PREPACK_LEAST = 50_000
 """Numbers in a weight from which on oneDNN's product outweighs the cost of its call."""
 
 
