@@ -98,11 +98,7 @@ class Replica:
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self._target.vocab,
-            draft_len_max=plan.draft_len_max(DRAFT_LEN_MAX)
-            if pair.draft
-            else DRAFT_LEN_MAX
-            if drafter
-            else 0,
+            draft_len_max=_draft_len_max(pair, plan, drafter),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             trims_drafts=self._drafter is not None and self._drafter.rates,

@@ -21,7 +21,8 @@ failed: if theirs does not, the replica is not to blame.
 
 The queue (see `waiting`) is served from its front, but a sequence that does not fit lets smaller
 ones pass: at most passes_max of them. Then it claims the first replica that could hold it and that
-has no claim yet; a claimed replica takes nobody else until the sequence fits, here or elsewhere.
+has no claim yet; until the sequence fits, here or elsewhere, that replica takes besides only
+those who are before it in the queue.
 So one long request holds up one replica, not the cluster, and it waits at most until that replica
 is empty.
 """

@@ -69,10 +69,8 @@ class Client:
             self.contents[row.sequence_id] += row.tokens
 
     def finite(self) -> bool:
-        models = (self.replica._target, self.replica._drafter.model)
-        models = [
-            getattr(one, "model", one) for one in models if hasattr(one, "recorded")
-        ] or models
+        runners = (self.replica._target, self.replica._drafter.model)
+        models = [one.model if isinstance(one, GraphedModel) else one for one in runners]
         layers = [layer for model in models for layer in model.cache._layers]
         return all(bool(layer.isfinite().all()) for layer in layers)
 
