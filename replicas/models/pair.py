@@ -89,7 +89,8 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     Raises PairRefused, or OSError for a name not found.
     """
     target_path = resolve(config.target, "target")
-    draft_path = None if config.draft is None else resolve(config.draft, "draft")
+    draft = config.drafting.model
+    draft_path = None if draft is None else resolve(draft, "draft")
     target_config = _load_config(target_path, config, "target")
     draft_config = None
     vocab_size = target_config.vocab_size
@@ -126,7 +127,7 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
         context_len=files.context_len,
         vocab_size=files.vocab_size,
         target_name=config.target,
-        draft_name=config.draft or "",
+        draft_name=config.drafting.model or "",
         device=device,
         dtype=getattr(torch, config.dtype),
     )
