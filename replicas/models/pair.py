@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from replicas.config import DEMO, ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.drafters.eagle3 import Head, HeadConfig, HeadRefused, load_head, read_head
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
 from replicas.models.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
@@ -33,7 +34,7 @@ class Pair:
     """A target, maybe a draft, and what the rest must know of them."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | Head | None
     context_len: int
     vocab_size: int
     """Ids in [0, vocab_size) are tokens that a prompt may hold."""
@@ -78,7 +79,7 @@ class PairFiles:
     draft_path: str | None
     target_config: Any
     draft_config: Any
-    """transformers configs; None without a draft."""
+    """transformers' of models, a HeadConfig of a head; None without a draft."""
     context_len: int
     vocab_size: int
 
@@ -94,7 +95,14 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     target_config = _load_config(target_path, config, "target")
     draft_config = None
     vocab_size = target_config.vocab_size
-    if draft_path is not None:
+    if draft_path is not None and config.drafting.method == "eagle3":
+        try:
+            draft_config = read_head(draft_path, target_config)
+        except HeadRefused as error:
+            raise PairRefused(f"speculative.model: {draft_path}: {error}") from None
+        except OSError as error:
+            raise OSError(f"speculative.model: {error}") from error
+    elif draft_path is not None:
         draft_config = _load_config(draft_path, config, "draft")
         vocab_size = _check_vocabularies(target_path, draft_path, config)
         vocab_size = min(vocab_size, target_config.vocab_size, draft_config.vocab_size)
@@ -120,10 +128,19 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     target = _load_model(
         target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
+    draft: PreTrainedModel | Head | None = None
+    if isinstance(files.draft_config, HeadConfig):
+        assert draft_path is not None
+        try:
+            draft = load_head(draft_path, files.draft_config, target.dtype, device)
+        except HeadRefused as error:
+            raise PairRefused(f"speculative.model: {draft_path}: {error}") from None
+    elif draft_path is not None:
+        # A planted draft always follows the map: acceptance is the target's business.
+        draft = _load_model(draft_path, config, device, 1.0)
     return Pair(
         target=target,
-        # A planted draft always follows the map: acceptance is the target's business.
-        draft=None if draft_path is None else _load_model(draft_path, config, device, 1.0),
+        draft=draft,
         context_len=files.context_len,
         vocab_size=files.vocab_size,
         target_name=config.target,
