@@ -3,6 +3,7 @@ equations: on whole sequences, without a cache."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from replicas.config import ReplicaConfig
+from replicas.drafters.eagle3 import load_head, read_head
 from replicas.drafters.eagle3.config import HeadConfig, head_config
+from replicas.models.pair import Pair
+from replicas.replica import Replica
+from tests.tiny_pairs import tiny_pair
 
 WIDTH, TARGET_VOCAB, VOCAB = 32, 97, 61
 
@@ -77,6 +83,19 @@ def save_head(
         old = {name.replace("layers.0.", "midlayer."): one for name, one in made.items()}
         torch.save(old, path / "pytorch_model.bin")
     return str(path)
+
+
+def headed_replica(path: str, pair: Pair | None = None, **settings: object) -> Replica:
+    """The tiny Llama, or another pair's target, with the head there."""
+    pair = pair or tiny_pair("llama")
+    config = ReplicaConfig(
+        device="cpu",
+        block_size=4,
+        speculative={"method": "eagle3", "model": path},
+        **{"kv_blocks": 512, **settings},
+    )
+    head = load_head(path, read_head(path, pair.target.config), pair.dtype, pair.device)
+    return Replica(dataclasses.replace(pair, draft=head, draft_name=path), config)
 
 
 def plain_head(

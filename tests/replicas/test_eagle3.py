@@ -16,12 +16,14 @@ from replicas.drafters.eagle3 import Eagle3Drafter, HeadRefused, load_head, read
 from replicas.drafters.eagle3.config import head_config
 from replicas.drafters.load import load_drafter
 from replicas.memory import PairShape, pair_shape, plan_memory
+from replicas.models.paged_model import Wants
 from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
 from tests.reference import plain_greedy
-from tests.replicas.heads import TARGET_VOCAB, plain_head, said, save_head
+from tests.replicas.built import built, uneven_model
+from tests.replicas.heads import TARGET_VOCAB, headed_replica, plain_head, said, save_head
 from tests.replicas.test_replica import Client, prompt
 from tests.tiny_pairs import target_model, tiny_pair
 
@@ -33,18 +35,6 @@ WIRINGS = [
     {"norm_before_fc": True},
     {"fc_norm": True, "norm_output": True},
 ]
-
-
-def replica_with(path: str, **settings: object) -> Replica:
-    """The tiny Llama with the head there."""
-    config = ReplicaConfig(
-        device="cpu",
-        block_size=4,
-        speculative={"method": "eagle3", "model": path},
-        **{"kv_blocks": 512, **settings},
-    )
-    head = load_head(path, read_head(path, TARGET), torch.float32, CPU)
-    return Replica(dataclasses.replace(tiny_pair("llama"), draft=head, draft_name=path), config)
 
 
 def drafts_of(replica: Replica, ids: list[str], k: int) -> tuple[list[list[int]], list[int]]:
@@ -84,7 +74,7 @@ def test_drafts_are_those_of_the_equations(
 ) -> None:
     """After prefill in chunks, plain steps, drafting ones, and rows of several lengths."""
     path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring))
-    replica = replica_with(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
+    replica = headed_replica(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client = Client(replica)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
     for k, n in ((0, 2), (3, 2), (0, 1), (2, 3)):
@@ -101,14 +91,14 @@ def test_equal_vocabularies_need_no_map_and_a_head_may_bring_its_embedding(tmp_p
     whole = said(True, draft_vocab_size=TARGET_VOCAB)
     path = save_head(tmp_path, TARGET, whole, own_embedding=True)
     assert load_head(path, read_head(path, TARGET), torch.float32, CPU).ids is None
-    replica = replica_with(path)
+    replica = headed_replica(path)
     client = Client(replica)
     client.prefill(a=prompt(7))
     assert drafts_of(replica, ["a"], 3)[0][0] == expected(path, prompt(7), 3)
 
 
 def test_a_row_of_one_token_drafts_from_its_second_step_on(tmp_path: Path) -> None:
-    replica = replica_with(save_head(tmp_path, TARGET, said(True)))
+    replica = headed_replica(save_head(tmp_path, TARGET, said(True)))
     client = Client(replica)
     client.prefill(a=prompt(1), b=prompt(5))
     assert [row.draft_tokens for row in client.steps(3).rows] == [0, 3]
@@ -119,7 +109,7 @@ def test_a_failed_batch_costs_a_row_one_plain_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_head(tmp_path, TARGET, said(True))
-    replica = replica_with(path)
+    replica = headed_replica(path)
     client = Client(replica)
     client.prefill(new=60, a=prompt(9), b=prompt(4))
     client.steps(3)
@@ -147,7 +137,7 @@ def test_a_shared_block_is_one_whose_next_token_is_the_same_too(
 ) -> None:
     """The head's keys and values of a block's last position depend on the token behind it."""
     path = save_head(tmp_path, TARGET, said(True))
-    replica = replica_with(path)
+    replica = headed_replica(path)
     client = Client(replica)
     first = prompt(20)
     second = [*first[:shared], *((token + 1) % TARGET_VOCAB for token in first[shared:])]
@@ -160,13 +150,35 @@ def test_a_shared_block_is_one_whose_next_token_is_the_same_too(
 
 def test_trimmed_checks_show_the_head_what_was_accepted(tmp_path: Path) -> None:
     path = save_head(tmp_path, TARGET, said(True))
-    replica = replica_with(path)
+    replica = headed_replica(path)
     client = Client(replica)
     client.prefill(new=60, a=prompt(9), b=prompt(4))
     for budget in (1, 3, 0, 5):
         client.steps(3, 2, verify=budget)
         drafts, _ = drafts_of(replica, ["a", "b"], 3)
         assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+
+
+@pytest.mark.parametrize("join", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_targets_bits_do_not_depend_on_what_is_tapped(join: bool, dtype: torch.dtype) -> None:
+    model, how = built(uneven_model("llama").to(dtype), join)
+    assert (model.decoder is not None) == join, how
+    table = torch.arange(1, 13).view(2, 6)
+    tokens = torch.arange(24)
+    found = []
+    for taps in ((), (0, 1, 2)):
+        model.cache.clear()
+        with torch.inference_mode():
+            layout = model.backend.ranges_layout(table, [(0, 7), (0, 5)])
+            model.forward(tokens[:12], layout, Wants(logits=False, taps=taps))
+            layout = model.backend.step_layout(table, [7, 5], 3).window(0, 3)
+            out = model.forward(tokens[12:18], layout, Wants(taps=taps))
+        assert [tap.shape for tap in out.taps] == [(6, 32)] * len(taps)
+        assert out.logits is not None
+        found.append([out.logits, *(layer.clone() for layer in model.cache._layers)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------------------ checkpoints
@@ -238,7 +250,7 @@ def test_what_training_left_behind_is_ignored(tmp_path: Path) -> None:
 
 def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> None:
     path = save_head(tmp_path, TARGET, said(True))
-    replica = replica_with(path)
+    replica = headed_replica(path)
     drafter = replica._drafter
     assert isinstance(drafter, Eagle3Drafter)
     config = read_head(path, TARGET)
