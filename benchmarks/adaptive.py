@@ -21,9 +21,9 @@ from random import Random
 
 from benchmarks.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
-from scheduler.batches import prefill_tokens
-from scheduler.beliefs import LinearCost
+from scheduler.batching.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
+from scheduler.draft_length.estimates import LinearCost
 from scheduler.messages import (
     Batch,
     BatchKind,

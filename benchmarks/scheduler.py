@@ -28,9 +28,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.report import table, write_json
-from scheduler.batches import prefill_tokens
+from cluster.garbage import collect_seldom
+from scheduler.batching.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
-from scheduler.garbage import collect_seldom
 from scheduler.messages import (
     Action,
     Batch,

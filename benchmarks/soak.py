@@ -32,7 +32,7 @@ from benchmarks.report import machine, table, write_json
 from cluster import app
 from cluster.client import AsyncClient
 from cluster.config import from_args
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 
 Prompts = Sequence[Sequence[int]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from scheduler.messages import Batch, BatchKind, Release, ReplicaSpec, StepResult, StepTimes
 from scheduler.simulation import SimulatedReplica

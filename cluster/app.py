@@ -27,23 +27,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import ClusterConfig, from_args
-from cluster.http import http_app
-from cluster.ingress import Ingress
-from cluster.metrics import IngressMeter, ray_sink
-from cluster.protocol import silence_s
-from cluster.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
-from cluster.ray_ranks import RankProcess, RayRank, bundles, host_of, without_progress_bars
-from cluster.replica_runner import HostedReplica, ReplicaRunner
+from cluster.frontend.http import http_app
+from cluster.frontend.ingress import Ingress
+from cluster.frontend.metrics import IngressMeter, ray_sink
+from cluster.frontend.target_text import TargetText
+from cluster.garbage import collect_seldom
+from cluster.pool.protocol import silence_s
+from cluster.pool.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
 from cluster.serve_app import ServeApp, began_ray_here
-from cluster.target_text import TargetText
+from cluster.worker.ranks import RankProcess, RayRank, bundles, host_of, without_progress_bars
+from cluster.worker.worker import HostedReplica, ReplicaRunner
 from replicas.config import ReplicaConfig
-from scheduler.garbage import collect_seldom
-from scheduler.sharding import shard_of_rank
+from scheduler.scaling.shards import shard_of_rank
 
 APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (
-    "cluster.servicer.add_LockstepServicer_to_server",
-    "cluster.servicer.add_HealthServicer_to_server",
+    "cluster.frontend.servicer.add_LockstepServicer_to_server",
+    "cluster.frontend.servicer.add_HealthServicer_to_server",
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
 

@@ -23,8 +23,8 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingPolicy
 
 from cluster.config import ClusterConfig
-from cluster.protocol import PoolView, merged_view
-from scheduler.autoscaling import (
+from cluster.pool.protocol import PoolView, merged_view
+from scheduler.scaling.autoscaling import (
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,

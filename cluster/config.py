@@ -25,8 +25,8 @@ from pydantic import (
 )
 
 from replicas.config import ReplicaConfig
-from scheduler.autoscaling import AutoscalingConfig
 from scheduler.config import SchedulerConfig
+from scheduler.scaling.autoscaling import AutoscalingConfig
 
 
 class _Settings(BaseModel):

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from cluster.frontend.target_text import TargetText
 from cluster.local_engine import LocalEngine, Output
-from cluster.target_text import TargetText
 from replicas.config import ReplicaConfig
-from scheduler.admission import blocks_needed, check_request
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Request, SamplingParams
+from scheduler.validation import blocks_needed, check_request
 
 if TYPE_CHECKING:
     from replicas.models.reference import Judgement

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from scheduler import balance, blame
-from scheduler.admission import check_request
-from scheduler.batches import batch_rows
+from scheduler.batching import rebalancing as balance
+from scheduler.batching.batches import batch_rows
+from scheduler.batching.dispatch import Dispatcher
+from scheduler.batching.placement import best_replica
 from scheduler.config import SchedulerConfig
-from scheduler.dispatching import Dispatcher
+from scheduler.draft_length.policy import DraftPolicy, GoodputPolicy
 from scheduler.errors import InvalidRequest
-from scheduler.integrity import check_pool
+from scheduler.faults import quarantine as blame
 from scheduler.messages import (
     Action,
     Batch,
@@ -45,12 +46,12 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.placement import best_replica
-from scheduler.pool import Pool
-from scheduler.residents import Replica
-from scheduler.sequence import Answer, Move, Sequence, State, finished_before_start
-from scheduler.speculation import DraftPolicy, GoodputPolicy
+from scheduler.state.invariants import check_pool
+from scheduler.state.pool import Pool
+from scheduler.state.replica import Replica
+from scheduler.state.sequence import Answer, Move, Sequence, State, finished_before_start
 from scheduler.status import PoolStatus, pool_status
+from scheduler.validation import check_request
 
 _RETRY_AFTER_S = (1.0, 60.0)
 """Least and most that a refused client is told to wait."""

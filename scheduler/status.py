@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.beliefs import Beliefs
+from scheduler.draft_length.estimates import Beliefs
+from scheduler.draft_length.policy import DraftPolicy
 from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
-from scheduler.pool import Pool
-from scheduler.residents import Replica
-from scheduler.speculation import DraftPolicy
+from scheduler.state.pool import Pool
+from scheduler.state.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)

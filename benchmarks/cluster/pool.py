@@ -23,13 +23,13 @@ import uvloop
 from benchmarks.cluster.load import process_cpu_s
 from benchmarks.synthetic import Speed, SyntheticReplica
 from cluster.config import ClusterConfig, from_args
-from cluster.line import Door, Line, LineServer, connect
-from cluster.pool_actor import PoolActor
-from cluster.protocol import PoolPort
-from cluster.replica_runner import ReplicaRunner
-from cluster.shard_links import ShardLinks
+from cluster.pool.actor import PoolActor
+from cluster.pool.protocol import PoolPort
+from cluster.pool.shard_router import ShardLinks
+from cluster.transport.line import Door, Line, LineServer, connect
+from cluster.worker.worker import ReplicaRunner
 from scheduler.messages import ReplicaSpec, Request
-from scheduler.sharding import shard_of_rank
+from scheduler.scaling.shards import shard_of_rank
 from scheduler.simulation import reference_output
 
 SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)

@@ -20,8 +20,8 @@ from benchmarks.cluster.load import (
 from benchmarks.prompts import benchmark_tokens
 from cluster import app
 from cluster.config import ClusterConfig
+from cluster.frontend.target_text import TargetText
 from cluster.local_engine import LocalEngine, Output
-from cluster.target_text import TargetText
 from replicas.replica import Replica
 from scheduler.messages import Request
 

@@ -10,11 +10,11 @@ from cluster.bench.compare import Comparison, compare
 from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Workload, engine_request
 from cluster.config import ClusterConfig
-from cluster.target_text import TargetText
-from scheduler.admission import check_request
+from cluster.frontend.target_text import TargetText
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec, Request
+from scheduler.validation import check_request
 
 
 def as_served(config: ClusterConfig, served: Any) -> ClusterConfig:

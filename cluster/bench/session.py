@@ -24,7 +24,7 @@ from cluster.bench.report_json import Report
 from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Lengths, Workload, engine_request, prompts_of
 from cluster.config import ClusterConfig
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from replicas.config import DEMO, ReplicaConfig
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import SamplingParams

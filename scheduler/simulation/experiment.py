@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from scheduler.batches import batch_spread
+from scheduler.batching.batches import batch_spread
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
@@ -24,7 +24,7 @@ from scheduler.messages import (
     Request,
     StepDone,
 )
-from scheduler.sharding import ShardLoad, choose_shard, merged_status, shard_of_rank
+from scheduler.scaling.shards import ShardLoad, choose_shard, merged_status, shard_of_rank
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.faults import FaultPlan
 from scheduler.simulation.hardware import Times

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from scheduler.batches import prefill_tokens
+from scheduler.batching.batches import prefill_tokens
 from scheduler.messages import Batch, BatchKind, StepTimes
 
 Times = Callable[[Batch], StepTimes]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from scheduler.admission import blocks_needed
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -24,9 +23,10 @@ from scheduler.messages import (
     StepRow,
     StepTimes,
 )
-from scheduler.prefixes import PrefixSet, block_keys
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.reference import content_hash, next_token
+from scheduler.state.prefixes import PrefixSet, block_keys
+from scheduler.validation import blocks_needed
 
 Acceptance = Callable[[str], float]
 """By request: the probability that a draft token is accepted if those before it are."""

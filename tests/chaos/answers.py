@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config import ClusterConfig
-from cluster.target_text import TargetText
-from cluster.text import TextStream
+from cluster.frontend.target_text import TargetText
+from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams

@@ -26,7 +26,7 @@ import grpc
 from benchmarks.processes import Process, cluster_processes
 from cluster.client import Client
 from cluster.config import ClusterConfig, from_args
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.free_ports import free_port
@@ -287,7 +287,7 @@ class _Held:
     def _open_pool_on_worker(self) -> None:
         import ray
 
-        from cluster.ray_pool import PoolProcess
+        from cluster.pool.ray_pool import PoolProcess
 
         config = self._plan.config
         # Any worker will do, also when it restarts; a wish for a certain node is lost at times.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from scheduler.messages import SamplingParams
 from tests.chaos.answers import TOKENS_MAX, Base, cut

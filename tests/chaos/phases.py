@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from cluster.client import NO_RETRY, AsyncClient, RetryPolicy
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from tests.chaos.answers import Base, fake_bases, real_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes

@@ -14,7 +14,7 @@ from functools import cache, partial
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from scheduler.messages import (
     Batch,

@@ -14,7 +14,7 @@ import grpc
 from grpc import StatusCode
 
 from cluster.client import RetryPolicy
-from cluster.text import TextStream
+from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from tests.cluster.fakes import tokenizer

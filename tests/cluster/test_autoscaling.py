@@ -22,9 +22,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 from cluster import app
 from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
 from cluster.config import ConfigError, from_args, from_file
-from cluster.protocol import PoolView, merged_view
-from scheduler.autoscaling import AutoscalingConfig
+from cluster.pool.protocol import PoolView, merged_view
 from scheduler.messages import ReplicaSpec, StepTimes
+from scheduler.scaling.autoscaling import AutoscalingConfig
 from scheduler.status import PoolStatus, ReplicaStatus
 
 SETTINGS: dict[str, Any] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import main
+from cluster.cli.main import main
 from cluster.client import Tls
-from cluster.client_channel import Server
+from cluster.client.channel import Server
 from cluster.config import ConfigError, api_key
 
 RUN = CliRunner()

@@ -13,12 +13,12 @@ import pytest
 from grpc import StatusCode
 
 from cluster.client import AsyncClient
-from cluster.text import TextStream
+from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from tests.cluster.fakes import tokenizer
+from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
 from tests.cluster.scripted import ACTOR_DIED, QUICK, joined
-from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
 
 
 @pytest.mark.parametrize("which", ["no stop", "a stop that comes", "a stop that only begins"])

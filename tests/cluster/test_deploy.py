@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.config import from_args, from_file
-from cluster.metrics import METRICS, Kind
+from cluster.frontend.metrics import METRICS, Kind
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -16,15 +16,15 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config import ClusterConfig, from_args
-from cluster.http import http_app
-from cluster.ingress import Ingress
-from cluster.keys import add
+from cluster.frontend.admission.keys import add
+from cluster.frontend.http import http_app
+from cluster.frontend.ingress import Ingress
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Batch, Priority, Request, StepResult
-from tests.cluster import test_ingress
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.test_http import http
-from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream, until
+from tests.cluster.frontend import test_ingress
+from tests.cluster.frontend.test_http import http
+from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream, until
 
 AWAY = "ipv4:192.0.2.7:5000"
 REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=8)

@@ -14,13 +14,21 @@ import pytest
 from grpc import StatusCode
 
 from cluster.config import from_args
-from cluster.ingress import Ingress
-from cluster.live_request import LiveRequest
-from cluster.text import TextStream
+from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.ingress import Ingress
+from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
-from tests.cluster.test_ingress import CONFIG, PROMPT, PROMPT_IDS, Context, ingress, stream, until
+from tests.cluster.frontend.test_ingress import (
+    CONFIG,
+    PROMPT,
+    PROMPT_IDS,
+    Context,
+    ingress,
+    stream,
+    until,
+)
 
 ANSWER = "a \U0001f98a says END or ENDE"
 TOKENS = tokenizer().encode(ANSWER).ids
@@ -178,7 +186,7 @@ def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_stop_string_counts_as_served(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.ingress._USAGE_WAIT_S", 100.0)
+    monkeypatch.setattr("cluster.frontend.ingress._USAGE_WAIT_S", 100.0)
 
     async def test() -> None:
         async with counting() as (made, counted):
@@ -238,7 +246,7 @@ def test_many_tokens_become_text_with_others_turns_between(
             await asyncio.sleep(0)
 
     async def test() -> None:
-        monkeypatch.setattr("cluster.ingress._SLICE_TOKENS", 16)
+        monkeypatch.setattr("cluster.frontend.ingress._SLICE_TOKENS", 16)
         monkeypatch.setattr(TextStream, "push", recorded)
         async with ingress(replicas=0) as made:
             other = asyncio.ensure_future(others())

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig, from_args
-from cluster.live_request import LiveRequest
-from cluster.mailbox import Mailbox
-from cluster.pool_actor import PoolActor
-from cluster.pool_link import PoolLink
-from cluster.pool_peers import ReplicaPeer
-from cluster.protocol import PoolUnreachable, ReleaseNote
-from cluster.replica_runner import ReplicaRunner, ReplicaUnhealthy
+from cluster.frontend.in_flight import LiveRequest
+from cluster.pool.ack_queue import Mailbox
+from cluster.pool.actor import PoolActor
+from cluster.pool.peers import ReplicaPeer
+from cluster.pool.protocol import PoolUnreachable, ReleaseNote
+from cluster.pool.session import PoolLink
+from cluster.worker.worker import ReplicaRunner, ReplicaUnhealthy
 from scheduler.messages import BatchKind, FinishReason, RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
 
@@ -132,7 +132,7 @@ async def world(
 
 
 def _stop() -> Any:
-    from cluster.replica_runner import _Stop
+    from cluster.worker.worker import _Stop
 
     return _Stop()
 
@@ -360,8 +360,8 @@ def note_submits(wire: Wire) -> list[list[Submit]]:
 def test_what_a_restarted_pool_is_told_comes_in_calls_that_it_can_answer_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.pool_link._CALL_TOKENS_MAX", 100)
-    monkeypatch.setattr("cluster.pool_link._CALL_REQUESTS_MAX", 4)
+    monkeypatch.setattr("cluster.pool.session._CALL_TOKENS_MAX", 100)
+    monkeypatch.setattr("cluster.pool.session._CALL_REQUESTS_MAX", 4)
 
     async def test() -> None:
         async with world() as w:
@@ -384,7 +384,7 @@ def test_what_a_restarted_pool_is_told_comes_in_calls_that_it_can_answer_in_time
 def test_a_request_cancelled_before_its_call_went_out_never_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.pool_link._CALL_REQUESTS_MAX", 1)
+    monkeypatch.setattr("cluster.pool.session._CALL_REQUESTS_MAX", 1)
 
     async def test() -> None:
         async with world() as w:
@@ -455,7 +455,7 @@ def test_an_idle_ingress_that_was_lost_learns_it_from_its_next_poll() -> None:
 def test_an_ended_session_is_refused_and_the_oldest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.pool_actor._ENDED_MAX", 2)
+    monkeypatch.setattr("cluster.pool.actor._ENDED_MAX", 2)
 
     async def test() -> None:
         actor = PoolActor(CONFIG)
@@ -691,7 +691,7 @@ def half_dead(wire: Wire) -> Callable[[], int]:
 def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.pool_link._OVERDUE_S", 0.1)
+    monkeypatch.setattr("cluster.pool.session._OVERDUE_S", 0.1)
 
     async def test() -> None:
         async with world() as w:

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from cluster import shard_links
 from cluster.config import ClusterConfig, from_args
-from cluster.live_request import LiveRequest
-from cluster.pool_actor import PoolActor
-from cluster.protocol import PoolUnreachable, PoolView
-from cluster.replica_runner import ReplicaRunner, _Stop
-from cluster.shard_links import ShardLinks
-from cluster.wire import to_status
+from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.wire import to_status
+from cluster.pool import shard_router as shard_links
+from cluster.pool.actor import PoolActor
+from cluster.pool.protocol import PoolUnreachable, PoolView
+from cluster.pool.shard_router import ShardLinks
+from cluster.worker.worker import ReplicaRunner, _Stop
 from scheduler.messages import Batch, BatchKind, FinishReason, Request, StepResult, Usage
-from scheduler.residents import Replica
+from scheduler.state.replica import Replica
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.config import from_args
-from cluster.protocol import SubmitReply
+from cluster.pool.protocol import SubmitReply
 from scheduler.messages import FinishReason, Reject, RejectCode, Submit
 from tests.cluster.fakes import perfect
 from tests.cluster.test_pool import CONFIG, Wire

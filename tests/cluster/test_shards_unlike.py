@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.live_request import LiveRequest
+from cluster.frontend.in_flight import LiveRequest
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica
 from tests.cluster.test_pool import CONFIG

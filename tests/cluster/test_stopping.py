@@ -19,14 +19,14 @@ from grpc_health.v1 import health_pb2
 from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.config import from_args
-from cluster.ingress import Ingress
-from cluster.pool_actor import PoolActor
-from cluster.protocol import silence_s
-from cluster.ray_pool import stop_pools
+from cluster.frontend.ingress import Ingress
+from cluster.pool.actor import PoolActor
+from cluster.pool.protocol import silence_s
+from cluster.pool.ray_pool import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
+from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
 from tests.cluster.test_pool import CONFIG, Wire, world
 from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
 
@@ -208,7 +208,7 @@ def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert num_returns == len(replies)
         wait(replies, timeout)
 
-    monkeypatch.setattr("cluster.ray_pool.ray", SimpleNamespace(get=get, wait=wait_all))
+    monkeypatch.setattr("cluster.pool.ray_pool.ray", SimpleNamespace(get=get, wait=wait_all))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -295,7 +295,7 @@ def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
 
 @pytest.mark.usefixtures("ray_calls")
 def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.ray_pool._ANSWER_S", 3600.0)
+    monkeypatch.setattr("cluster.pool.ray_pool._ANSWER_S", 3600.0)
 
     async def test() -> None:
         async with shards(0, 1) as s:

@@ -133,7 +133,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 @pytest.fixture(scope="session")
 def expected(cluster: RunningCluster) -> Expected:
     """New tokens by plain decoding of the target, cached by prompt and count."""
-    from cluster.target_text import TargetText
+    from cluster.frontend.target_text import TargetText
     from cluster.verify import transformers_greedy
     from scheduler.messages import Request
 

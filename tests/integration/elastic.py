@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.client_retry import broke
+from cluster.client.retry import broke
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc

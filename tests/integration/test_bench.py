@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import main
+from cluster.cli.main import main
 from tests.integration.conftest import RunningCluster
 
 pytestmark = pytest.mark.ray

@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from cluster.keys import add, remove
+from cluster.frontend.admission.keys import add, remove
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from tests.free_ports import free_port
@@ -172,7 +172,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         log=log,
     )
     command = [
-        *(sys.executable, "-m", "cluster.cli", "serve", "--device", "cpu"),
+        *(sys.executable, "-m", "cluster.cli.main", "serve", "--device", "cpu"),
         *("--target", str(target), "--draft", str(draft), "--memory", "64MiB"),
         *("--grpc-port", str(server.grpc_port), "--http-port", str(server.http_port)),
         *("--http-host", "0.0.0.0", "--keys-file", str(keys_file)),

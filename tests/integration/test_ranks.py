@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.processes import Process, lives
 from cluster.client import Client
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from cluster.verify import transformers_greedy
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Request

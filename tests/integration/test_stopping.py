@@ -25,7 +25,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.client import NO_RETRY, Client
-from cluster.client_retry import broke
+from cluster.client.retry import broke
 from protos import lockstep_pb2 as pb
 from tests.free_ports import free_port
 from tests.integration.pairs import write_pair
@@ -82,7 +82,7 @@ def lockstep_serve(
     environment = {**os.environ, "RAY_ADDRESS": ray_address, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "serve", "--config", str(config)],
+            [sys.executable, "-m", "cluster.cli.main", "serve", "--config", str(config)],
             stdout=out,
             stderr=out,
             env=environment,

@@ -28,7 +28,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from cluster.cli import main
+from cluster.cli.main import main
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy, Tls
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.target_text import TargetText
+from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.models.pair import load_pair
 from tests.replicas.test_pair import WORDS, save_model

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from scheduler.autoscaling import (
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Action, Event, ReplicaSpec, Tick
+from scheduler.scaling.autoscaling import (
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,
     pool_load,
     wanted_replicas,
 )
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Action, Event, ReplicaSpec, Tick
 from scheduler.simulation import Times, World
 
 _EPSILON_S = 1e-9

@@ -30,7 +30,7 @@ from scheduler.messages import (
     Tick,
 )
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import Sequence
+from scheduler.state.sequence import Sequence
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
-from scheduler.batches import prefill_tokens
+from scheduler.batching.batches import prefill_tokens
+from scheduler.batching.grouping import passes_bound
 from scheduler.config import SchedulerConfig
-from scheduler.grouping import passes_bound
 from scheduler.messages import (
     Action,
     Batch,

@@ -17,7 +17,7 @@ from cluster.bench import session
 from cluster.bench.compare import Comparison, Contender
 from cluster.bench.report_json import Report
 from cluster.bench.workload import Lengths, synthetic_prompts
-from cluster.cli import main
+from cluster.cli.main import main
 from tests.cluster.bench.test_report import report
 
 RUN = CliRunner()

@@ -17,14 +17,14 @@ from cluster.bench.arrivals import Bursts, Closed, Extent
 from cluster.bench.figures import Record, summarise
 from cluster.bench.load import _take, check_requests, drive, grpc_request, pool_sums
 from cluster.bench.workload import BenchError, Lengths, Workload, synthetic_prompts
-from cluster.cli import main
+from cluster.cli.main import main
 from cluster.client import AsyncClient
-from cluster.client_retry import Continuation, StreamBroken
+from cluster.client.retry import Continuation, StreamBroken
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from scheduler.messages import SamplingParams
 from tests.cluster.fakes import CONTEXT, VOCAB
-from tests.cluster.test_ingress import ingress
+from tests.cluster.frontend.test_ingress import ingress
 
 
 @asynccontextmanager

@@ -161,7 +161,7 @@ def test_an_engine_has_memory_and_leave_for_what_is_asked_of_it(
 
 
 def test_so_has_the_engine_that_verifies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from cluster import cli_verify
+    from cluster.cli import verify as cli_verify
 
     told: list[Any] = []
 

@@ -1,0 +1,5 @@
+"""`python -m cluster.cli`."""
+
+from cluster.cli.main import main
+
+main()

@@ -1,0 +1,307 @@
+"""`lockstep bench`: its options, its progress bar, its table. The work is in `cluster.bench`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.options import (
+    Address,
+    BatchSize,
+    Device,
+    Draft,
+    DraftLen,
+    Dtype,
+    KeyFile,
+    Target,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    cluster_config,
+    given_options,
+    reached_server,
+)
+from cluster.writable import check_writable
+
+if TYPE_CHECKING:
+    from cluster.bench.report_json import Report
+
+INT32_MAX = 2**31 - 1
+"""Greatest of most numbers in a request."""
+SEED_MAX = 2**62
+"""Each request of a run has the next seed, and all are below 2**63."""
+
+
+def bench(
+    engine: Annotated[
+        bool, typer.Option("--engine", help="An engine in this process, not a running cluster.")
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True, dir_okay=False),
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(help="Random prompts of N or N..M tokens instead.", metavar="N..M"),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Distinct prompts at most.")] = 64,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="How many to send; 64 without --duration.")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(min=0.1, help="Send for so many seconds.")
+    ] = None,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 8,
+    in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: so many at a time; the default, 16.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Open loop: Poisson, requests per second.")
+    ] = None,
+    burst: Annotated[
+        int | None, typer.Option(min=1, help="Open loop: so many at once, every --every seconds.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.001, help="Seconds between bursts.")] = 5.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=INT32_MAX, help="Tokens per request.")
+    ] = 128,
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="The end of a text ends its request.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, max=INT32_MAX, help="Keep the k most probable; 0: all.")
+    ] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set with this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens above this share.")] = 0.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEED_MAX, help="Of prompts, arrivals and sampling.")
+    ] = 0,
+    draft_len: DraftLen = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Then: no drafting, and transformers' own ways, here."),
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of --compare.")] = 3,
+    compare_prompts: Annotated[int, typer.Option(min=1, help="Prompts of --compare.")] = 16,
+    target: Target = None,
+    draft: Draft = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    batch_size: BatchSize = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report here, one page.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
+    address: Address = None,
+    api_key_file: KeyFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Measure a running cluster, or with --engine the engine alone; see docs/benchmarks.md.
+
+    --target, --draft, --device, --dtype and --batch-size are those of --engine and --compare.
+    """
+    if sum(each is not None for each in (in_flight, rate, burst)) > 1:
+        raise typer.BadParameter("give one of --in-flight, --rate and --burst")
+    if prompts is not None and prompt_tokens is not None:
+        raise typer.BadParameter("give either --prompts or --prompt-tokens")
+    if compare and temperature > 0:
+        raise typer.BadParameter("--compare is greedy: transformers' sampling has other noise")
+    for option, value in (("--top-p", top_p), ("--min-p", min_p)):
+        if not 0 <= value <= 1:
+            raise typer.BadParameter(f"{option} must be in [0, 1]")
+    from cluster.bench.arrivals import Arrivals, Bursts, Closed, Extent, Poisson
+    from cluster.bench.session import Plan
+    from cluster.bench.workload import Lengths
+    from scheduler.messages import SamplingParams
+
+    arrivals: Arrivals = Closed(in_flight or 16)
+    if rate is not None:
+        arrivals = Poisson(rate, seed)
+    if burst is not None:
+        arrivals = Bursts(burst, every)
+    try:
+        lengths = None if prompt_tokens is None else Lengths.parse(prompt_tokens)
+    except ValueError as error:
+        raise typer.BadParameter(f"--prompt-tokens: {error}") from None
+    if requests is None and duration is None:
+        requests = 64
+    plan = Plan(
+        arrivals=arrivals,
+        extent=Extent(requests, duration),
+        warm_up=warm_up,
+        prompts=prompts,
+        prompt_tokens=lengths,
+        limit=limit if requests is None else min(limit, requests),
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(temperature, top_k, top_p, min_p, seed),
+        ignore_eos=not stop_at_eos,
+        draft_len=draft_len,
+        compare=compare,
+        rounds=rounds,
+        compare_prompts=compare_prompts,
+    )
+    given = given_options(
+        target=target, draft=draft, device=device, dtype=dtype, batch_size=batch_size
+    )
+    config = cluster_config(None, given)
+    server = None if engine else reached_server(address, api_key_file, tls_ca, tls_cert, tls_key)
+    raise typer.Exit(_run(plan, config, server, html, json))
+
+
+class _Bars:
+    """A bar for each phase, on a terminal. Entered again, new ones begin below what was printed."""
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+
+    def __enter__(self) -> None:
+        from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not sys.stderr.isatty(),
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._progress.start()
+
+    def __exit__(self, *_exc: object) -> None:
+        self._progress.stop()
+
+    def note(self, phase: str, done: int, total: int | None) -> None:
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=total)
+        self._progress.update(self._tasks[phase], completed=done)
+
+
+def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | None) -> int:
+    """Returns the exit status: 1 if a request or the comparison failed, the server could not be
+    asked or a report not be written; 2 if nothing was measured, for what was asked cannot be."""
+    from rich.console import Console
+    from transformers.utils import logging as transformers_logging
+
+    from cluster.bench.outputs import write_each
+    from cluster.bench.report_html import to_html
+    from cluster.bench.report_json import to_json
+    from cluster.bench.session import run_on_cluster, run_on_engine
+    from scheduler.errors import LockstepError
+
+    # Names and errors of others are printed, and their brackets and colons are no markup.
+    notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    out = Console(highlight=False, markup=False, emoji=False)
+    outputs = [
+        (path, text) for path, text in ((html, to_html), (json, to_json)) if path is not None
+    ]
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    bars = _Bars(notes)
+    report: Report | None = None
+    unwritten: list[str] = []
+    try:
+        for path, _ in outputs:
+            check_writable(path)
+        reports = (
+            run_on_engine(plan, config, bars.note)
+            if server is None
+            else run_on_cluster(plan, config, server, bars.note)
+        )
+        while True:
+            with bars:
+                found = next(reports, None)
+            if found is None:
+                break
+            try:
+                (_print_load if report is None else _print_comparison)(found, out)
+            finally:
+                unwritten = write_each(found, outputs)
+            for said in unwritten:
+                notes.print(said)
+            report = found
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, LockstepError) as error:
+        notes.print(str(error))
+        return 2
+    except Exception as error:
+        import grpc
+
+        if not isinstance(error, grpc.RpcError):
+            raise
+        notes.print(f"{server.address}: {error.code().name}: {error.details()}")
+        return 1
+    assert report is not None, "a run gives a report"
+    return 1 if report.summary.failed or report.not_compared or unwritten else 0
+
+
+def _print_load(report: Report, console: Any) -> None:
+    from rich.table import Table
+
+    from cluster.bench.report_html import number, percent
+
+    figures = report.summary
+    times = Table("milliseconds", "mean", "p50", "p90", "p99", "most", title="Times")
+    for name, each in (
+        ("time to first token", figures.ttft_s),
+        ("time per output token", figures.token_s),
+        ("inter-token latency", figures.gap_s),
+        ("latency", figures.latency_s),
+    ):
+        if each is not None:
+            values = (each.mean, each.p50, each.p90, each.p99, each.max)
+            times.add_row(name, *(number(1000 * value) for value in values))
+    console.print(times)
+    errors = ", ".join(f"{code} {count}" for code, count in sorted(figures.errors.items()))
+    rows = {
+        "tokens/s": number(figures.tokens_per_s),
+        "requests/s": number(figures.requests_per_s),
+        "requests, failed": f"{figures.requests}, {figures.failed} {errors}".strip(),
+        "retries, recovered": f"{figures.retries}, {figures.recovered}",
+        "prompt tokens, cached": f"{figures.prompt_tokens}, {figures.cached_tokens}",
+        "draft tokens accepted": f"{percent(figures.acceptance)} of {figures.draft_tokens}",
+        "drafted per row and step": number(figures.drafted_per_step),
+        "accepted per row and step": number(figures.accepted_per_step),
+        "committed per row and step": number(figures.committed_per_step),
+        "accepted by position": " ".join(percent(share) for share in figures.accepted_at) or "-",
+        "spread of a group, tokens": number(figures.spread_mean),
+        "padding": percent(figures.padding),
+    }
+    table = Table(show_header=False, title=str(report.settings["arrivals"]))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    for said in report.notes:
+        console.print(said, soft_wrap=True)
+
+
+def _print_comparison(report: Report, console: Any) -> None:
+    from rich.table import Table
+
+    from cluster.bench.report_html import number
+
+    if report.comparison is None:
+        console.print(f"Not compared: {report.not_compared}", soft_wrap=True)
+        return
+    compared = Table(
+        "way", "tokens/s", f"identical of {report.comparison.prompts}", title="Comparison"
+    )
+    for way in report.comparison.contenders:
+        if way.does_not_run:
+            compared.add_row(way.name, "does not run", way.does_not_run)
+        else:
+            compared.add_row(way.name, number(way.speed), str(way.identical))
+    console.print(compared)
+    if report.comparison.left_out:
+        console.print(report.comparison.left_out, soft_wrap=True)
+    ratios = Table("ratio, within a round", "median", "each round")
+    for ratio in report.comparison.ratios:
+        each_round = ", ".join(f"{value:.2f}" for value in ratio.values)
+        ratios.add_row(ratio.name, f"{ratio.median:.2f}", each_round)
+    console.print(ratios)

@@ -1,0 +1,1 @@
+"""The Serve deployment that clients reach: parses, admits, tokenizes, submits and streams."""

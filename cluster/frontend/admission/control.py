@@ -1,0 +1,201 @@
+"""The door: who may come in, with what priority, and how much of it at once and per minute.
+
+Knows callers by their API key, or by their address where there are no keys. Knows neither gRPC nor
+HTTP, and nothing of what a request asks for but its size in tokens.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.config import AuthConfig, IngressConfig
+from cluster.frontend.admission.keys import KeyEntry, KeysFile, find
+from cluster.frontend.admission.rate_limit import TokenBucket
+from scheduler.errors import LockstepError, Overloaded
+from scheduler.messages import Priority
+
+_RETRY_S = 1.0
+"""When one of many requests in flight may have ended; a guess."""
+
+
+class Unauthenticated(LockstepError):
+    """Nobody knows who calls."""
+
+
+class NotAllowed(LockstepError):
+    """The caller is known, and may not do this."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, as far as the transport tells."""
+
+    authorization: Sequence[str] = ()
+    """Values of the `authorization` metadata."""
+    address: str = ""
+    """IP address of the peer without port; empty where the transport does not tell."""
+    forwarded: bool = False
+    """Whether a header says that the peer passes on what somebody else has sent."""
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether the call certainly comes from this machine; what is not known is not."""
+        return not self.forwarded and is_loopback(self.address)
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What the requests of one key, or of one address, have in use."""
+
+    requests_max: float = math.inf
+    priority_max: Priority = Priority.HIGH
+    bucket: TokenBucket | None = None
+    in_flight: int = 0
+
+
+@dataclass(slots=True)
+class Admission:
+    """One request that was let in. Must be closed, once."""
+
+    tenant: str
+    """The key's name; empty without keys."""
+    _use: _Tenant
+    _clock: Callable[[], float]
+    _leave: Callable[[], None]
+    _charged: list[tuple[TokenBucket, int]] = field(default_factory=list)
+
+    def priority(self, asked: Priority | None) -> Priority:
+        """The request's class: the one asked for; where none is, normal, or the key's if that is
+        lower. Raises NotAllowed for a class above the key's."""
+        allowed = self._use.priority_max
+        if asked is None:
+            return max(Priority.NORMAL, allowed)
+        if asked < allowed:
+            named, most = asked.name.lower(), allowed.name.lower()
+            raise NotAllowed("priority", f"{named} asked for, this key allows {most} at most")
+        return asked
+
+    def charge(self, tokens: int) -> None:
+        """Count the most tokens that the request may use. Raises Overloaded."""
+        bucket = self._use.bucket
+        if bucket is None:
+            return
+        wait_s = bucket.take(tokens, self._clock())
+        if wait_s > 0:
+            raise _used_up(self.tenant, wait_s)
+        self._charged.append((bucket, tokens))
+
+    def close(self, tokens: int = 0) -> None:
+        """The request has ended, having used so many tokens; the rest goes back."""
+        for bucket, charged in self._charged:
+            bucket.give_back(max(charged - tokens, 0), self._clock())
+        self._charged.clear()
+        self._leave()
+
+
+class Door:
+    """Lets callers in. One per ingress process; each enforces its share of a key's limits."""
+
+    def __init__(
+        self,
+        auth: AuthConfig,
+        ingress: IngressConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises KeysError or OSError for a keys file that cannot be used."""
+        self._auth = auth
+        self._share = ingress.number
+        self._per_address = ingress.requests_per_client_max
+        self._clock = clock
+        self._keys = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
+        self._known: tuple[KeyEntry, ...] = ()
+        self._tenants: dict[str, _Tenant] = {}
+        self._addresses: dict[str, _Tenant] = {}
+
+    def check(self, caller: Caller) -> KeyEntry | None:
+        """The key that came with the call; None without keys. Raises Unauthenticated."""
+        if self._keys is None:
+            if not (self._auth.allow_anyone or caller.on_loopback):
+                raise Unauthenticated(
+                    "without API keys only calls from the server's own machine are served; make "
+                    "keys with `lockstep keys add` and start the server with --keys-file, or "
+                    "with --allow-anyone"
+                )
+            return None
+        entry = find(self._keys.entries(), _bearer(caller.authorization))
+        if entry is None:
+            raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
+        return entry
+
+    def admit(self, caller: Caller) -> Admission:
+        """One more request in flight. Raises Unauthenticated and Overloaded."""
+        entry = self.check(caller)
+        use = self._of_address(caller.address) if entry is None else self._of_key(entry)
+        if use.in_flight >= use.requests_max:
+            raise Overloaded(
+                f"{use.in_flight} requests of this "
+                f"{'address' if entry is None else 'key'} are in flight already",
+                _RETRY_S,
+            )
+        if use.bucket is not None and (wait_s := use.bucket.take(0, self._clock())) > 0:
+            # In debt: said now, before its prompt is tokenized.
+            raise _used_up(entry.name if entry else "", wait_s)
+        use.in_flight += 1
+
+        def leave() -> None:
+            use.in_flight -= 1
+            if entry is None and not use.in_flight:
+                self._addresses.pop(caller.address, None)
+
+        return Admission("" if entry is None else entry.name, use, self._clock, leave)
+
+    def _of_address(self, address: str) -> _Tenant:
+        if address not in self._addresses:
+            self._addresses[address] = _Tenant(requests_max=self._per_address)
+        return self._addresses[address]
+
+    def _of_key(self, entry: KeyEntry) -> _Tenant:
+        use = self._tenants.setdefault(entry.name, _Tenant())
+        use.priority_max = entry.priority
+        use.requests_max = (
+            math.inf if entry.requests_max is None else -(-entry.requests_max // self._share)
+        )
+        if entry.tokens_per_minute is None:
+            use.bucket = None
+            return use
+        size, now_s = entry.tokens_per_minute / self._share, self._clock()
+        if use.bucket is None:
+            use.bucket = TokenBucket(size, now_s)
+        else:
+            use.bucket.resize(size, now_s)
+        return use
+
+
+def _used_up(name: str, wait_s: float) -> Overloaded:
+    return Overloaded(f"tokens_per_minute of key {name} are used up", wait_s)
+
+
+def _bearer(values: Sequence[str]) -> str:
+    """The key in the header; empty, which is no key, if there is none or more than one."""
+    if len(values) != 1:
+        return ""
+    scheme, _, key = values[0].partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""

@@ -1,0 +1,117 @@
+"""Health as grpc.health.v1 asks for it. Open to everybody: it tells nothing of requests.
+
+Knows the pool by its status only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
+
+from cluster.frontend.calls import CallContext, Refusal, refuse
+from cluster.frontend.servicer import Unparsed
+from cluster.pool.protocol import PoolUnreachable, PoolView
+from protos import lockstep_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Lockstep"].full_name
+
+_WATCH_S = 1.0
+"""How often a health watch looks; that the server stops it hears at once."""
+_NO_HEALTH_REQUEST = Refusal(
+    StatusCode.INVALID_ARGUMENT, "request: no grpc.health.v1.HealthCheckRequest"
+)
+
+
+class HealthService:
+    """The RPCs by their names, as Serve's proxy calls them."""
+
+    def __init__(
+        self,
+        status: Callable[[], Awaitable[PoolView]],
+        stopping: asyncio.Event,
+        watches_max: int,
+    ) -> None:
+        """`stopping` is set while the server accepts no new request.
+
+        `status` asks the pool and may raise PoolUnreachable.
+        """
+        self._status = status
+        self._stopping = stopping
+        self._watches_max = watches_max
+        self._watches = 0
+        self._closing = asyncio.Event()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest | Unparsed, grpc_context: CallContext
+    ) -> health_pb2.HealthCheckResponse:
+        if isinstance(request, Unparsed):
+            refuse(grpc_context, _NO_HEALTH_REQUEST)
+            return health_pb2.HealthCheckResponse()
+        if request.service not in ("", SERVICE):
+            refuse(grpc_context, Refusal(StatusCode.NOT_FOUND, "service: unknown"))
+            return health_pb2.HealthCheckResponse()
+        return await self._health()
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest | Unparsed, grpc_context: CallContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        if isinstance(request, Unparsed):
+            refuse(grpc_context, _NO_HEALTH_REQUEST)
+        elif self._watches >= self._watches_max:
+            # Anybody may watch, so watches must not keep requests out.
+            refuse(grpc_context, Refusal(StatusCode.RESOURCE_EXHAUSTED, "too many health watches"))
+        else:
+            self._watches += 1
+            try:
+                async for answer in self._watch(request):
+                    yield answer
+            finally:
+                self._watches -= 1
+            return
+        yield health_pb2.HealthCheckResponse()
+
+    async def _watch(
+        self, request: health_pb2.HealthCheckRequest
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        known = request.service in ("", SERVICE)
+        last: health_pb2.HealthCheckResponse | None = None
+        while True:
+            now = (
+                await self._health()
+                if known
+                else health_pb2.HealthCheckResponse(
+                    status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                )
+            )
+            if last is None or now.status != last.status:
+                last = now
+                yield now
+            if self._closing.is_set() or self._stopping.is_set():
+                # An open watch would hold up the end of this process for the whole grace time.
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_WATCH_S):
+                    await self._stopping.wait()
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, grpc_context: CallContext
+    ) -> health_pb2.HealthListResponse:
+        health = await self._health()
+        return health_pb2.HealthListResponse(statuses={"": health, SERVICE: health})
+
+    async def _health(self) -> health_pb2.HealthCheckResponse:
+        states = health_pb2.HealthCheckResponse
+        ready = await self.ready()
+        return states(status=states.SERVING if ready else states.NOT_SERVING)
+
+    async def ready(self) -> bool:
+        """Whether a replica has its models in memory."""
+        try:
+            view = await self._status()
+        except PoolUnreachable:
+            return False
+        return not view.stopping and any(not replica.draining for replica in view.status.replicas)

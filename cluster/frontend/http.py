@@ -1,0 +1,115 @@
+"""The same service over HTTP: health for load balancers, and unary generation as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from grpc import StatusCode
+
+from cluster.frontend.calls import Refusal, Refused, caller_of_http, short
+from cluster.frontend.ingress import Ingress
+from protos import lockstep_pb2 as pb
+
+HTTP_STATUS: Mapping[StatusCode, int] = {
+    StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
+    StatusCode.ALREADY_EXISTS: 409,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.CANCELLED: 499,
+    StatusCode.INTERNAL: 500,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+_BODY_S = 30.0
+"""How long a body may take to come in."""
+_PARSE_INLINE_BYTES = 16_384
+"""A longer body is parsed on a thread: 100,000 token ids take about 0.15 s."""
+
+
+def http_app(ingress: Ingress) -> FastAPI:
+    """Routes /healthz (this process lives), /readyz (a replica is ready) and /v1/generate."""
+    app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
+    # Long bodies one after the other: several would take longer all together, and more memory.
+    parsing = asyncio.Lock()
+
+    @app.get("/healthz")
+    async def healthz() -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+    @app.get("/readyz")
+    async def readyz() -> PlainTextResponse:
+        ready = await ingress.ready()
+        return PlainTextResponse(*(("ready", 200) if ready else ("no replica is ready", 503)))
+
+    @app.post("/v1/generate")
+    async def generate(request: Request) -> JSONResponse:
+        """The fields of GenerateRequest and GenerateResponse, as in the proto."""
+        address = request.client.host if request.client else ""
+        caller = caller_of_http(request.headers.items(), address)
+        try:
+            ingress.check_caller(caller)
+            message = await _parsed(await _body(request, ingress.message_bytes_max), parsing)
+            answer = await ingress.answer(message, caller)
+        except Refused as refused:
+            return _error(refused.refusal)
+        return JSONResponse(MessageToDict(answer, preserving_proto_field_name=True))
+
+    return app
+
+
+async def _body(request: Request, bytes_max: int) -> bytes:
+    """Raises Refused for a body that is too long or too slow."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > bytes_max:
+                    raise _invalid(f"the body has more than {bytes_max} bytes")
+    except TimeoutError:
+        raise _invalid(f"the body did not come within {_BODY_S:.0f} s") from None
+    return bytes(body)
+
+
+async def _parsed(body: bytes, parsing: asyncio.Lock) -> pb.GenerateRequest:
+    """Raises Refused for what is no request in JSON."""
+    # How many ids are too many is known to the ingress, which takes messages only.
+    if len(body) <= _PARSE_INLINE_BYTES:
+        return _message(body)
+    async with parsing:
+        return await asyncio.to_thread(_message, body)
+
+
+def _message(body: bytes) -> pb.GenerateRequest:
+    """Raises Refused for what is no request in JSON."""
+    try:
+        fields = json.loads(body)
+        if not isinstance(fields, dict):
+            raise ValueError("expected an object")
+        return ParseDict(fields, pb.GenerateRequest())
+    except (ParseError, ValueError, RecursionError, OverflowError, SystemError) as error:
+        # OverflowError comes of an integer that no float can hold; SystemError is what protobuf
+        # makes of a name that holds half a surrogate pair.
+        raise _invalid(str(error)) from None
+
+
+def _invalid(reason: str) -> Refused:
+    return Refused(Refusal(StatusCode.INVALID_ARGUMENT, f"request: {reason}"))
+
+
+def _error(refusal: Refusal) -> JSONResponse:
+    content: dict[str, Any] = {"code": refusal.code.name, "message": short(refusal.message)}
+    headers = dict(refusal.headers)
+    if refusal.code is StatusCode.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(
+        {"error": content}, status_code=HTTP_STATUS.get(refusal.code, 500), headers=headers
+    )

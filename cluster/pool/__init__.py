@@ -1,0 +1,1 @@
+"""The pool actor, and its sessions with workers and frontends."""

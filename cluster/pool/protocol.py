@@ -1,0 +1,208 @@
+"""What the pool actor, the replicas and the ingresses say to each other.
+
+Each side talks to a `PoolPort`: in a cluster the handle of the actor (see `ray_pool`), in unit
+tests the `PoolActor` itself. Everything is safe to repeat: items carry a rising number that the
+reader acknowledges with its next call, so a lost reply loses nothing and a repeated one is
+recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from scheduler.errors import LockstepError
+from scheduler.messages import (
+    Batch,
+    Blamed,
+    Finish,
+    Interrupt,
+    Reject,
+    ReplicaSpec,
+    StepFailed,
+    StepResult,
+    Submit,
+    Usage,
+)
+from scheduler.scaling.shards import merged_status
+from scheduler.status import PoolStatus
+
+STOPPING = "the server is stopping"
+"""What a client is told while no new request is accepted."""
+
+
+def silence_s(poll_s: float) -> float:
+    """How long a pool or an ingress that polls every `poll_s` may be silent and be thought well."""
+    return 2 * poll_s + 1.0
+
+
+class PoolUnreachable(LockstepError):
+    """The pool did not answer. It may have died, and with it all that it knew."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReply:
+    """`replica_id` is known from now on; no pull is needed while it holds that many batches."""
+
+    incarnation: str
+    batches_in_flight_max: int
+    refused: str = ""
+    """Why the replica cannot be in this pool; it is not known then."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseNote:
+    """Free the blocks of these sequences, after the batches that came before."""
+
+    sequence_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullReply:
+    """What a replica has to do next; with `known` false it must join again under a new id."""
+
+    known: bool
+    number: int = 0
+    """Of the last item; the next pull acknowledges it."""
+    items: tuple[Batch | ReleaseNote | Interrupt, ...] = ()
+    first: int = 0
+    """Number of the first item; items up to the last one acknowledged were seen before."""
+    draining: bool = False
+    """The pool has nothing of this replica's any more; it may go."""
+
+
+News = tuple[str, int, tuple[int, ...]]
+"""New tokens: request id, index of the first among the request's new tokens, the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """How much there is to do in a pool, for whoever has several to choose from."""
+
+    serving: int = 0
+    """Replicas that take sequences."""
+    outstanding_tokens: int = 0
+    """Tokens that accepted requests may still commit."""
+    length_max: int = 0
+    """Longest content (prompt + new tokens) that one of these replicas can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    """With `known` false the pool has ended this ingress's session and has accepted nothing."""
+
+    incarnation: str
+    rejects: tuple[Reject, ...] = ()
+    known: bool = True
+    stopping: bool = False
+    """The pool accepts no new request."""
+    load: PoolLoad = PoolLoad()
+    """With the requests of this call."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewsReply:
+    """What happened to an ingress's requests; with `known` false the pool holds none of them."""
+
+    incarnation: str
+    known: bool
+    number: int = 0
+    items: tuple[News | Blamed | Finish, ...] = ()
+    first: int = 0
+    stopping: bool = False
+    """The pool accepts no new request."""
+    cut: bool = False
+    """The grace time is over: whatever is unfinished will not be finished here."""
+    load: PoolLoad = PoolLoad()
+
+
+@dataclass(frozen=True, slots=True)
+class PartReply:
+    """What an ingress is told of a session that it has left."""
+
+    used: Mapping[str, Usage] = field(default_factory=dict)
+    """What requests had used that it had not been told the end of, by their ids; less where the
+    session had ended long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopReply:
+    """What a pool that accepts nothing new has still to wait for."""
+
+    unfinished: int
+    """Requests that have not ended, here or, by what the ingresses said last, anywhere."""
+    settled: bool
+    """It is so old that ingresses have told it all that an earlier incarnation had accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The scheduler's snapshot and what the actor knows beside it."""
+
+    incarnation: str
+    uptime_s: float
+    process_id: int
+    status: PoolStatus
+    stopping: bool = False
+    name: str = ""
+    """Where it is one of several: of its actor."""
+    shards: tuple[PoolView, ...] = ()
+    """Where it is several pools as one: each of them that answers."""
+    silent: tuple[str, ...] = ()
+    """Names of those that did not answer in time; nothing else here knows of them."""
+
+
+def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolView:
+    """Several pools as one, as old as the youngest of them. `shards` must not be empty."""
+    if len(shards) == 1 and not silent:
+        return shards[0]
+    return PoolView(
+        incarnation="+".join(shard.incarnation for shard in shards),
+        uptime_s=min(shard.uptime_s for shard in shards),
+        process_id=shards[0].process_id,
+        status=merged_status([shard.status for shard in shards]),
+        stopping=any(shard.stopping for shard in shards),
+        shards=tuple(shards),
+        silent=tuple(silent),
+    )
+
+
+class PoolPort(Protocol):
+    """The pool as replicas and ingresses see it. Every call may raise `PoolUnreachable`."""
+
+    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply: ...
+
+    async def pull(
+        self,
+        replica_id: str,
+        acknowledged: int,
+        results: Sequence[StepResult | StepFailed],
+        wait_s: float,
+    ) -> PullReply: ...
+
+    async def drain(self, replica_id: str) -> None: ...
+
+    async def leave(self, replica_id: str, blamed: bool = False) -> None:
+        """`blamed`: the batch in hand hangs or broke the replica, so it may be to blame."""
+        ...
+
+    async def submit(
+        self,
+        ingress_id: str,
+        submits: Sequence[Submit],
+        cancels: Sequence[str],
+        unfinished: int = 0,
+    ) -> SubmitReply:
+        """`unfinished`: requests of the whole ingress that have not ended, in all shards."""
+        ...
+
+    async def news(
+        self, ingress_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
+    ) -> NewsReply: ...
+
+    async def part(self, ingress_id: str) -> PartReply: ...
+
+    async def status(self) -> PoolView: ...
+
+    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply: ...

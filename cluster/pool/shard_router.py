@@ -1,0 +1,254 @@
+"""An ingress's side of all shards: chooses one for each request, and looks at them as one pool.
+
+Each shard has a `PoolLink` of its own, which knows nothing of the others. What is handed to a shard
+stays there, unless it does not answer, or has no replica that can hold it, while another one has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from cluster.frontend.in_flight import LiveRequest
+from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
+from cluster.pool.session import PoolLink
+from scheduler.messages import Reject, RejectCode, Request
+from scheduler.scaling.shards import ShardLoad, choose_shard, next_shard
+
+log = logging.getLogger("lockstep.ingress")
+
+_LOOKS = 4
+"""How often, within the time that stranded requests may wait, they are looked for."""
+_STATUS_S = 1.0
+"""How long all shards' status waits for one of them, once another has answered."""
+_SILENT_STATUS_S = 0.2
+"""The same for one that is silent: its pool may answer this though its line is lost."""
+
+
+class ShardLinks:
+    """All requests of one ingress process. One event loop calls it."""
+
+    def __init__(
+        self,
+        pools: Sequence[PoolPort],
+        names: Sequence[str],
+        name: str,
+        poll_s: float,
+        move_s: float = 1.0,
+        unreachable_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`names` of the pools, for people; `name` of this ingress.
+
+        `move_s`: how long requests wait for a shard that cannot serve them.
+        """
+        self._pools = pools
+        self._names = names
+        self._move_s = move_s
+        self._clock = clock
+        self.links = [
+            PoolLink(
+                pool,
+                f"{name}.{shard}" if shard else name,
+                poll_s,
+                unreachable_s,
+                clock,
+                self._heard,
+                lambda: self.unfinished,
+                self._refused,
+            )
+            for shard, pool in enumerate(pools)
+        ]
+        self._turn = 0
+        self._stranded_s: list[float | None] = [None] * len(pools)
+        """Since when a shard cannot serve all of its requests."""
+        self._asked: list[asyncio.Task[PoolView] | None] = [None] * len(pools)
+        """What a shard was asked for its status, and has not answered in time."""
+        self._asked_s = [0.0] * len(pools)
+        """When that was, by the event loop's clock."""
+        self.stopping = asyncio.Event()
+        """Set while a shard accepts no new request: they are all told to stop, one by one."""
+        self._told_idle = False
+        """Whether all shards of a server that stops were told that nothing is left here."""
+        self._mover: asyncio.Task[None] | None = None
+
+    def submit(self, request: Request, timeout_s: float) -> LiveRequest:
+        """Hand a request to the shard that will be done with it first."""
+        shard = self._choose(request, request.max_new_tokens - len(request.committed))
+        live = self.links[shard].submit(request, timeout_s)
+        live.shard = shard
+        return live
+
+    def cancel(self, live: LiveRequest) -> None:
+        """The client is gone, or has all that it wants. Its Finish still comes."""
+        self.links[live.shard].cancel(live)
+
+    @property
+    def unfinished(self) -> int:
+        return sum(link.unfinished for link in self.links)
+
+    async def status(self) -> PoolView:
+        """All shards that answer, as one pool. Raises PoolUnreachable when none does.
+
+        They are asked all at once, and one that hangs keeps the others' answers for a second at
+        most; once its link knows that it hangs, for a fifth of that, and not at all while it is to
+        answer an earlier look.
+        """
+        asked = [self._ask(shard) for shard in range(len(self._pools))]
+        waiting = [ask for ask, link in zip(asked, self.links, strict=True) if link.answered]
+        await asyncio.wait(waiting or asked, timeout=_STATUS_S)
+        now_s = asyncio.get_running_loop().time()
+        for ask, asked_s in zip(asked, self._asked_s, strict=True):
+            if not ask.done() and asked_s + _SILENT_STATUS_S > now_s:
+                await asyncio.wait([ask], timeout=asked_s + _SILENT_STATUS_S - now_s)
+                now_s = asyncio.get_running_loop().time()
+        while not any(_has_answered(ask) for ask in asked):
+            rest = [ask for ask in asked if not ask.done()]
+            if not rest:
+                break
+            await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
+        views, silent = [], []
+        for name, ask in zip(self._names, asked, strict=True):
+            if _has_answered(ask):
+                view = ask.result()
+                views.append(replace(view, name=name) if len(asked) > 1 else view)
+            else:
+                silent.append(name)
+        if not views:
+            raise PoolUnreachable(f"no answer from {', '.join(silent)}")
+        return merged_view(views, silent)
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        for link in self.links:
+            link.start()
+        if len(self.links) > 1:
+            self._mover = asyncio.get_running_loop().create_task(self._move_forever())
+
+    def check(self) -> None:
+        """Raises RuntimeError when a loop has died."""
+        for link in self.links:
+            link.check()
+        if self._mover is not None and self._mover.done():
+            error = None if self._mover.cancelled() else self._mover.exception()
+            raise RuntimeError("the loop that moves requests has died") from error
+
+    async def close(self) -> None:
+        if self._mover is not None:
+            self._mover.cancel()
+        for ask in self._asked:
+            if ask is not None:
+                ask.cancel()
+        await asyncio.gather(*(link.close() for link in self.links))
+
+    # ------------------------------------------------------------------ parts
+
+    def _ask(self, shard: int) -> asyncio.Task[PoolView]:
+        ask = self._asked[shard]
+        if ask is None or ask.done():
+            # Whoever looks meanwhile waits for the same answer, so that a pool which hangs has not
+            # one call more to answer for every look.
+            loop = asyncio.get_running_loop()
+            self._asked_s[shard] = loop.time()
+            ask = self._asked[shard] = loop.create_task(self._status_of(shard))
+            ask.add_done_callback(_retrieved)
+        return ask
+
+    async def _status_of(self, shard: int) -> PoolView:
+        return await self._pools[shard].status()
+
+    def _choose(self, request: Request, tokens: int) -> int:
+        self._turn += 1
+        loads = [link.load for link in self.links]
+        return choose_shard(loads, tokens, self._turn, request.length_max)
+
+    def _refused(self, live: LiveRequest, reject: Reject) -> Reject | None:
+        """A shard's queue is full, or its replicas are too small: another one is asked. Refused is
+        what all of them refuse, to come back when the first that can hold it has room."""
+        live.refused[live.shard] = reject
+        self._turn += 1
+        loads = [link.load for link in self.links]
+        length_max = live.request.length_max
+        shard = next_shard(loads, live.refused, live.tokens_left, self._turn, length_max)
+        if shard is None:
+            return min(live.refused.values(), key=_comes_back)
+        # No pool has accepted it: the next one may refuse it as well.
+        live.sent = False
+        live.shard = shard
+        self.links[shard].adopt(live)
+        return None
+
+    def _heard(self) -> None:
+        if any(link.stopping.is_set() for link in self.links):
+            self.stopping.set()
+        else:
+            self.stopping.clear()
+        if any(link.cut for link in self.links):
+            # Also of a shard that cannot be heard.
+            for link in self.links:
+                link.cut_off()
+        idle = self.stopping.is_set() and not self.unfinished
+        if idle and not self._told_idle:
+            # Who stops the server asks them all, and they would hear it with the next poll only.
+            for link in self.links:
+                link.tell()
+        self._told_idle = idle
+
+    async def _move_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._move_s / _LOOKS)
+            self._move_stranded()
+
+    def _move_stranded(self) -> None:
+        """Requests of a shard that cannot serve them go to others, if one of those can."""
+        now_s = self._clock()
+        for shard, link in enumerate(self.links):
+            since_s = self._stranded_s[shard]
+            stranded = link.stranded()
+            if not stranded:
+                self._stranded_s[shard] = None
+            elif since_s is None:
+                self._stranded_s[shard] = now_s
+            elif now_s - since_s >= self._move_s:
+                loads = [other.load for other in self.links if other is not link]
+                moving = [live for live in stranded if _serves(loads, live)]
+                if moving:
+                    log.warning("%d requests that shard %d cannot serve move", len(moving), shard)
+                    link.let_go(moving)
+                for live in moving:
+                    live.shard = self._choose(live.request, live.tokens_left)
+                    self.links[live.shard].adopt(live)
+
+
+def _serves(loads: Sequence[ShardLoad], live: LiveRequest) -> bool:
+    """Whether one of the shards takes it now, or says at once that it never will."""
+    return any(
+        load.answers
+        and (load.holds(live.request.length_max) or (load.serving and not live.checked))
+        for load in loads
+    )
+
+
+def _comes_back(reject: Reject) -> tuple[bool, float]:
+    """By what a request that all shards refuse is told when to come again, if that helps at all."""
+    return reject.code is not RejectCode.OVERLOADED, reject.retry_after_s
+
+
+def _has_answered(ask: asyncio.Task[PoolView]) -> bool:
+    """Whether there is an answer by now. Raises what is no lost call."""
+    if not ask.done() or ask.cancelled():
+        return False
+    error = ask.exception()
+    if error is not None and not isinstance(error, PoolUnreachable):
+        raise error
+    return error is None
+
+
+def _retrieved(ask: asyncio.Task[PoolView]) -> None:
+    """Nobody may be there any more to whom its error could be told."""
+    if not ask.cancelled():
+        ask.exception()

@@ -1,0 +1,1 @@
+"""The process around a replica: pulls batches, runs them, reports results."""

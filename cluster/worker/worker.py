@@ -1,0 +1,395 @@
+"""Runs one replica: pulls batches from the pool, runs them on a thread, sends the results.
+
+All tensor work happens on one thread, so the event loop stays free to pull and to answer health
+checks. The thread takes the next batch from its queue by itself: it never waits for a round trip
+between two batches. What is hosted is given as a factory; this file knows neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from cluster.config import ClusterConfig
+from cluster.pool.protocol import PoolPort, PoolUnreachable, PullReply, ReleaseNote
+from scheduler.messages import Batch, BatchKind, Interrupt, ReplicaSpec, StepFailed, StepResult
+
+log = logging.getLogger("lockstep.replica")
+
+_RETRY_S = 0.1
+
+
+class HostedReplica(Protocol):
+    """What is hosted; `replicas.replica.Replica` is one. Called from one thread only."""
+
+    spec: ReplicaSpec
+
+    def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
+        """`interrupted` is asked after each step; the batch ends early once it says so.
+
+        An error is that batch's alone, unless the replica is `broken` then.
+        """
+        ...
+
+    def release(self, sequence_ids: Iterable[str]) -> None: ...
+
+    @property
+    def residents(self) -> tuple[str, ...]: ...
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why nothing can run here any more; any thread may ask."""
+        ...
+
+
+class ReplicaUnhealthy(RuntimeError):
+    """The process should be replaced; `blames` if the batch in hand may be the reason."""
+
+    def __init__(self, message: str, blames: bool = False) -> None:
+        super().__init__(message)
+        self.blames = blames
+
+
+class _Forget:
+    """A job: drop all residents, they belong to a pool that is gone."""
+
+
+class _Stop:
+    """A job: end the thread."""
+
+
+class ReplicaRunner:
+    """One process's replica and its place in the pool. Call `start` on an event loop."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        load: Callable[[], HostedReplica],
+        pools: Sequence[PoolPort],
+        name: str,
+        process: Any = None,
+        shard: int = 0,
+    ) -> None:
+        """`name` is for people; `process` is what lets the pool ask whether this one lives.
+
+        `pools`: one per shard; `shard` is the one to serve.
+        """
+        self._poll_s = config.pool.poll_s
+        self._beat_s = config.pool.lease_s / 3
+        self._failures_max = config.actors.failures_max
+        self._drain_s = config.actors.drain_s
+        self._batch_s_max = config.actors.batch_s_max
+        self._batch_began_s: float | None = None
+        """When the batch that runs now began; the thread writes it."""
+        self._batch_of = ""
+        """The membership whose batch that is, or was the last one; likewise."""
+        self._load = load
+        self._pools = pools
+        self._shard = shard
+        self._pool = pools[shard]
+        """Of the shard that this replica is in, or was in last."""
+        self._name = name
+        self._process = process
+        self._jobs: queue.SimpleQueue[Batch | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
+        self._results: list[StepResult | StepFailed] = []
+        self._interrupted = 0
+        """Batches up to this id end after the step in hand; the thread reads it."""
+        self._batch_lost = False
+        """The replica broke in the middle of a batch of this membership; the thread writes it."""
+        self._failures = dict.fromkeys(BatchKind, 0)
+        """Batches of each kind that failed since one of that kind was done."""
+        self._drained = asyncio.Event()
+        self._draining = False
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Farewells from memberships that have ended."""
+        self._something_new = asyncio.Event()
+        self._holding = 0
+        """Batches received whose result is not sent."""
+        self.replica_id = ""
+        self.tokens_committed = 0
+
+    async def start(self) -> None:
+        """Load the models, then serve until `close`. Raises what loading raises."""
+        self._loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[ReplicaSpec] = self._loop.create_future()
+        self._thread = threading.Thread(
+            target=self._work, args=(loaded,), name="lockstep-replica", daemon=True
+        )
+        self._thread.start()
+        self._spec = await loaded
+        self._puller = self._loop.create_task(self._pull_forever())
+        # Nothing is left to drain then.
+        self._puller.add_done_callback(lambda _task: self._drained.set())
+
+    def move_to(self, shard: int) -> None:
+        """Serve this shard from now on: finish the batches in hand, hand back the residents."""
+        if shard != self._shard:
+            log.info("replica %s goes to shard %d", self.replica_id, shard)
+            self._shard = shard
+            self._something_new.set()
+
+    def check(self) -> None:
+        """Raises ReplicaUnhealthy when the process cannot serve: broken, hanging or refused."""
+        self._check_batches()
+        if self._puller.done():
+            error = None if self._puller.cancelled() else self._puller.exception()
+            raise ReplicaUnhealthy(f"the pull loop has died: {error}") from error
+
+    def _check_batches(self) -> None:
+        began_s = self._batch_began_s
+        if began_s is not None and time.monotonic() - began_s > self._batch_s_max:
+            # Rows of this membership are not to blame for a batch of one that has ended.
+            mine = self._batch_of == self.replica_id
+            raise ReplicaUnhealthy(f"a batch runs for over {self._batch_s_max:g} s", blames=mine)
+        if (broken := self._replica.broken) is not None:
+            lost = self._batch_lost or (began_s is not None and self._batch_of == self.replica_id)
+            raise ReplicaUnhealthy(f"it is broken: {broken}", blames=lost)
+        if not self._thread.is_alive():
+            raise ReplicaUnhealthy("the thread that runs batches has died")
+        for kind, failures in self._failures.items():
+            if failures >= self._failures_max:
+                raise ReplicaUnhealthy(f"{failures} {kind} batches in a row have failed")
+
+    async def close(self) -> None:
+        """Hand back the residents, finish the batches in hand, leave the pool, end the thread."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(self._drain_s):
+                if not self._puller.done():
+                    await self._pool.drain(self.replica_id)
+                    self._something_new.set()
+                    await self._drained.wait()
+        except (TimeoutError, PoolUnreachable):
+            log.warning("replica %s leaves without being drained", self.replica_id)
+        self._puller.cancel()
+        with contextlib.suppress(PoolUnreachable):
+            await self._pool.leave(self.replica_id)
+        self._jobs.put(_Stop())
+
+    # ------------------------------------------------------------------ event loop
+
+    async def _pull_forever(self) -> None:
+        while True:
+            if self._draining:
+                # It is about to end: to join anew would only draw new work to it.
+                self._drained.set()
+                await asyncio.Event().wait()
+            try:
+                await self._serve_one_membership()
+            except PoolUnreachable as error:
+                log.warning("replica %s: no answer from the pool: %s", self.replica_id, error)
+                self._take_leave()
+                await asyncio.sleep(_RETRY_S)
+            except ReplicaUnhealthy as error:
+                # To join again would draw the queue to a broken replica; it waits for its end.
+                log.error("replica %s leaves the pool: %s", self.replica_id, error)
+                raise
+            except Exception:
+                # The health check will say so, too; a bug must not look like a silent replica.
+                log.exception("replica %s: the pull loop dies", self.replica_id)
+                raise
+
+    def _take_leave(self) -> None:
+        """The pool may live, and only the connection have gone: it need not wait for the lease."""
+
+        async def leave(pool: PoolPort, replica_id: str) -> None:
+            with contextlib.suppress(PoolUnreachable):
+                await pool.leave(replica_id)
+
+        task = asyncio.get_running_loop().create_task(leave(self._pool, self.replica_id))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _serve_one_membership(self) -> None:
+        """Join under a new id and pull until the pool no longer knows it, or another one is due.
+
+        Raises ReplicaUnhealthy, having left the pool, when this replica should be replaced.
+        """
+        self._check_batches()
+        self._jobs.put(_Forget())
+        self._results.clear()
+        self._holding = 0
+        self._interrupted = 0
+        shard = self._shard
+        self._pool = self._pools[shard]
+        self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
+        joined = await self._pool.join(self.replica_id, self._spec, self._process)
+        if joined.refused:
+            raise ReplicaUnhealthy(joined.refused)
+        log.info("replica %s joined pool %s", self.replica_id, joined.incarnation)
+        acknowledged = 0
+        moving = False
+        pulls: set[asyncio.Task[PullReply]] = set()
+        try:
+            while True:
+                try:
+                    self._check_batches()
+                except ReplicaUnhealthy as unhealthy:
+                    await self._depart(acknowledged, unhealthy.blames)
+                    raise
+                if self._shard != shard and not moving:
+                    moving = True
+                    await self._pool.drain(self.replica_id)
+                idle_for_s = self._poll_s
+                if self._results or (not pulls and self._holding < joined.batches_in_flight_max):
+                    results, self._results = self._results, []
+                    self._holding -= len(results)
+                    wait_s = 0.0 if self._holding >= joined.batches_in_flight_max else self._poll_s
+                    pulls.add(self._start_pull(acknowledged, results, wait_s))
+                elif not pulls:
+                    idle_for_s = self._beat_s
+                done = await self._wait(pulls, idle_for_s)
+                if not done and not pulls and not self._results:
+                    # All places are taken by long batches: show that this process lives.
+                    pulls.add(self._start_pull(acknowledged, [], 0.0))
+                for pull in done:
+                    pulls.discard(pull)
+                    reply = pull.result()
+                    if not reply.known:
+                        log.warning("replica %s is unknown to the pool", self.replica_id)
+                        return
+                    acknowledged = self._take(reply, acknowledged)
+                    if reply.draining and moving and not self._draining:
+                        await self._pool.leave(self.replica_id)
+                        return
+        finally:
+            for pull in pulls:
+                pull.cancel()
+
+    async def _depart(self, acknowledged: int, blames: bool) -> None:
+        """Leave the pool now, but with the results: failures count against their requests."""
+        results, self._results = self._results, []
+        with contextlib.suppress(PoolUnreachable):
+            await self._pool.pull(self.replica_id, acknowledged, results, 0.0)
+            await self._pool.leave(self.replica_id, blames)
+
+    def _start_pull(
+        self, acknowledged: int, results: list[StepResult | StepFailed], wait_s: float
+    ) -> asyncio.Task[PullReply]:
+        pull = self._loop.create_task(
+            self._pool.pull(self.replica_id, acknowledged, results, wait_s)
+        )
+        pull.add_done_callback(lambda _task: self._something_new.set())
+        return pull
+
+    async def _wait(
+        self, pulls: set[asyncio.Task[PullReply]], wait_s: float
+    ) -> list[asyncio.Task[PullReply]]:
+        """Until a pull is answered or a result is there; returns the answered ones."""
+        self._something_new.clear()
+        done = [pull for pull in pulls if pull.done()]
+        if done or self._results:
+            return done
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._something_new.wait()
+        except TimeoutError:
+            pass
+        return [pull for pull in pulls if pull.done()]
+
+    def _take(self, reply: PullReply, acknowledged: int) -> int:
+        """Queue the items not seen before; returns the number of the newest one seen."""
+        for number, item in enumerate(reply.items, start=reply.first):
+            if number <= acknowledged:
+                continue
+            acknowledged = number
+            if isinstance(item, Interrupt):
+                self._interrupted = max(self._interrupted, item.batch_id)
+                continue
+            if isinstance(item, Batch):
+                self._holding += 1
+            self._jobs.put(item)
+        if reply.draining and self._draining:
+            self._drained.set()
+        return acknowledged
+
+    def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
+        if result.replica_id != self.replica_id:
+            return
+        if isinstance(result, StepFailed):
+            self._failures[batch.kind] += 1
+        else:
+            self._failures[batch.kind] = 0
+            self.tokens_committed += sum(len(row.tokens) for row in result.rows)
+        self._results.append(result)
+        self._something_new.set()
+
+    # ------------------------------------------------------------------ thread
+
+    def _work(self, loaded: asyncio.Future[ReplicaSpec]) -> None:
+        try:
+            self._replica = replica = self._load()
+        except BaseException as error:
+            self._post(_fail, loaded, error)
+            return
+        self._post(_succeed, loaded, replica.spec)
+        while True:
+            match self._jobs.get():
+                case Batch() as batch:
+                    if (result := self._run(replica, batch)) is None:
+                        self._post(self._something_new.set)
+                    else:
+                        self._post(self._finished, batch, result)
+                case ReleaseNote(sequence_ids):
+                    self._release(replica, sequence_ids)
+                case _Forget():
+                    self._release(replica, replica.residents)
+                case _Stop():
+                    return
+
+    def _release(self, replica: HostedReplica, sequence_ids: Iterable[str]) -> None:
+        """Nothing of what is broken need be released, nor is the attempt to blame if it breaks."""
+        if replica.broken is not None:
+            return
+        try:
+            replica.release(sequence_ids)
+        except Exception:
+            if replica.broken is None:
+                raise
+            log.exception("a replica broke where sequences were released")
+
+    def _run(self, replica: HostedReplica, batch: Batch) -> StepResult | StepFailed | None:
+        """None: the replica is broken, and the batch is lost with it."""
+        if replica.broken is not None:
+            return None
+        if batch.replica_id != self.replica_id:
+            # Of a membership that has ended; nobody waits for it.
+            return StepFailed(batch.replica_id, batch.id, "the replica has joined again")
+        self._batch_of, self._batch_began_s = batch.replica_id, time.monotonic()
+        try:
+            return replica.step(batch, lambda: self._ends_early(batch))
+        except Exception as error:
+            log.exception("batch %d failed", batch.id)
+            if replica.broken is not None:
+                self._batch_lost = batch.replica_id == self.replica_id
+                return None
+            return StepFailed(batch.replica_id, batch.id, f"{type(error).__name__}: {error}")
+        finally:
+            self._batch_began_s = None
+
+    def _ends_early(self, batch: Batch) -> bool:
+        """Somebody waits for the end of the batch, or nobody any more for its result."""
+        return batch.id <= self._interrupted or batch.replica_id != self.replica_id
+
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            log.warning("the event loop is closed")
+
+
+def _succeed(future: asyncio.Future[ReplicaSpec], spec: ReplicaSpec) -> None:
+    if not future.done():
+        future.set_result(spec)
+
+
+def _fail(future: asyncio.Future[ReplicaSpec], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

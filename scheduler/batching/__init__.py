@@ -1,0 +1,1 @@
+"""What each replica runs next: grouping, prefill, placement, dispatch and rebalancing."""

@@ -1,0 +1,1 @@
+"""How many tokens a batch drafts, by expected goodput: latency, acceptance, policy."""

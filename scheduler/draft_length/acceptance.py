@@ -1,0 +1,70 @@
+"""How likely the target accepts the next draft token of a sequence, from what it accepted lately.
+
+Per sequence a decayed count of draft tokens tried and accepted; where that is little, what all
+sequences of the same class show lately stands in. Only tokens that were checked after all before
+them were accepted count, so the estimate is that of one more token. Where a batch verified only
+what the draft believes in most, it is that of such a token, and so a little too high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler.state.sequence import Answer, Sequence
+
+DECAY = 0.85
+"""What a sequence's past keeps of its weight per step."""
+PRIOR_TRIES = 3.0
+"""Tries for which the class's acceptance stands."""
+CLASS_TRIES = 400.0
+"""Tries after which a class has forgotten: a few hundred steps of a full group."""
+FIRST_GUESS = 0.6
+"""Acceptance of a class of which nothing is known; a guess that lasts for a few tries."""
+_GUESS_TRIES = 4.0
+
+
+@dataclass(slots=True)
+class _Class:
+    tried: float = _GUESS_TRIES
+    agreed: float = _GUESS_TRIES * FIRST_GUESS
+
+    @property
+    def acceptance(self) -> float:
+        return self.agreed / self.tried
+
+
+class Acceptance:
+    """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
+
+    def __init__(self) -> None:
+        self._greedy = _Class()
+        self._sampled = _Class()
+
+    def of(self, sequences: Iterable[Sequence]) -> list[float]:
+        """Probabilities in [0, 1] that one more draft token of each sequence is accepted."""
+        greedy = PRIOR_TRIES * self._greedy.acceptance
+        sampled = PRIOR_TRIES * self._sampled.acceptance
+        return [
+            (one.agreed + (greedy if one.greedy else sampled)) / (one.tried + PRIOR_TRIES)
+            for one in sequences
+        ]
+
+    def overall(self, greedy: bool) -> float:
+        """The acceptance of a class lately."""
+        return (self._greedy if greedy else self._sampled).acceptance
+
+    def observe(self, answers: Iterable[Answer]) -> None:
+        """Rows came back from a batch. Where one drafted nothing its past fades all the same, so
+        that a row which was given up comes back to what its class shows."""
+        greedy, sampled = self._greedy, self._sampled
+        for sequence, row in answers:
+            tried, agreed = sum(row.tried_at), sum(row.accepted_at)
+            keep = DECAY if row.steps == 1 else DECAY**row.steps
+            sequence.tried = keep * sequence.tried + tried
+            sequence.agreed = keep * sequence.agreed + agreed
+            known = greedy if sequence.greedy else sampled
+            if tried:
+                fade = min(CLASS_TRIES / (known.tried + tried), 1.0)
+                known.tried = fade * (known.tried + tried)
+                known.agreed = fade * (known.agreed + agreed)

@@ -1,0 +1,1 @@
+"""Quarantine of requests that break replicas."""

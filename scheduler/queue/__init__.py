@@ -1,0 +1,1 @@
+"""Requests that wait for a replica, in the order in which they are served."""

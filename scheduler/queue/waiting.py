@@ -1,0 +1,254 @@
+"""The queue of waiting sequences: in which order they are offered a place.
+
+Knows priorities, tenants, arrivals and deadlines; nothing of replicas.
+
+1. Sequences that lost their place through no fault of their own come first, by arrival: a client
+   is reading their stream.
+2. Classes by the arrival of their oldest sequence plus `age_s` for each step of priority. So higher
+   classes overtake a sequence only until it has waited `age_s` (or twice that) longer than theirs,
+   and none starves. A class that is ahead in this way gives its oldest sequence and no other.
+3. Within a class tenants share by start-time fair queueing: the tenant that was served least goes
+   first, one that comes back after a pause gets no credit for it. Served are a request's tokens,
+   prompt and limit, charged once, when it is placed.
+   (P. Goyal, H. Vin, H. Cheng: Start-time Fair Queuing, SIGCOMM 1996.)
+4. Within a tenant the one that is due first: `age_s` after its arrival, or at its deadline if that
+   is sooner. Without deadlines this is first come, first served; with them an urgent request passes
+   those that can wait, by `age_s` at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, ValuesView
+
+from scheduler.messages import Priority
+from scheduler.state.sequence import Sequence
+
+_SLACK = 64
+
+Key = tuple[float, int, str]
+"""(time [s], number, id) of a sequence."""
+
+
+class _Tenant:
+    """One tenant's waiting sequences of one class, by when they are due."""
+
+    def __init__(self, served: float) -> None:
+        self.served = served
+        """Tokens charged, on the class's scale of virtual time."""
+        self.due: list[Key] = []
+
+
+class _Class:
+    """The waiting sequences of one priority."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, _Tenant] = {}
+        """Those who wait, and those who were served more than `self.served`."""
+        self.order: list[tuple[float, str]] = []
+        """(served, tenant) of those who wait, the least served first."""
+        self.served = 0.0
+        """The class's virtual time: where a tenant begins that comes anew."""
+        self.arrivals: list[Key] = []
+
+    def add(self, tenant_name: str, due: Key, arrival: Key) -> None:
+        tenant = self.tenants.get(tenant_name)
+        if tenant is None:
+            tenant = self.tenants[tenant_name] = _Tenant(self.served)
+        if not tenant.due:
+            tenant.served = max(tenant.served, self.served)
+            insort(self.order, (tenant.served, tenant_name))
+        insort(tenant.due, due)
+        insort(self.arrivals, arrival)
+
+    def remove(self, tenant_name: str, due: Key, arrival: Key) -> None:
+        tenant = self.tenants[tenant_name]
+        del tenant.due[bisect_left(tenant.due, due)]
+        del self.arrivals[bisect_left(self.arrivals, arrival)]
+        if not tenant.due:
+            del self.order[bisect_left(self.order, (tenant.served, tenant_name))]
+            self._forget(tenant_name)
+        self._forget_all_if_idle()
+
+    def charge(self, tenant_name: str, tokens: int) -> None:
+        """The tenant is served; it may have nobody else who waits."""
+        tenant = self.tenants.get(tenant_name)
+        if tenant is None:
+            tenant = self.tenants[tenant_name] = _Tenant(self.served)
+        before = tenant.served
+        # A request may be placed out of turn, because it fits where those before it do not: time
+        # never passes the least served one that waits.
+        least = self.order[0][0] if self.order else before
+        self.served = max(self.served, min(before, least))
+        tenant.served += tokens
+        if tenant.due:
+            del self.order[bisect_left(self.order, (before, tenant_name))]
+            insort(self.order, (tenant.served, tenant_name))
+        if len(self.tenants) > 2 * len(self.order) + _SLACK:
+            for name in list(self.tenants):
+                self._forget(name)
+        self._forget_all_if_idle()
+
+    def _forget(self, tenant_name: str) -> None:
+        tenant = self.tenants[tenant_name]
+        if not tenant.due and tenant.served <= self.served:
+            del self.tenants[tenant_name]
+
+    def _forget_all_if_idle(self) -> None:
+        """Where nobody waits nobody is owed anything."""
+        if not self.arrivals and self.tenants:
+            self.served = max(tenant.served for tenant in self.tenants.values())
+            self.tenants.clear()
+
+    def in_order(self, waiting: Mapping[str, Sequence]) -> Iterator[str]:
+        """Ids as they would be served, one after the other. O(log n) for each."""
+        order = self.order
+        upcoming = 0
+        ahead: list[tuple[float, str, Key, Iterator[Key]]] = []
+        """(served, tenant, next, those after it): tenants of whom somebody was given out."""
+        while upcoming < len(order) or ahead:
+            if upcoming < len(order) and (not ahead or order[upcoming] <= ahead[0][:2]):
+                served, name = order[upcoming]
+                upcoming += 1
+                others = iter(self.tenants[name].due)
+                key = next(others)
+            else:
+                served, name, key, others = heapq.heappop(ahead)
+            yield key[2]
+            following = next(others, None)
+            if following is not None:
+                served += _tokens(waiting[key[2]])
+                heapq.heappush(ahead, (served, name, following, others))
+
+
+class _Scan:
+    """One class as a scan of the queue goes through it: whoever was given out is not again."""
+
+    def __init__(self, priority: Priority, one: _Class, waiting: Mapping[str, Sequence]) -> None:
+        self.priority = priority
+        self._arrivals = iter(one.arrivals)
+        self._oldest = next(self._arrivals, None)
+        self._in_order = one.in_order(waiting)
+        self._given: set[str] = set()
+
+    def oldest(self) -> Key | None:
+        """The one that arrived first of those not given out."""
+        while self._oldest is not None and self._oldest[2] in self._given:
+            self._oldest = next(self._arrivals, None)
+        return self._oldest
+
+    def give(self, sequence_id: str) -> str:
+        self._given.add(sequence_id)
+        return sequence_id
+
+    def give_next(self) -> str:
+        """The one whose turn it is. Only while there is an oldest."""
+        return self.give(next(one for one in self._in_order if one not in self._given))
+
+
+class WaitingQueue(Mapping[str, Sequence]):
+    """Waiting sequences by id; iterates in the order in which they are to be placed."""
+
+    def __init__(self, age_s: float) -> None:
+        self._age_s = age_s
+        self._sequences: dict[str, Sequence] = {}
+        self._first: list[tuple[int, str]] = []
+        """(number, id) of those who come before all classes."""
+        self._classes = {priority: _Class() for priority in Priority}
+        self.tokens = 0
+        """Prompt and limit of all that wait."""
+        self.tokens_left = 0
+        """What they may still commit."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, sequence_id: object) -> bool:
+        return sequence_id in self._sequences
+
+    def __getitem__(self, sequence_id: str) -> Sequence:
+        return self._sequences[sequence_id]
+
+    def __iter__(self) -> Iterator[str]:
+        for _, sequence_id in self._first:
+            yield sequence_id
+        classes = [(name, one) for name, one in self._classes.items() if one.arrivals]
+        if len(classes) == 1:
+            yield from classes[0][1].in_order(self._sequences)
+            return
+        scans = [_Scan(name, one, self._sequences) for name, one in classes]
+        while ranked := [(oldest, scan) for scan in scans if (oldest := scan.oldest())]:
+            oldest, scan = min(ranked, key=lambda pair: self._urgency(*pair))
+            if scan is ranked[0][1]:
+                yield scan.give_next()
+            else:
+                # It has waited long enough to pass a higher class; the rest of its class has not.
+                yield scan.give(oldest[2])
+
+    def values(self) -> ValuesView[Sequence]:
+        return ValuesView(self)
+
+    def add(self, sequence: Sequence, first: bool = False) -> None:
+        """`first`: it lost its place and comes before all classes."""
+        assert sequence.id not in self._sequences, f"{sequence.id} waits already"
+        self._sequences[sequence.id] = sequence
+        self.tokens += sequence.length_max
+        self.tokens_left += sequence.tokens_left
+        if first:
+            insort(self._first, (sequence.number, sequence.id))
+        else:
+            request = sequence.request
+            one = self._classes[request.priority]
+            one.add(request.tenant, self._due(sequence), _arrival(sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """It waits no longer, for whatever reason."""
+        del self._sequences[sequence.id]
+        self.tokens -= sequence.length_max
+        self.tokens_left -= sequence.tokens_left
+        at = bisect_left(self._first, (sequence.number, sequence.id))
+        if at < len(self._first) and self._first[at] == (sequence.number, sequence.id):
+            del self._first[at]
+            return
+        request = sequence.request
+        one = self._classes[request.priority]
+        one.remove(request.tenant, self._due(sequence), _arrival(sequence))
+
+    def charge(self, sequence: Sequence) -> None:
+        """It has been placed: its tenant was served. Call it once for each request."""
+        request = sequence.request
+        self._classes[request.priority].charge(request.tenant, _tokens(sequence))
+
+    def _due(self, sequence: Sequence) -> Key:
+        due_s = sequence.arrived_s + self._age_s
+        if sequence.deadline_s is not None:
+            due_s = min(due_s, sequence.deadline_s)
+        return (due_s, sequence.number, sequence.id)
+
+    def _urgency(self, oldest: Key, scan: _Scan) -> tuple[float, Priority]:
+        return (oldest[0] + self._age_s * scan.priority, scan.priority)
+
+    def check_integrity(self) -> None:
+        """Every waiting sequence is in exactly one place; for tests."""
+        inside = list(self)
+        assert len(inside) == len(set(inside)), "a sequence waits in two places"
+        assert set(inside) == set(self._sequences), "the order differs from the queue"
+        assert self.tokens == sum(one.length_max for one in self._sequences.values()), "tokens"
+        left = sum(one.tokens_left for one in self._sequences.values())
+        assert self.tokens_left == left, "tokens left"
+        for one in self._classes.values():
+            assert one.order == sorted(one.order), "tenants are out of order"
+            waiting = {name for name, tenant in one.tenants.items() if tenant.due}
+            assert {name for _, name in one.order} == waiting, "tenants differ"
+            size = sum(len(tenant.due) for tenant in one.tenants.values())
+            assert len(one.arrivals) == size, "arrivals differ"
+
+
+def _arrival(sequence: Sequence) -> Key:
+    return (sequence.arrived_s, sequence.number, sequence.id)
+
+
+def _tokens(sequence: Sequence) -> int:
+    """What a request costs its tenant."""
+    return sequence.length_max

@@ -1,0 +1,1 @@
+"""The books of a pool: sequences, replicas, what may happen to them, and the invariants."""

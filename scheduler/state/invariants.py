@@ -1,0 +1,124 @@
+"""The invariants of the pool's books, asserted. Tests call this after each event.
+
+O(everything), so production never does. It changes nothing, also not what is brought up to date
+only when somebody asks: that would hide what happens where nobody has.
+"""
+
+from __future__ import annotations
+
+from scheduler.batching.batches import batch_rows
+from scheduler.messages import BatchKind
+from scheduler.state.pool import Pool
+from scheduler.state.replica import Replica
+from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
+from scheduler.validation import blocks_needed
+
+_KIND_OF = {State.PREFILLING: BatchKind.PREFILL, State.STEPPING: BatchKind.SPECULATE}
+
+
+def check_pool(pool: Pool) -> None:
+    """Raises AssertionError at the first broken invariant."""
+    for sequence_id, sequence in pool.sequences.items():
+        assert sequence.id == sequence_id
+        _check_sequence(pool, sequence)
+    waiting = {one.id for one in pool.sequences.values() if one.state is State.WAITING}
+    assert set(pool.waiting) == waiting, "the queue differs from the waiting sequences"
+    pool.waiting.check_integrity()
+    outstanding = sum(one.tokens_left for one in pool.sequences.values() if one.live)
+    assert pool.limit_left == outstanding, "tokens that may still be committed"
+    for replica in pool.replicas.values():
+        _check_replica(pool, replica)
+    takes = sorted((one.load, one.id) for one in pool.replicas.values() if pool.takes_more(one))
+    assert pool.open == takes, "a replica has changed and nobody said so"
+    due = {(number, sequence_id) for _, number, sequence_id in pool.deadlines}
+    for sequence in pool.sequences.values():
+        if sequence.deadline_s is not None and sequence.live:
+            assert (sequence.number, sequence.id) in due, f"{sequence.id}: deadline forgotten"
+
+
+def _check_sequence(pool: Pool, sequence: Sequence) -> None:
+    name = f"{sequence.id} ({sequence.state})"
+    assert sequence.state is not State.FINISHED, f"{name}: finished but kept"
+    assert (sequence.batch_id is not None) == (sequence.state in IN_FLIGHT), f"{name}: batch"
+    assert (sequence.replica_id is not None) == (sequence.state in RESIDENT), f"{name}: replica"
+    content = sequence.content()
+    assert sequence.length == len(content), f"{name}: length"
+    if sequence.replica_id is not None:
+        replica = pool.replicas.get(sequence.replica_id)
+        assert replica is not None, f"{name}: on an unknown replica"
+        assert replica.residents.get(sequence.id) is sequence, f"{name}: not among residents"
+        needed = blocks_needed(sequence.length, replica.spec.block_size)
+        assert needed <= sequence.blocks <= replica.blocks_limit(sequence), f"{name}: blocks"
+        if sequence.batch_id is not None:
+            batch = replica.batches.get(sequence.batch_id)
+            assert batch is not None, f"{name}: its batch is unknown"
+            assert sequence.id in batch_rows(batch), f"{name}: not in its order"
+            kind = _KIND_OF.get(sequence.state)
+            assert kind is None or kind is batch.kind, f"{name}: batch of another kind"
+    else:
+        assert sequence.blocks == 0, f"{name}: blocks without a replica"
+        assert sequence.filled == 0, f"{name}: filled without a replica"
+    if sequence.state is State.PARTIAL:
+        assert 0 < sequence.filled < sequence.fill, f"{name}: filled in part"
+        assert sequence.rows_limit is None, f"{name}: a suspect is filled at once"
+    if sequence.state in (State.READY, State.STEPPING):
+        assert 0 <= sequence.filled <= sequence.fill, f"{name}: not filled"
+    if sequence.claim is not None:
+        assert sequence.state is State.WAITING, f"{name}: claims a replica without waiting"
+        assert pool.replicas[sequence.claim].claimed_by == sequence.id, f"{name}: claim"
+    if sequence.live:
+        assert sequence.tokens_left > 0, f"{name}: nothing left to commit"
+        stop = set(sequence.request.stop_token_ids)
+        new = sequence.committed[len(sequence.request.committed) :]
+        assert not stop.intersection(new), f"{name}: went on after a stop token"
+        assert finished_before_start(sequence.request) is None, f"{name}: was complete before"
+
+
+def _check_replica(pool: Pool, replica: Replica) -> None:
+    name = f"replica {replica.id}"
+    residents = list(replica.residents.values())
+    for one in residents:
+        assert pool.sequences.get(one.id) is one, f"{name}: resident {one.id} is not in the pool"
+        assert one.replica_id == replica.id, f"{name}: resident {one.id} is elsewhere"
+    assert replica.blocks_used == sum(one.blocks for one in residents), f"{name}: blocks"
+    assert 0 <= replica.blocks_used <= replica.spec.kv_blocks, f"{name}: too many blocks"
+    assert len(residents) <= pool.config.residents_max, f"{name}: too many residents"
+    for state, count in replica.rows_in.items():
+        assert count == sum(one.state is state for one in residents), f"{name}: count of {state}"
+    partial = {one.id for one in residents if one.state is State.PARTIAL}
+    assert set(replica.partial) == partial, f"{name}: rows that are filled in part"
+    ready = {one for one in residents if one.state is State.READY}
+    suspects = {one for one in ready if one.rows_limit}
+    assert set(replica.suspects.values()) == suspects, f"{name}: suspects"
+    assert set(replica.ready) == ready - suspects, f"{name}: ready rows"
+    lengths = sorted(one.length for one in ready - suspects)
+    assert replica.ready.lengths() == lengths, f"{name}: lengths of ready rows"
+    most = sum(replica.blocks_limit(one) for one in residents)
+    assert replica.blocks_most == most, f"{name}: blocks at the limit"
+    if replica.alone is not None:
+        assert list(replica.batches) == [replica.alone], f"{name}: a batch beside suspects"
+    if replica.long is not None:
+        assert replica.batches[replica.long].steps > 1, f"{name}: the long batch"
+    for batch in replica.batches.values():
+        assert len(batch.rows) <= pool.config.rows_max, f"{name}: rows of batch {batch.id}"
+    replica.ready.check_integrity()
+    assert set(replica.ready._turns) <= set(residents), f"{name}: turns of others"
+    assert len(replica.batches) <= pool.config.batches_in_flight_max, f"{name}: too many batches"
+    assert replica.rows_of.keys() == replica.batches.keys(), f"{name}: rows of batches"
+    for batch in replica.batches.values():
+        rows_of = [replica.residents[row] for row in batch_rows(batch)]
+        assert replica.rows_of[batch.id] == rows_of, f"{name}: rows of batch {batch.id}"
+    held = [row for batch in replica.batches.values() for row in batch_rows(batch)]
+    assert len(held) == len(set(held)), f"{name}: a row is in two batches"
+    in_flight = {one.id for one in residents if one.state in IN_FLIGHT}
+    assert set(held) == in_flight, f"{name}: rows of its batches"
+    if replica.draining:
+        assert not ready, f"{name}: drains but keeps ready rows"
+        assert not partial, f"{name}: drains but keeps rows filled in part"
+        assert replica.claimed_by is None, f"{name}: drains but is claimed"
+    if ready or partial:
+        assert replica.batches, f"{name}: rows that could go on and no batch"
+    if replica.claimed_by is not None:
+        claimant = pool.waiting.get(replica.claimed_by)
+        assert claimant is not None, f"{name}: claimed by nobody who waits"
+        assert claimant.claim == replica.id, f"{name}: claim"

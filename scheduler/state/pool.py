@@ -1,0 +1,351 @@
+"""The pool: all live sequences, the queue of the waiting ones, and the replicas' records.
+
+It keeps the books (reservations, indexes, deadlines) consistent and decides nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Batch, FinishReason, ReplicaSpec, Request
+from scheduler.queue.waiting import WaitingQueue
+from scheduler.state.rate import RateMeter
+from scheduler.state.replica import Replica
+from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Answer, Move, Sequence, State, move_all
+
+_HEAP_SLACK = 64
+REACHED_RECENT = 0.02
+"""Weight of the last request in what is expected of others."""
+
+# A member of an enum is found through its metaclass, which takes seven times as long as a name; and
+# these are asked for in every batch.
+_READY, _STEPPING = State.READY, State.STEPPING
+
+
+class Pool:
+    """Books of one pool. Every method is O(log n) or less, except where it says so."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.sequences: dict[str, Sequence] = {}
+        """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
+        self.waiting = WaitingQueue(config.priority_age_s)
+        self.replicas: dict[str, Replica] = {}
+        self._open: list[tuple[int, str]] | None = None
+        self.finished: Counter[FinishReason] = Counter()
+        self.deadlines: list[tuple[float, int, str]] = []
+        """A heap of (deadline, sequence number, id); finished ones go when they come up."""
+        self.limit_left = 0
+        """Tokens that live sequences may still commit."""
+        self._reached = 1.0
+        """What of their limits requests have committed lately."""
+        self.rate = RateMeter()
+        """Committed tokens."""
+        self.recovered = self.preempted = self.moved = 0
+        """How often a sequence lost its place: for any reason, for want of KV blocks, and to be
+        moved to a lighter replica."""
+        self._number = 0
+
+    # ----------------------------------------------------------------- sequences
+
+    def accept(self, request: Request, now_s: float) -> Sequence:
+        """A new record, not yet in the queue."""
+        self._number += 1
+        sequence = Sequence(
+            request,
+            self._number,
+            now_s,
+            committed=list(request.committed),
+        )
+        self.sequences[request.id] = sequence
+        self.limit_left += sequence.tokens_left
+        if request.timeout_s is not None:
+            sequence.deadline_s = now_s + request.timeout_s
+            heapq.heappush(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
+            self._compact_deadlines()
+        return sequence
+
+    def expected(self, limit: int) -> int:
+        """Tokens that will be committed of so many that may be: most requests end before their
+        limit."""
+        return math.ceil(limit * self._reached)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that live sequences are expected to commit yet."""
+        return self.expected(self.limit_left)
+
+    def live_count(self) -> int:
+        """Sequences whose Finish is not out. O(replicas)."""
+        leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
+        return len(self.sequences) - leaving
+
+    def takes_more(self, replica: Replica) -> bool:
+        """Whether it takes sequences at all."""
+        return not replica.draining and replica.load < self.config.residents_max
+
+    @property
+    def open(self) -> list[tuple[int, str]]:
+        """(load, id) of the replicas that take sequences, the lightest first. Loads change in every
+        batch and are asked for when somebody comes or moves, so they are sorted then."""
+        if self._open is None:
+            self._open = [
+                (one.load, one.id) for one in self.replicas.values() if self.takes_more(one)
+            ]
+            self._open.sort()
+        return self._open
+
+    @property
+    def free(self) -> list[tuple[int, str]]:
+        """The same for those of them that have a place for a batch."""
+        most = self.config.batches_in_flight_max
+        return [key for key in self.open if len(self.replicas[key[1]].batches) < most]
+
+    def place(self, sequence: Sequence, replica: Replica) -> None:
+        """From the queue to a replica: reserves blocks until it leaves or is sent back."""
+        self.waiting.remove(sequence)
+        if not sequence.charged:
+            sequence.charged = True
+            self.waiting.charge(sequence)
+        self.drop_claim(sequence)
+        sequence.overtaken = sequence.left = 0
+        sequence.replica_id = replica.id
+        replica.note_prefix(sequence)
+        sequence.blocks = replica.blocks_for(sequence)
+        if replica.id not in sequence.replicas:
+            sequence.replicas.append(replica.id)
+        replica.residents[sequence.id] = sequence
+        replica.blocks_used += sequence.blocks
+        replica.blocks_most += replica.blocks_limit(sequence)
+        self._open = None
+
+    def fill(self, replica: Replica, given: list[tuple[Sequence, int, int]], batch_id: int) -> None:
+        """A prefill batch takes these placed sequences, (sequence, begin, until)."""
+        for sequence, _, until in given:
+            self.move(sequence, Move.PREFILL)
+            sequence.filled = until
+            sequence.batch_id = batch_id
+        replica.rows_of[batch_id] = [sequence for sequence, _, _ in given]
+
+    def filled(self, replica: Replica, sequence: Sequence, reused: int) -> None:
+        """A prefill batch with it is done; its replica had `reused` positions before."""
+        sequence.filled = max(sequence.filled, reused)
+        if not sequence.recovered:
+            sequence.cached_tokens += min(reused, len(sequence.request.prompt))
+        replica.figures.reused_tokens += reused
+        whole = sequence.filled == sequence.fill
+        self.move(sequence, Move.FILLED if whole else Move.CHUNK)
+
+    def step(
+        self,
+        replica: Replica,
+        rows: list[Sequence],
+        lacking: list[tuple[Sequence, int]],
+        batch_id: int,
+    ) -> None:
+        """A speculate batch takes these ready rows, all suspects or none.
+
+        `lacking` are those of them that get more blocks, and how many they have then.
+        """
+        if rows[0].rows_limit is None:
+            replica.ready.take(rows, len(replica.ready) + replica.stepping)
+        else:
+            for sequence in rows:
+                del replica.suspects[sequence.id]
+        for sequence, blocks in lacking:
+            replica.blocks_used += blocks - sequence.blocks
+            sequence.blocks = blocks
+        move_all(rows, _READY, Move.STEP, batch_id)
+        replica.rows_of[batch_id] = rows
+        replica.rows_in[_READY] -= len(rows)
+        replica.rows_in[_STEPPING] += len(rows)
+
+    def commit(
+        self, replica: Replica, answers: list[Answer]
+    ) -> list[tuple[Sequence, tuple[int, ...], FinishReason | None]]:
+        """Books what a step on their replica committed of these rows: they are ready again.
+
+        Returns each with what its `commit` does.
+        """
+        sequences = [sequence for sequence, _ in answers]
+        replica.rows_in[_STEPPING] -= len(sequences)
+        replica.rows_in[_READY] += len(sequences)
+        move_all(sequences, _STEPPING, Move.STEPPED, None)
+        booked = []
+        committed = 0
+        for sequence, row in answers:
+            tokens, reason = sequence.commit(row)
+            committed += len(tokens)
+            booked.append((sequence, tokens, reason))
+        replica.ready_again(sequences)
+        self.limit_left -= committed
+        return booked
+
+    def move(self, sequence: Sequence, move: Move) -> None:
+        """Changes the state and keeps the replica's counts and ready rows in step with it."""
+        before = sequence.state
+        sequence.move(move)
+        if sequence.replica_id is None:
+            return
+        replica = self.replicas[sequence.replica_id]
+        after = sequence.state
+        if after not in IN_FLIGHT:
+            sequence.batch_id = None
+        if before in RESIDENT:
+            replica.rows_in[before] -= 1
+        if after in RESIDENT:
+            replica.rows_in[after] += 1
+        if before is State.PARTIAL:
+            del replica.partial[sequence.id]
+        elif after is State.PARTIAL:
+            replica.partial[sequence.id] = sequence
+        if before is State.READY:
+            if sequence in replica.ready:
+                replica.ready.remove(sequence)
+            else:
+                del replica.suspects[sequence.id]
+        elif after is State.READY:
+            replica.ready_again([sequence])
+
+    def send_back(self, sequences: Iterable[Sequence], first: bool = True) -> None:
+        """Residents that lost their place wait again; with `first` before all classes."""
+        for sequence in sequences:
+            self.move(sequence, Move.RETURN)
+            self._vacate(sequence)
+            sequence.recovered += 1
+            self.recovered += 1
+            self.waiting.add(sequence, first)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """The sequence ends; returns whether its blocks are free at once.
+
+        They are not while a batch in flight holds its row: then it is leaving until `let_go`.
+        """
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+            self.drop_claim(sequence)
+        self.limit_left -= sequence.tokens_left
+        self.move(sequence, Move.FINISH)
+        self.finished[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            share = len(sequence.committed) / sequence.request.max_new_tokens
+            self._reached += REACHED_RECENT * (share - self._reached)
+        if sequence.state is State.LEAVING:
+            return False
+        self._forget(sequence)
+        return True
+
+    def let_go(self, sequence: Sequence) -> None:
+        """The batch that held a leaving row has ended."""
+        self.move(sequence, Move.LET_GO)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.replica_id is not None:
+            self._vacate(sequence)
+        del self.sequences[sequence.id]
+
+    def _vacate(self, sequence: Sequence) -> None:
+        assert sequence.replica_id is not None
+        replica = self.replicas[sequence.replica_id]
+        if not replica.draining:
+            replica.note_prefix(sequence)
+        del replica.residents[sequence.id]
+        replica.blocks_used -= sequence.blocks
+        replica.blocks_most -= replica.blocks_limit(sequence)
+        replica.ready.forget(sequence)
+        sequence.blocks = sequence.filled = 0
+        sequence.replica_id = None
+        sequence.batch_id = None
+        self._open = None
+
+    # ----------------------------------------------------------------- claims
+
+    def claim(self, sequence: Sequence, replica: Replica) -> None:
+        """From now on the replica takes nobody before this sequence."""
+        sequence.claim = replica.id
+        replica.claimed_by = sequence.id
+
+    def drop_claim(self, sequence: Sequence) -> None:
+        if sequence.claim is not None:
+            self.replicas[sequence.claim].claimed_by = None
+            sequence.claim = None
+
+    def _clear_claim(self, replica: Replica) -> None:
+        if replica.claimed_by is not None:
+            self.drop_claim(self.sequences[replica.claimed_by])
+
+    # ----------------------------------------------------------------- replicas
+
+    def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
+        replica = Replica(replica_id, spec, self.config.kv_reserve)
+        self.replicas[replica_id] = replica
+        self._open = None
+        return replica
+
+    def drain(self, replica: Replica) -> None:
+        """No new sequence from now on. O(1) but for the index."""
+        replica.draining = True
+        self._clear_claim(replica)
+        self._open = None
+
+    def lose(self, replica: Replica) -> None:
+        """Forgets the replica and its batches; its live residents wait again. O(residents)."""
+        replica.draining = True
+        self._clear_claim(replica)
+        replica.batches.clear()
+        replica.rows_of.clear()
+        residents = list(replica.residents.values())
+        for sequence in residents:
+            if not sequence.live:
+                self.let_go(sequence)
+        self.send_back([sequence for sequence in residents if sequence.live])
+        del self.replicas[replica.id]
+        self._open = None
+
+    def add_batch(self, replica: Replica, batch: Batch, now_s: float) -> None:
+        """The batch is in flight."""
+        if not replica.batches:
+            replica.sent_alone = (batch.id, now_s)
+        replica.batches[batch.id] = batch
+        if batch.steps > 1:
+            replica.long = batch.id
+        replica.last_kind = batch.kind
+        replica.last_alone = batch.id == replica.alone
+
+    def end_batch(self, replica: Replica, batch_id: int) -> Batch | None:
+        """Takes a batch out of flight; None for one that is unknown."""
+        batch = replica.batches.pop(batch_id, None)
+        if replica.alone == batch_id:
+            replica.alone = None
+        if replica.long == batch_id:
+            replica.long = None
+        return batch
+
+    # ----------------------------------------------------------------- deadlines
+
+    def overdue(self, now_s: float) -> list[Sequence]:
+        """Live sequences whose deadline has come; each is returned once."""
+        due = []
+        while self.deadlines and self.deadlines[0][0] <= now_s:
+            _, number, sequence_id = heapq.heappop(self.deadlines)
+            sequence = self.sequences.get(sequence_id)
+            # The id may belong to a later request by now; the number never does.
+            if sequence is not None and sequence.number == number and sequence.live:
+                due.append(sequence)
+        return due
+
+    def _compact_deadlines(self) -> None:
+        """Drops finished requests once they are the larger part: O(1) per request on average."""
+        if len(self.deadlines) <= 2 * len(self.sequences) + _HEAP_SLACK:
+            return
+        self.deadlines = [
+            (sequence.deadline_s, sequence.number, sequence.id)
+            for sequence in self.sequences.values()
+            if sequence.deadline_s is not None and sequence.live
+        ]
+        heapq.heapify(self.deadlines)

@@ -1,0 +1,232 @@
+"""What the pool knows of one replica: its residents, its blocks, its batches, its figures.
+
+A record, not a policy: grouping and placement read it, the pool writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from scheduler.batching.batches import batch_spread
+from scheduler.batching.grouping import ReadyRows, groups_needed
+from scheduler.draft_length.cost_model import filled_tokens
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepTimes
+from scheduler.state.prefixes import PrefixSet
+from scheduler.state.sequence import RESIDENT, Sequence, State
+from scheduler.validation import blocks_needed
+
+# For a quick look, as in `pool`.
+_READY, _STEPPING, _PREFILLING = State.READY, State.STEPPING, State.PREFILLING
+
+CAP_BATCHES = 64
+"""Batches after which a lowered number of rows is doubled again."""
+
+
+@dataclass(slots=True)
+class ReplicaFigures:
+    """Sums over the batches that a replica has answered."""
+
+    batches: int = 0
+    busy_s: float = 0.0
+    steps: int = 0
+    row_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    committed_tokens: int = 0
+    groups: int = 0
+    """Speculate batches, whose spreads are summed in `spread_sum`."""
+    spread_sum: int = 0
+    kv_positions_own: int = 0
+    kv_positions_read: int = 0
+    prefill_tokens: int = 0
+    """KV positions that prefill batches computed."""
+    reused_tokens: int = 0
+    """KV positions that sequences found when they came."""
+    last_times: StepTimes = field(default_factory=StepTimes)
+
+    def note(self, batch: Batch, result: StepResult, committed_tokens: int) -> None:
+        """A batch was answered; `committed_tokens` are those that count."""
+        self.batches += 1
+        self.busy_s += result.times.total_s
+        self.last_times = result.times
+        if batch.kind is BatchKind.PREFILL:
+            self.prefill_tokens += filled_tokens(batch, result)
+            return
+        self.groups += 1
+        self.spread_sum += batch_spread(batch)
+        self.steps += result.steps
+        self.committed_tokens += committed_tokens
+        self.kv_positions_own += result.kv_positions_own
+        self.kv_positions_read += result.kv_positions_read
+        row_steps = draft_tokens = accepted_tokens = 0
+        for row in result.rows:
+            row_steps += row.steps
+            draft_tokens += row.draft_tokens
+            accepted_tokens += sum(row.accepted_at)
+        self.row_steps += row_steps
+        self.draft_tokens += draft_tokens
+        self.accepted_tokens += accepted_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One incarnation of a replica."""
+
+    id: str
+    spec: ReplicaSpec
+    kv_reserve: float = 1.0
+    """Share of a sequence's tokens to come for which blocks are reserved when it is placed."""
+    draining: bool = False
+    blocks_used: int = 0
+    blocks_most: int = 0
+    """Blocks that the residents would have if each went to its limit."""
+    residents: dict[str, Sequence] = field(default_factory=dict)
+    """All sequences with reserved blocks, leaving ones included."""
+    ready: ReadyRows[Sequence] = field(default_factory=ReadyRows)
+    """Ready rows, but for suspects."""
+    suspects: dict[str, Sequence] = field(default_factory=dict)
+    """Ready rows that may not run with others; see `blame`. The one that waits longest first."""
+    partial: dict[str, Sequence] = field(default_factory=dict)
+    """Rows between two prefill batches. A suspect is never among them: it is filled in one."""
+    batches: dict[int, Batch] = field(default_factory=dict)
+    """Batches in flight by id."""
+    rows_of: dict[int, list[Sequence]] = field(default_factory=dict)
+    """Rows of those batches."""
+    rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
+    """How many residents are in each state."""
+    fails: set[BatchKind] = field(default_factory=set)
+    """Kinds of batch of which the last one failed."""
+    rows_cap: int | None = None
+    """Batches of more rows have failed: memory may not last for them. None: none has."""
+    below_cap: int = 0
+    """Batches as large as the cap that were done since it was set."""
+    alone: int | None = None
+    """The batch in flight, if it is one of suspects: nothing goes beside it."""
+    last_alone: bool = False
+    """Whether the last batch that was sent was one of suspects."""
+    long: int | None = None
+    """A batch in flight of several steps that was not interrupted."""
+    sent_alone: tuple[int, float] = (0, 0.0)
+    """The last batch that was sent while nothing was in flight, and when."""
+    gathers_until: int | None = None
+    """Prompts that wait are not filled before so many groups were dispatched; see `prefilling`."""
+    cut: bool = False
+    """Groups were cut lately, so two of them may step in turns; see `cutting`."""
+    last_kind: BatchKind | None = None
+    """Kind of the batch dispatched last."""
+    prefilled_at: int | None = None
+    """Groups that were dispatched before the last prefill batch. None: there was none."""
+    prefixes: PrefixSet = field(init=False)
+    """Prefixes that it was given, for who shares them."""
+    claimed_by: str | None = None
+    """A waiting sequence that is placed here before any other."""
+    figures: ReplicaFigures = field(default_factory=ReplicaFigures)
+
+    def __post_init__(self) -> None:
+        self.prefixes = PrefixSet(self.spec.kv_blocks if self.spec.prefix_sharing else 0)
+
+    def note_prefix(self, sequence: Sequence) -> None:
+        """It has the KV of this sequence's content."""
+        if self.spec.prefix_sharing:
+            self.prefixes.add(sequence.block_keys(self.spec.block_size))
+
+    def shared(self, sequence: Sequence) -> int:
+        """Tokens of the sequence whose KV it has, probably."""
+        if not len(self.prefixes):
+            return 0
+        keys = sequence.block_keys(self.spec.block_size)
+        if not keys or keys[0] not in self.prefixes:
+            return 0
+        return self.prefixes.shared(keys) * self.spec.block_size
+
+    @property
+    def load(self) -> int:
+        return len(self.residents)
+
+    @property
+    def blocks_free(self) -> int:
+        return self.spec.kv_blocks - self.blocks_used
+
+    @property
+    def stepping(self) -> int:
+        return self.rows_in[_STEPPING]
+
+    @property
+    def prefilling(self) -> int:
+        return self.rows_in[_PREFILLING]
+
+    @property
+    def joining(self) -> int:
+        """Rows that are ready once the prefill batches in flight are done."""
+        if not self.prefilling:
+            return 0
+        rows = (row for batch_id in self.batches for row in self.rows_of[batch_id])
+        return sum(one.state is State.PREFILLING and one.filled == one.fill for one in rows)
+
+    def blocks_for(self, sequence: Sequence) -> int:
+        """Blocks to reserve when it is placed. It may need more later, but never if it was
+        preempted once: no sequence is sent back for want of blocks twice."""
+        share = 1.0 if sequence.preempted else self.kv_reserve
+        length = sequence.length + math.ceil(share * sequence.tokens_left)
+        return blocks_needed(length, self.spec.block_size)
+
+    def lower_rows_cap(self, rows: int) -> None:
+        """A batch of more rows has failed."""
+        self.rows_cap = min(self.rows_cap or rows, rows)
+        self.below_cap = 0
+
+    def raise_rows_cap(self, batch: Batch) -> None:
+        """A batch was done; after many of the cap's size twice as many rows are tried again."""
+        if self.rows_cap is None or len(batch.rows) < self.rows_cap:
+            return
+        self.below_cap += 1
+        if self.below_cap >= CAP_BATCHES:
+            self.rows_cap *= 2
+            self.below_cap = 0
+
+    def rows_max(self, rows_max: int) -> int:
+        """Rows of a group here, where `rows_max` is the config's."""
+        for limit in (self.spec.rows_max, self.rows_cap):
+            if limit is not None and limit < rows_max:
+                rows_max = limit
+        return rows_max
+
+    def groups(self, rows_max: int) -> int:
+        """G of `grouping`: in how many groups of at most so many rows all that step have place."""
+        return groups_needed(len(self.ready) + self.stepping, rows_max)
+
+    def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
+        """Whether its reservation is free, with `taken` blocks gone to others, who would have
+        `taken_most` at their limits.
+
+        One that was preempted comes back only where none will have to go for it: without that a
+        full replica would prefill and preempt it for every step of the others.
+        """
+        if sequence.preempted:
+            most = self.blocks_most + taken_most + self.blocks_for(sequence)
+            return most <= self.spec.kv_blocks
+        return self.blocks_for(sequence) <= self.blocks_free - taken
+
+    def blocks_limit(self, sequence: Sequence) -> int:
+        """Blocks that it has at its limit."""
+        return blocks_needed(sequence.length_max, self.spec.block_size)
+
+    def could_hold(self, sequence: Sequence) -> bool:
+        """Whether an empty replica of this spec has room for it."""
+        return (
+            sequence.length_max <= self.spec.context_len
+            and self.blocks_limit(sequence) <= self.spec.kv_blocks
+        )
+
+    def ready_again(self, sequences: list[Sequence]) -> None:
+        """No batch holds them any more; the youngest of the ready rows, or of the suspects."""
+        for one in sequences:
+            if one.rows_limit is None:
+                self.ready.add(one, one.length, not one.committed)
+            else:
+                self.suspects[one.id] = one
+
+    def rows_in_flight(self) -> list[Sequence]:
+        """Rows that batches hold, leaving ones included."""
+        return [one for one in self.residents.values() if one.batch_id is not None]

@@ -1,0 +1,304 @@
+"""One request's tokens and where they stand; every legal state change is in one table here.
+
+A sequence's content is its prompt followed by its committed tokens. While it is a resident, the
+replica holds valid KV for all of the content but the last token, so a prefill commits nothing and
+every step commits one token per row or more. This file knows nothing of replicas or groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from scheduler.messages import FinishReason, Request, RowResult, Usage
+from scheduler.state.prefixes import Key, block_keys
+
+
+class State(StrEnum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """In the queue, on no replica."""
+    PREFILLING = "prefilling"
+    """In a prefill batch in flight; its blocks are reserved."""
+    PARTIAL = "partial"
+    """A resident between two prefill batches: its KV cache is filled in part and no batch in flight
+    holds it."""
+    READY = "ready"
+    """A resident, filled, that no batch in flight holds."""
+    STEPPING = "stepping"
+    """A resident in a speculate batch in flight."""
+    LEAVING = "leaving"
+    """Its Finish is out, but a batch in flight still holds its row and so its blocks."""
+    FINISHED = "finished"
+    """Gone: nothing changes it any more."""
+
+
+class Move(StrEnum):
+    """What can happen to a sequence."""
+
+    PREFILL = "prefill"
+    """A prefill batch with its row is dispatched."""
+    CHUNK = "chunk"
+    """That batch is done, and there is more to fill."""
+    FILLED = "filled"
+    """That batch is done, and with it the prefill."""
+    STEP = "step"
+    """A speculate batch with its row is dispatched."""
+    STEPPED = "stepped"
+    """That batch is done."""
+    RETURN = "return"
+    """It lost its place: its replica was lost or drains, its batch failed, it is moved to a lighter
+    replica, or KV blocks ran out."""
+    FINISH = "finish"
+    """Its Finish goes out."""
+    LET_GO = "let go"
+    """The batch that held a leaving row has ended."""
+
+
+LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
+    {
+        (State.WAITING, Move.PREFILL): State.PREFILLING,
+        (State.PREFILLING, Move.CHUNK): State.PARTIAL,
+        (State.PARTIAL, Move.PREFILL): State.PREFILLING,
+        (State.PREFILLING, Move.FILLED): State.READY,
+        (State.READY, Move.STEP): State.STEPPING,
+        (State.STEPPING, Move.STEPPED): State.READY,
+        (State.PREFILLING, Move.RETURN): State.WAITING,
+        (State.PARTIAL, Move.RETURN): State.WAITING,
+        (State.READY, Move.RETURN): State.WAITING,
+        (State.STEPPING, Move.RETURN): State.WAITING,
+        (State.WAITING, Move.FINISH): State.FINISHED,
+        (State.PARTIAL, Move.FINISH): State.FINISHED,
+        (State.READY, Move.FINISH): State.FINISHED,
+        (State.PREFILLING, Move.FINISH): State.LEAVING,
+        (State.STEPPING, Move.FINISH): State.LEAVING,
+        (State.LEAVING, Move.LET_GO): State.FINISHED,
+    }
+)
+"""The one table: (state, move) -> next state. What is not here cannot happen."""
+
+_OVER = frozenset({State.LEAVING, State.FINISHED})
+_AFTER = dict(LEGAL)  # it is asked twice per row and batch, and the proxy takes its time
+
+IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
+"""States in which exactly one batch in flight holds the row."""
+
+RESIDENT = frozenset({State.PREFILLING, State.PARTIAL, State.READY, State.STEPPING, State.LEAVING})
+"""States in which blocks of a replica are reserved."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The pool's record of one accepted request."""
+
+    request: Request
+    number: int
+    """Rises with every accepted request: the order of arrival."""
+    arrived_s: float = 0.0
+    deadline_s: float | None = None
+    state: State = State.WAITING
+    committed: list[int] = field(default_factory=list)
+    batch_id: int | None = None
+    """The batch in flight that holds the row, else None."""
+    blocks: int = 0
+    """Blocks reserved on its replica."""
+    rows_limit: int | None = None
+    """It is a suspect: it runs in batches of at most so many rows, of suspects only, with nothing
+    else in flight on the replica. None: it is not. See `blame`."""
+    draft_tokens: int = 0
+    runs: list[int] = field(default_factory=lambda: [0])
+    """runs[n]: in how many steps exactly n draft tokens were accepted; as long as the longest draft
+    and one. The others of its counts are sums of it."""
+    tried: float = 0.0
+    """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
+    agreed: float = 0.0
+    """Those of them that the target agreed with."""
+    id: str = field(init=False)
+    length: int = field(init=False)
+    """Content length: prompt and committed tokens, padding never."""
+    length_max: int = field(init=False)
+    """Content length when the limit is reached."""
+    greedy: bool = field(init=False)
+    draft_len: int | None = field(init=False)
+    """The request's own."""
+    stop_token_ids: tuple[int, ...] = field(init=False)
+    replica_id: str | None = None
+    filled: int = 0
+    """While it is being filled: its valid KV positions once the batch in flight is done."""
+    overtaken: int = 0
+    """How many later requests were placed while this one waited and did not fit."""
+    claim: str | None = None
+    """The replica that takes nobody else until this sequence fits."""
+    checked: bool = False
+    """Whether a known replica could take it when it came, or an earlier pool's."""
+    charged: bool = False
+    """Whether its tenant was charged for it."""
+    preempted: bool = False
+    """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
+    failures: int = 0
+    """Since it got further than where it broke something: batches of it alone that failed on
+    a replica that had run others before, and replicas that died with it in flight."""
+    attempts: int = 0
+    """The same for all batches with this row alone that failed."""
+    deaths: int = 0
+    """Replicas that died with it in flight, ever."""
+    kills: int = 0
+    """Those of them that died with nothing else in flight."""
+    broke_at: int = 0
+    """Content length up to which the last replica that died with it in flight may have got."""
+    suspect_until: int = 0
+    """It stays a suspect until its content is longer than that."""
+    shuns: list[str] = field(default_factory=list)
+    """Replicas on which it failed alone; it goes to others while there are any."""
+    replicas: list[str] = field(default_factory=list)
+    recovered: int = 0
+    cached_tokens: int = 0
+    left: int = 0
+    """How often a replica left it to another that has its prefix."""
+    keys: tuple[Key, ...] = ()
+    """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
+    keys_size: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.length = len(self.request.prompt) + len(self.committed)
+        self.length_max = self.request.length_max
+        self.greedy = self.request.sampling.temperature == 0.0
+        self.draft_len = self.request.draft_len
+        self.stop_token_ids = self.request.stop_token_ids
+
+    @property
+    def tokens_left(self) -> int:
+        return self.length_max - self.length
+
+    @property
+    def salt(self) -> str:
+        """What else than tokens two sequences must have in common to share KV: the tenant, so that
+        no tenant can find out by the time to the first token what another one asked, and the salt
+        that the client chose."""
+        tenant = self.request.tenant
+        return f"{len(tenant)} {tenant} {self.request.cache_salt}"
+
+    def block_keys(self, block_size: int) -> tuple[Key, ...]:
+        """Keys of the blocks that a replica could have of its prefix; see `prefixes`."""
+        if block_size != self.keys_size:
+            self.keys, self.keys_size = (), block_size
+        if (len(self.keys) + 1) * block_size + 1 < self.length:
+            self.keys = block_keys(self.content(), block_size, self.salt, self.keys)
+        return self.keys
+
+    @property
+    def fill(self) -> int:
+        """KV positions that its prefill fills: the last token has none yet."""
+        return self.length - 1
+
+    @property
+    def live(self) -> bool:
+        """Its Finish is not out yet."""
+        return self.state not in _OVER
+
+    def move(self, move: Move) -> None:
+        """Changes the state; a move that the table does not have is a broken invariant."""
+        after = _AFTER.get((self.state, move))
+        assert after is not None, f"{self.id}: no move '{move}' from state '{self.state}'"
+        self.state = after
+
+    def content(self) -> tuple[int, ...]:
+        return self.request.prompt + tuple(self.committed)
+
+    def commit(self, row: RowResult) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends what a step committed, cut at the limit and at the first stop token.
+
+        Returns the tokens kept and the reason to finish, if there is one. A stop token is itself
+        kept, as the last one. The prompt is never searched. Steps, draft tokens and accepted
+        tokens are counted as the replica reports them, so when a result is cut they may cover
+        tokens that were dropped; completion tokens never do.
+        """
+        assert self.state not in _OVER, f"{self.id}: a finished sequence never changes"
+        kept, reason = row.tokens, None
+        stops, left = self.stop_token_ids, self.length_max - self.length
+        if stops or len(kept) >= left:
+            kept, reason = truncate(kept, left, stops)
+        self.committed += kept
+        self.length += len(kept)
+        self.draft_tokens += row.draft_tokens
+        runs, accepted_at = self.runs, row.accepted_at
+        if len(accepted_at) >= len(runs):
+            runs += [0] * (len(accepted_at) + 1 - len(runs))
+        if row.steps == 1:
+            runs[sum(accepted_at)] += 1
+        else:
+            # Exactly n were accepted where the n-th was, and no further one.
+            reached = (row.steps, *accepted_at, 0)
+            for run in range(len(accepted_at) + 1):
+                runs[run] += reached[run] - reached[run + 1]
+        if self.rows_limit is not None and kept:
+            self._got_further()
+        return kept, reason
+
+    def _got_further(self) -> None:
+        """A suspect has new tokens: beyond where it broke something they speak for it."""
+        if self.length > self.broke_at:
+            self.failures = self.attempts = 0
+            if self.length > self.suspect_until:
+                self.rows_limit = None
+                self.shuns.clear()
+
+    def usage(self) -> Usage:
+        accepted_at = tuple(sum(self.runs[after:]) for after in range(1, len(self.runs)))
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=len(self.committed),
+            cached_tokens=self.cached_tokens,
+            steps=sum(self.runs),
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=sum(accepted_at),
+            accepted_at=accepted_at,
+            replicas=tuple(self.replicas),
+            recovered=self.recovered,
+        )
+
+
+Answer = tuple[Sequence, RowResult]
+"""A live row of a batch that was done, and what came back of it."""
+
+
+def move_all(
+    sequences: Iterable[Sequence], before: State, move: Move, batch_id: int | None
+) -> None:
+    """The same move of sequences that are all in one state, to a batch or from one; it costs less
+    than one by one."""
+    after = _AFTER[before, move]
+    for sequence in sequences:
+        assert sequence.state is before, f"{sequence.id}: '{move}' from '{sequence.state}'"
+        sequence.state = after
+        sequence.batch_id = batch_id
+
+
+def truncate(
+    tokens: tuple[int, ...], tokens_left: int, stop_token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Cuts new tokens after the first stop token, or after `tokens_left` of them.
+
+    A stop token that is also the last one allowed counts as STOP.
+    """
+    kept = tokens if len(tokens) <= tokens_left else tokens[: max(tokens_left, 0)]
+    if stop_token_ids:
+        for index, token in enumerate(kept):
+            if token in stop_token_ids:
+                return kept[: index + 1], FinishReason.STOP
+    if len(kept) == tokens_left:
+        return kept, FinishReason.LENGTH
+    return kept, None
+
+
+def finished_before_start(request: Request) -> FinishReason | None:
+    """Why a request that carries committed tokens needs no further step, if it does not."""
+    if request.committed and request.committed[-1] in request.stop_token_ids:
+        return FinishReason.STOP
+    if len(request.committed) >= request.max_new_tokens:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,147 @@
+"""Proves: the command starts fast, reads its inputs strictly and says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster.cli import generate as cli_generate
+from cluster.cli.generate import figures
+from cluster.cli.main import main
+from cluster.cli.serve import _shards
+from cluster.prompts import PromptsError, read_prompts
+from protos import lockstep_pb2 as pb
+
+RUN = CliRunner()
+NOWHERE = "localhost:1"
+
+
+def test_importing_the_command_imports_nothing_heavy() -> None:
+    heavy = ("ray", "torch", "grpc", "transformers", "pydantic")
+    code = f"import sys, cluster.cli; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "verify", "status", "demo", "bench", "plan", "simulate"]
+)
+def test_every_command_has_help(command: str) -> None:
+    result = RUN.invoke(main, [command, "--help"])
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("args", [["generate"], ["generate", "x", "--prompts", __file__]])
+def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
+    assert RUN.invoke(main, args).exit_code == 2
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
+    """What `lockstep generate` would have sent, in batch."""
+    requests: list[pb.GenerateRequest] = []
+
+    def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
+        requests.append(pb.GenerateRequest(prompt=prompt, **options))
+        return 0
+
+    monkeypatch.setattr(cli_generate, "one", one)
+    return requests
+
+
+@pytest.mark.parametrize("priority", ["high", "normal", "low"])
+def test_generate_sends_class_and_salt(priority: str, sent: list[pb.GenerateRequest]) -> None:
+    args = ["generate", "x", "--priority", priority, "--cache-salt", "mine"]
+    assert RUN.invoke(main, args).exit_code == 0
+    assert pb.Priority.Name(sent[0].priority) == f"PRIORITY_{priority.upper()}"
+    assert sent[0].cache_salt == "mine"
+
+
+def test_serve_names_a_wrong_setting(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("replica_count: 3\n")
+    result = RUN.invoke(main, ["serve", "--config", str(path)])
+    assert result.exit_code == 2
+    assert "replica_count" in result.output
+
+
+def test_no_server_is_an_error_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    for args in (["status"], ["generate", "x"], ["generate", "--prompts", str(path)]):
+        assert RUN.invoke(main, [*args, "--address", NOWHERE]).exit_code == 1
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a"}, {"turns": ["b", "c"], "category": "x"}, {"prompt": "d"}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    assert read_prompts(path) == ["a", "b", "d"]
+    assert read_prompts(path, 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85"])
+def test_only_the_end_of_a_line_ends_a_prompt(tmp_path: Path, inside: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    texts = [f"a{inside}b", "c"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    assert read_prompts(path) == texts
+
+
+def test_a_file_that_is_not_utf_8_is_named_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(PromptsError, match=r"latin\.jsonl:2: not UTF-8"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "no prompts"),
+        ('{"prompt": "a"}\n{', ":2: not JSON"),
+        ("[1]", ":1: expected an object"),
+        ('{"prompt": ""}', ":1: expected a text"),
+        ('{"turns": []}', ":1: expected a text"),
+        ('{"turns": [3]}', ":1: expected a text"),
+        ('{"prompt": "a"}\n{"prompt": "b\\ud800"}', r":2: \\ud800 is half a character"),
+    ],
+)
+def test_a_bad_prompt_file_names_the_line(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(PromptsError, match=named):
+        read_prompts(path)
+
+
+def test_the_line_of_figures() -> None:
+    end = pb.End(
+        usage=pb.Usage(completion_tokens=30),
+        speculation=pb.Speculation(steps=10, draft_tokens=40, accepted_tokens=20),
+    )
+    line = figures([end, end], total_s=2.0, first_s=0.05)
+    assert "60 tokens in 2.00 s (30.0 tokens/s)" in line
+    assert "first token after 50 ms" in line
+    assert "2.00 draft tokens accepted per step (50% of 80)" in line
+    assert figures([pb.End()], 1.0, 0.0)
+
+
+def test_status_names_a_shard_that_does_not_answer() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    answers = pb.ShardStatus(name="a", incarnation="x1", serving=3)
+    silent = pb.ShardStatus(name="b", silent=True)
+    console.print(_shards(pb.StatusResponse(shards=[answers, silent])))
+    lines = console.export_text().splitlines()
+    assert [" 3 " in line for line in lines if "a, x1" in line] == [True]
+    assert [(" b " in line, " 0 " in line) for line in lines if "does not answer" in line] == [
+        (True, False)
+    ]

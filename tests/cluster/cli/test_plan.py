@@ -1,0 +1,254 @@
+"""Proves: a plan reads no weights, is that of the replica which the same settings load, says what
+fits, and refuses with the least that would do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cluster import app
+from cluster.cli.main import main
+from cluster.cli.plan import planned_of, size
+from cluster.config import from_args, from_file
+from replicas import replica as replica_module
+from replicas.config import ReplicaConfig
+from replicas.memory import MemoryPlan, plan_memory
+from replicas.replica import Replica
+from tests.replicas.test_pair import WORDS, save_model
+
+RUN = CliRunner()
+
+
+FILE = """
+replica:
+  device: cpu
+  dtype: bfloat16
+  memory: 100MiB
+  deterministic: true
+  graphs: "on"
+  block_size: 8
+  context_len: 512
+  prefill_chunk_tokens: 96
+  calibrate: false
+scheduler: {rows_max: 4, draft_len_max: 5, prefill_rows_max: 3}
+"""
+SERVE_FILE = """
+applications:
+  - name: lockstep
+    import_path: cluster.app:build
+    args: {replicas: 3, kv_blocks: 100, batch_size: 2, device: cpu, replica: {calibrate: false}}
+"""
+MIB = 1 << 20
+
+
+def plan(*args: str, code: int = 0) -> Any:
+    return plan_of("--device", "cpu", *args, code=code)
+
+
+def plan_of(*args: str, code: int = 0) -> Any:
+    result = RUN.invoke(main, ["plan", "--json", *args])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "settings.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def made_by_a_replica(path: str, monkeypatch: pytest.MonkeyPatch) -> MemoryPlan:
+    """The plan of the replica that `serve --config` would start, when it has loaded."""
+    made: list[MemoryPlan] = []
+
+    def noting(*args: Any, **options: Any) -> MemoryPlan:
+        made.append(plan_memory(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(replica_module, "plan_memory", noting)
+    spec = Replica.load(app._replica_config(from_file(Path(path)))).spec
+    (one,) = made
+    assert spec.kv_blocks == one.kv_blocks
+    return one
+
+
+@pytest.mark.parametrize("text", [FILE, SERVE_FILE])
+def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, text)
+    planned, made = plan_of("--config", path), made_by_a_replica(path, monkeypatch)
+    assert planned["wanted"] == asdict(made.wanted)
+    assert planned["fits"] == asdict(made.work)
+    assert planned["kv"] == {
+        "blocks": made.kv_blocks,
+        "block_size": made.work.block_size,
+        "block_bytes": made.block_bytes,
+        "bytes": made.kv_bytes,
+    }
+    total = {"total": made.buffers.total}
+    assert planned["buffers_bytes"] == json.loads(json.dumps(asdict(made.buffers) | total))
+    assert (planned["total_bytes"], planned["least_bytes"]) == (made.total, made.least)
+    assert planned["budget_bytes"] == made.budget
+
+
+def test_a_file_says_what_no_option_does(tmp_path: Path) -> None:
+    planned = plan_of("--config", written(tmp_path, FILE))
+    assert (planned["dtype"], planned["deterministic"]) == ("bfloat16", True)
+    assert planned["budget_bytes"] == 100 * MIB
+    wanted = planned["wanted"]
+    assert (wanted["rows"], wanted["draft_len"], wanted["pass_tokens"]) == (4, 5, 3 * 96)
+    assert (wanted["block_size"], wanted["context_len"]) == (8, 512)
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, FILE)
+    options = ("--rows", "2", "--draft-len", "3", "--block-size", "16", "--no-deterministic")
+    more = ("--memory", "90MiB", "--context-len", "256", "--dtype", "float32")
+    planned = plan_of("--config", path, *options, *more)
+    wanted = planned["wanted"]
+    assert (wanted["rows"], wanted["draft_len"], wanted["block_size"]) == (2, 3, 16)
+    assert (planned["dtype"], planned["deterministic"]) == ("float32", False)
+    assert (planned["budget_bytes"], planned["context_len"]) == (90 * MIB, 256)
+    # What was not given stays the file's.
+    assert (planned["device"], wanted["pass_tokens"]) == ("cpu", 3 * 96)
+
+
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, "replica: {device: cpu, attention: flex}\n")
+    refused = RUN.invoke(main, ["plan", "--config", path, "--deterministic"])
+    assert refused.exit_code == 2
+    assert "deterministic output needs" in refused.output
+
+
+def test_options_win_over_the_batches_that_a_file_plans_for(tmp_path: Path) -> None:
+    path = written(tmp_path, "replica: {device: cpu, memory: 100MiB, plan_rows: 6}\n")
+    assert plan_of("--config", path)["wanted"]["rows"] == 6
+    assert plan_of("--config", path, "--rows", "3")["wanted"]["rows"] == 3
+
+
+def test_a_plan_says_whether_it_is_deterministic() -> None:
+    args = ("--dtype", "bfloat16", "--memory", "100MiB")
+    given, other = plan(*args, "--deterministic"), plan(*args)
+    assert (given["deterministic"], other["deterministic"]) == (True, False)
+    shown = RUN.invoke(main, ["plan", "--device", "cpu", *args, "--deterministic"])
+    assert "bfloat16 on cpu, deterministic" in shown.stdout
+
+
+def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one() -> None:
+    shared = from_args({"actors": {"replica_gpus": 0.5}})
+    assert planned_of(shared).gpu_share == 0.5
+    assert planned_of(from_args({"actors": {"replica_gpus": 1}})).gpu_share is None
+    said = from_args({"actors": {"replica_gpus": 0.5}, "replica": {"gpu_share": 0.3}})
+    assert planned_of(said).gpu_share == 0.3
+
+
+def test_a_plan_is_what_a_replica_of_the_demo_pair_loads() -> None:
+    planned = plan("--memory", "100MiB", "--draft-len", "3")
+    config = ReplicaConfig(device="cpu", memory="100MiB", plan_draft_len=3)
+    spec = Replica.load(config).spec
+    assert spec.kv_blocks == planned["kv"]["blocks"]
+    assert planned["total_bytes"] <= planned["budget_bytes"] == 100 * 1024 * 1024
+    parts = planned["kv"]["bytes"] + planned["buffers_bytes"]["total"]
+    assert planned["total_bytes"] == parts + sum(planned["weights_bytes"].values())
+    assert planned["sequences"]["1024"] == planned["kv"]["blocks"] // 64
+
+
+def test_a_pair_without_its_weights_can_be_planned(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+    for weights in (tmp_path / "t").glob("*.safetensors"):
+        weights.unlink()
+    planned = plan("--target", target, "--draft", "null", "--memory", "20 MB")
+    assert planned["weights_bytes"]["draft"] == 0
+    assert planned["fits"]["draft_len"] == 0
+
+
+def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
+    sizes = ("--target", "planted:qwen3-8b", "--draft", "planted:qwen3-0.6b")
+    args = ("--device", "cuda", "--dtype", "bfloat16", "--context-len", "8192")
+    planned = plan(*sizes, *args, "--memory", "24GiB")
+    assert planned["device"] == "cuda"
+    assert 8.1e9 < planned["weights_bytes"]["target"] / 2 < 8.3e9
+    assert planned["sequences"]["8192"] >= 2
+    short = plan(*sizes, *args, "--memory", "18GiB", code=1)
+    assert short["fits"] is None
+    assert plan(*sizes, *args, "--memory", str(short["least_bytes"]))["fits"]["rows"] >= 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_needs_its_memory_to_be_given(tmp_path: Path) -> None:
+    path = written(tmp_path, "replica: {device: cuda, dtype: bfloat16}\n")
+    for args in (["--device", "cuda"], ["--config", path]):
+        refused = RUN.invoke(main, ["plan", *args])
+        assert refused.exit_code == 2
+        assert "torch sees no GPU; --memory plans for one that is not here" in refused.stderr
+    assert plan_of("--config", path, "--memory", "1GiB")["device"] == "cuda"
+    kv_alone = written(tmp_path, "replica: {device: cuda, kv_memory_mb: 64}\n")
+    assert plan_of("--config", kv_alone)["budget_bytes"] is None
+
+
+def test_a_rank_has_its_part_of_the_target_and_of_the_kv_cache() -> None:
+    sizes = ("--target", "planted:qwen3-8b", "--draft", "null", "--memory", "24GiB")
+    args = ("--device", "cuda", "--dtype", "bfloat16", "--context-len", "8192")
+    whole = plan(*sizes, *args)
+    rank = plan(*sizes, *args, "--tensor-parallel", "4")
+    assert (whole["tensor_parallel"], rank["tensor_parallel"]) == (1, 4)
+    # The embedding is on every rank: 1.24 of its 16.4 GB.
+    parts = 4 * rank["weights_bytes"]["target"] - whole["weights_bytes"]["target"]
+    assert 3.6e9 < parts < 3.9e9
+    assert 4 * rank["kv"]["block_bytes"] == whole["kv"]["block_bytes"]
+    assert rank["sequences"]["8192"] > 8 * whole["sequences"]["8192"]
+    shown = RUN.invoke(main, ["plan", *sizes, *args, "--tensor-parallel", "4"])
+    assert "each of 4 ranks" in shown.stdout
+
+
+def test_a_target_that_so_many_ranks_cannot_share_is_refused() -> None:
+    refused = RUN.invoke(main, ["plan", "--device", "cpu", "--tensor-parallel", "5"])
+    assert refused.exit_code == 2
+    assert "tensor_parallel: num_attention_heads is" in refused.stderr
+
+
+def test_too_little_names_the_least_on_the_terminal_too() -> None:
+    result = RUN.invoke(main, ["plan", "--device", "cpu", "--memory", "30MiB"])
+    assert result.exit_code == 1
+    assert "30 MiB do not hold the weights (28 MiB)" in result.output
+    assert "MiB would, or a smaller context_len" in result.output
+
+
+def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
+    result = RUN.invoke(main, ["plan", "--device", "cpu", "--memory", "80MiB"])
+    assert result.exit_code == 0
+    assert "weights of the target" in result.output
+    assert "Wanted: 8 rows, draft length 8" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--memory", "much"], "replica.memory"),
+        (["--context-len", "4096"], "context_len: 4096 is over"),
+        (["--target", "/nowhere"], "/nowhere"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--rows", "5000"], "replica.plan_rows"),
+    ],
+)
+def test_a_wrong_option_is_named(args: list[str], named: str) -> None:
+    result = RUN.invoke(main, ["plan", "--device", "cpu", *args])
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_sizes_are_for_people() -> None:
+    assert [size(count) for count in (5, 2048, 3 << 20, 5 << 30)] == [
+        "5 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.00 GiB",
+    ]

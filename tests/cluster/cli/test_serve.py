@@ -1,0 +1,154 @@
+"""Proves: `serve` says that it serves with the first replica, and in one line why it does not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import app
+from cluster.cli import serve as cli_serve
+from cluster.config import from_args
+from cluster.serve_app import StartFailed
+
+LOOKS = 5
+
+
+class Cluster:
+    """A ClusterRun whose Serve says what it is told to say; it fails after five looks."""
+
+    updates = False
+    all_up = False
+    replicas_up = 1
+
+    def __init__(self, _config: object) -> None:
+        self.stopped: list[bool] = []
+
+    def deploy(self, join_ray: bool) -> None:
+        assert join_ray
+
+    def wait_until(self, done: Callable[[bool], bool], _sleep: object) -> None:
+        for _ in range(LOOKS):
+            if done(self.all_up):
+                return
+        raise StartFailed("not up within 3 s (actors.start_s); replica: 0 up (No GPU.)")
+
+    def stop(self, at_once: bool = False) -> None:
+        self.stopped.append(at_once)
+
+
+class Answers:
+    """A Client of a server that is ready, or not."""
+
+    ready_now = True
+
+    def __init__(self, _address: str) -> None: ...
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def ready(self) -> bool:
+        return self.ready_now
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Cluster]]:
+    """Runs `serve`, which is told to stop as soon as it serves."""
+
+    def run(settings: dict[str, Any], **said: Any) -> tuple[int, Cluster]:
+        cluster = Cluster(None)
+        for name, value in said.items():
+            if name != "ready":
+                setattr(cluster, name, value)
+        monkeypatch.setattr(Answers, "ready_now", said.get("ready", True))
+        monkeypatch.setattr(app, "ClusterRun", lambda _config: cluster)
+        return cli_serve.serve_until_signal(from_args(settings)), cluster
+
+    handlers: dict[int, Any] = {}
+
+    class Console:
+        def __init__(self, **_options: object) -> None: ...
+
+        def print(self, text: str, **_options: object) -> None:
+            print(text)
+            if "Ctrl-C stops it" in text:
+                handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    monkeypatch.setattr(cli_serve, "Console", Console)
+    monkeypatch.setattr(cli_serve, "Client", Answers)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    return run
+
+
+Serve = Callable[..., tuple[int, Cluster]]
+ZERO = {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "up", "said"),
+    [
+        ({"replicas": 2}, 1, "on 1 of 2 replica(s):"),
+        ({"replicas": 2}, 2, "on 2 replica(s):"),
+        # Serve learns of a replica a moment after the pool.
+        ({}, 0, "on 1 replica(s):"),
+        ({"autoscaling": {"max_replicas": 2}}, 1, "on 1 to 2 replica(s):"),
+    ],
+)
+def test_it_serves_with_the_first_replica_and_says_how_many_there_are(
+    settings: dict[str, Any], up: int, said: str, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, cluster = serve(settings, replicas_up=up)
+    assert said in capsys.readouterr().out
+    assert (status, cluster.stopped) == (0, [False])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, {"ready": False}),
+        # Serve believes in a replica that the pool does not have.
+        ({}, {"ready": False, "all_up": True}),
+        (ZERO, {"ready": False}),
+    ],
+)
+def test_what_does_not_start_is_one_line_and_an_exit_status(
+    settings: dict[str, Any],
+    said: dict[str, Any],
+    serve: Serve,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, cluster = serve(settings, **said)
+    line = "not up within 3 s (actors.start_s); replica: 0 up (No GPU.)"
+    assert capsys.readouterr().out == f"Lockstep did not start: {line}\n"
+    assert (status, cluster.stopped) == (1, [True])
+
+
+def test_an_update_that_fails_deletes_nothing(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nothing is ready at this moment: requests may wait for the first replica."""
+    status, cluster = serve({}, updates=True, ready=False)
+    said = capsys.readouterr().out
+    assert said.startswith("The update failed, and what there is stays: not up within 3 s")
+    assert (status, cluster.stopped) == (1, [])
+
+
+def test_an_update_that_does_not_come_to_its_end_leaves_in_place_what_serves(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, cluster = serve({}, updates=True)
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == (
+        "The update is not complete: not up within 3 s (actors.start_s); replica: 0 up (No GPU.)"
+    )
+    assert second.startswith("Lockstep serves")
+    assert (status, cluster.stopped) == (0, [False])
+
+
+def test_with_no_replica_to_wait_for_it_serves_when_the_ingress_is_up(serve: Serve) -> None:
+    status, _ = serve(ZERO, ready=False, all_up=True)
+    assert status == 0

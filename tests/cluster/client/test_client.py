@@ -1,0 +1,396 @@
+"""Proves: however often a stream breaks and wherever, the caller sees one stream without a gap, a
+repeated token or a repeated character; what speaks of the request itself is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from grpc import StatusCode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy
+from cluster.client.channel import OPTIONS
+from protos import lockstep_pb2 as pb
+from protos import lockstep_pb2_grpc
+from tests.cluster.fakes import SAMPLES, perfect, tokenizer
+from tests.cluster.scripted import (
+    ACTOR_DIED,
+    BREAKS,
+    PROMPT,
+    PROMPT_IDS,
+    QUICK,
+    Running,
+    Script,
+    Server,
+    chunks_of,
+    joined,
+    run_server,
+)
+
+FINAL = [
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.UNAUTHENTICATED,
+    StatusCode.PERMISSION_DENIED,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.ALREADY_EXISTS,
+    StatusCode.UNIMPLEMENTED,
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _patient_channels() -> Iterator[None]:
+    """A connection that takes a second is no break of the server's."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Which is also for how long gRPC tries to connect.
+        patient = dict(OPTIONS) | {"grpc.min_reconnect_backoff_ms": 60_000}
+        patch.setattr("cluster.client.client.OPTIONS", tuple(patient.items()))
+        yield
+
+
+first = pytest.fixture(run_server, scope="module", name="first")
+second = pytest.fixture(run_server, scope="module", name="second")
+
+
+def read(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
+    return list(client.stream(request))
+
+
+def read_async(address: str, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
+    async def test() -> list[pb.GenerateChunk]:
+        async with AsyncClient(address, retry=QUICK) as client, asyncio.timeout(100):
+            return [chunk async for chunk in client.stream(request)]
+
+    return asyncio.run(test())
+
+
+# --------------------------------------------------------------------------- streams
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Script, pb.GenerateRequest]:
+    """Texts with characters of one to four tokens, stop strings that come, and that only begin."""
+    alphabet = st.sampled_from(sorted(set("".join(SAMPLES))))
+    text = draw(st.text(alphabet, min_size=1, max_size=40))
+    tokens = tokenizer().encode(text).ids
+    if draw(st.booleans()):
+        # Ends within a character, or has bytes that are no character at all.
+        tokens = tokens[: draw(st.integers(1, len(tokens)))] + draw(
+            st.lists(st.integers(2, 257), max_size=4)
+        )
+    at = draw(st.integers(0, len(text) - 1))
+    stop = text[at : at + draw(st.integers(1, 5))]
+    stops = draw(st.sampled_from([[], [stop], [stop + "never"], [stop + "never", stop[-1] + "!"]]))
+    cut = st.tuples(st.integers(0, 6), st.sampled_from(BREAKS)).map(
+        lambda made: (made[0], *made[1])
+    )
+    script = Script(
+        tokens=tokens,
+        sizes=draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)),
+        cuts=list(draw(st.lists(cut, max_size=6))),
+        silent=draw(st.booleans()),
+        refuses=draw(st.booleans()),
+    )
+    request = pb.GenerateRequest(
+        prompt=PROMPT,
+        stop=stops,
+        temperature=draw(st.sampled_from([0.0, 0.7])),
+        request_id=draw(st.sampled_from(["", "mine"])),
+        timeout_s=100.0,
+    )
+    return script, request
+
+
+@settings(max_examples=150)
+@given(world=worlds())
+def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
+    first: Running, world: tuple[Script, pb.GenerateRequest]
+) -> None:
+    script, request = world
+    whole = joined(list(chunks_of(script, request)))
+    fruitful = fruitful_breaks(script, request)
+    first.server.script = script
+    with Client(first.address, retry=QUICK) as client:
+        chunks = read(client, request)
+    assert joined(chunks) == whole
+    assert client.retries == len(script.asked) - 1
+    assert all(chunk.text or chunk.token_ids or chunk.HasField("end") for chunk in chunks)
+    assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    end = chunks[-1].end
+    assert end.usage.completion_tokens == len(whole[1])
+    assert end.recovered == 1 + fruitful
+    assert [chunk.request_id for chunk in chunks] == [request.request_id] + [""] * (len(chunks) - 1)
+    sampled = request.temperature > 0
+    assert [chunk.HasField("seed") for chunk in chunks] == [sampled] + [False] * (len(chunks) - 1)
+    for earlier, later in itertools.pairwise(script.asked):
+        assert later.timeout_s < earlier.timeout_s <= request.timeout_s
+        if sampled and later.committed_token_ids:
+            assert later.seed == 77
+    for asked in [*script.asked, request]:
+        for name in ("committed_token_ids", "timeout_s", "seed"):
+            asked.ClearField(name)
+    assert all(asked == request for asked in script.asked)
+
+
+def fruitful_breaks(script: Script, request: pb.GenerateRequest) -> int:
+    """How often the script breaks a stream that has brought tokens."""
+    breaks, have = 0, 0
+    asked = pb.GenerateRequest()
+    for at, *_ in (cut for cut in script.cuts if cut is not None):
+        asked.CopyFrom(request)
+        asked.committed_token_ids.extend(script.tokens[:have])
+        chunks = list(chunks_of(script, asked))
+        if at >= len(chunks):
+            break
+        came = sum(len(chunk.token_ids) for chunk in chunks[:at])
+        breaks += came > 0
+        have += came
+    return breaks
+
+
+@settings(max_examples=25)
+@given(world=worlds())
+def test_the_asynchronous_client_reads_the_same(
+    first: Running, world: tuple[Script, pb.GenerateRequest]
+) -> None:
+    script, request = world
+    whole = joined(list(chunks_of(script, request)))
+    first.server.script = script
+    assert joined(read_async(first.address, request)) == whole
+
+
+def test_the_next_address_continues_what_the_first_began(first: Running, second: Running) -> None:
+    tokens = perfect(PROMPT_IDS, 20)
+    first.server.script = Script(tokens, cuts=[(2, *BREAKS[0])])
+    second.server.script = Script(tokens)
+    request = pb.GenerateRequest(prompt=PROMPT, temperature=1.0)
+    with Client([first.address, second.address], retry=QUICK) as client:
+        chunks = read(client, request)
+    assert joined(chunks)[1] == tokens
+    (asked,) = second.server.script.asked
+    assert list(asked.committed_token_ids) == tokens[:6]
+    assert asked.seed == chunks[0].seed == 77
+
+
+def test_an_address_where_nobody_listens_costs_one_attempt(first: Running) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 5))
+    with Client(["127.0.0.1:1", first.address], retry=QUICK) as client:
+        for _ in range(2):
+            assert client.generate(pb.GenerateRequest(prompt=PROMPT)).token_ids
+        assert client._lanes.current is client._lanes._lanes[1]
+
+
+def test_tokens_that_the_caller_had_are_continued_too(first: Running) -> None:
+    tokens = perfect(PROMPT_IDS, 20)
+    first.server.script = Script(tokens, cuts=[(1, *BREAKS[2]), (1, *BREAKS[0])])
+    request = pb.GenerateRequest(prompt=PROMPT, committed_token_ids=tokens[:4])
+    with Client(first.address, retry=QUICK) as client:
+        assert joined(read(client, request))[1] == tokens[4:]
+    assert list(request.committed_token_ids) == tokens[:4]
+
+
+# --------------------------------------------------------------------------- what is final
+
+
+@pytest.mark.parametrize("code", FINAL, ids=lambda code: code.name)
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_status_that_speaks_of_the_request_is_final(
+    first: Running, code: StatusCode, at: int
+) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 20), cuts=[(at, code, "a reason")] * 2)
+    seen: list[pb.GenerateChunk] = []
+    with Client(first.address, retry=QUICK) as client:
+        with pytest.raises(grpc.RpcError) as caught:
+            seen.extend(client.stream(pb.GenerateRequest(prompt=PROMPT)))
+        with pytest.raises(grpc.RpcError) as unary:
+            client.generate(pb.GenerateRequest(prompt=PROMPT))
+    for error in (caught.value, unary.value):
+        assert (error.code(), error.details()) == (code, "a reason")
+    assert len(first.server.script.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "status", [(StatusCode.INTERNAL, ACTOR_DIED), (StatusCode.UNAVAILABLE, "anything")]
+)
+def test_a_failure_that_the_server_ended_itself_is_final(
+    first: Running, status: tuple[StatusCode, str]
+) -> None:
+    tokens = perfect(PROMPT_IDS, 8)
+    script = Script(tokens, reason=pb.FINISH_REASON_FAILED, status_at_end=status)
+    first.server.script = script
+    seen: list[pb.GenerateChunk] = []
+
+    def take(client: Client) -> None:
+        for chunk in client.stream(pb.GenerateRequest(prompt=PROMPT)):
+            seen.append(chunk)
+
+    with Client(first.address, retry=QUICK) as client, pytest.raises(grpc.RpcError) as caught:
+        take(client)
+    assert caught.value.code() is status[0]
+    assert joined(seen)[1] == tokens
+    assert seen[-1].end.finish_reason == pb.FINISH_REASON_FAILED
+    assert len(script.asked) == 1
+
+
+def test_a_connection_that_breaks_behind_the_last_chunk_does_not_matter(first: Running) -> None:
+    tokens = perfect(PROMPT_IDS, 8)
+    first.server.script = Script(tokens, status_at_end=BREAKS[0])
+    with Client(first.address, retry=QUICK) as client:
+        assert joined(read(client, pb.GenerateRequest(prompt=PROMPT)))[1] == tokens
+    assert len(first.server.script.asked) == 1
+
+
+def test_a_unary_failure_in_the_servers_own_words_is_final(first: Running) -> None:
+    said = (0, StatusCode.INTERNAL, "the request could not be finished")
+    first.server.script = Script(perfect(PROMPT_IDS, 5), cuts=[said])
+    with Client(first.address, retry=QUICK) as client, pytest.raises(grpc.RpcError):
+        client.generate(pb.GenerateRequest(prompt=PROMPT))
+    assert len(first.server.script.asked) == 1
+
+
+# --------------------------------------------------------------------------- unary calls
+
+
+def test_a_unary_call_is_repeated_with_one_seed(first: Running) -> None:
+    cuts = [(0, *BREAKS[0]), (0, *BREAKS[2])]
+    for temperature in (0.0, 0.5):
+        first.server.script = Script(perfect(PROMPT_IDS, 9), cuts=list(cuts))
+        request = pb.GenerateRequest(prompt=PROMPT, temperature=temperature, timeout_s=50)
+        with Client(first.address, retry=QUICK) as client:
+            answer = client.generate(request)
+        asked = first.server.script.asked
+        assert list(answer.token_ids) == perfect(PROMPT_IDS, 9)
+        assert len(asked) == 3
+        assert len({one.seed for one in asked}) == 1
+        assert all(one.HasField("seed") == (temperature > 0) for one in asked)
+        assert asked[0].timeout_s == 50 > asked[1].timeout_s > asked[2].timeout_s
+
+
+def test_a_seed_that_only_the_caller_can_know_is_not_made_up(first: Running) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 9))
+    request = pb.GenerateRequest(
+        prompt=PROMPT, temperature=1, committed_token_ids=perfect(PROMPT_IDS, 2)
+    )
+    with Client(first.address, retry=QUICK) as client:
+        client.generate(request)
+    assert not first.server.script.asked[0].HasField("seed")
+
+
+def test_two_calls_without_a_seed_get_different_ones(first: Running) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 5))
+    with Client(first.address, retry=QUICK) as client:
+        for _ in range(2):
+            client.generate(pb.GenerateRequest(prompt=PROMPT, temperature=1.0))
+    one, other = first.server.script.asked
+    assert one.seed != other.seed
+
+
+def test_the_request_of_the_caller_is_left_as_it_is(first: Running) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 9), cuts=[(1, *BREAKS[0])] * 2)
+    request = pb.GenerateRequest(prompt=PROMPT, temperature=1.0, timeout_s=5.0)
+    before = request.SerializeToString(deterministic=True)
+    with Client(first.address, retry=QUICK) as client:
+        client.generate(request)
+        read(client, request)
+    assert request.SerializeToString(deterministic=True) == before
+
+
+# --------------------------------------------------------------------------- bounds
+
+
+def test_overload_ends_when_the_server_has_room(first: Running) -> None:
+    full = (0, StatusCode.RESOURCE_EXHAUSTED, "the waiting queue is full")
+    first.server.script = Script(
+        perfect(PROMPT_IDS, 5), cuts=[full], trailing=(("retry-after", "0.3"),)
+    )
+    policy = RetryPolicy(backoff_s=0.001, overloaded=True)
+    started_s = time.monotonic()
+    with Client(first.address, retry=policy) as client:
+        assert client.generate(pb.GenerateRequest(prompt=PROMPT)).token_ids
+    assert time.monotonic() - started_s >= 0.3
+
+
+def test_the_callers_timeout_bounds_all_attempts(first: Running) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 5), cuts=[(0, *BREAKS[0])] * 1000)
+    policy = RetryPolicy(attempts_max=10_000, backoff_s=0.02, backoff_s_max=0.02)
+    calls: list[Callable[[Client], object]] = [
+        lambda client: client.generate(pb.GenerateRequest(prompt=PROMPT), timeout_s=0.4),
+        lambda client: list(client.stream(pb.GenerateRequest(prompt=PROMPT), timeout_s=0.4)),
+        lambda client: read(client, pb.GenerateRequest(prompt=PROMPT, timeout_s=0.4)),
+    ]
+    for call in calls:
+        started_s = time.monotonic()
+        with Client(first.address, retry=policy) as client, pytest.raises(grpc.RpcError) as caught:
+            call(client)
+        assert caught.value.code() in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED)
+        assert time.monotonic() - started_s < 60.0
+    assert first.server.script.cuts, "it gave up before the script did"
+
+
+def test_without_retry_the_first_break_is_the_callers(first: Running) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 9), cuts=[(1, *BREAKS[2])] * 2)
+    with Client(first.address, retry=NO_RETRY) as client:
+        for call in (client.generate, lambda request: read(client, request)):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(pb.GenerateRequest(prompt=PROMPT))
+            assert caught.value.code() is StatusCode.INTERNAL
+
+
+def test_a_bad_time_limit_reaches_the_server_as_it_is(first: Running) -> None:
+    for timeout_s in (0.0, -1.0, 1e12):
+        first.server.script = Script(perfect(PROMPT_IDS, 5))
+        with Client(first.address, retry=QUICK) as client:
+            client.generate(pb.GenerateRequest(prompt=PROMPT, timeout_s=timeout_s))
+            read(client, pb.GenerateRequest(prompt=PROMPT, timeout_s=timeout_s))
+        assert [asked.timeout_s for asked in first.server.script.asked] == [timeout_s] * 2
+
+
+# --------------------------------------------------------------------------- the rest
+
+
+def test_the_key_goes_with_every_call(first: Running) -> None:
+    first.server.script = Script(perfect(PROMPT_IDS, 5), cuts=[(1, *BREAKS[0])])
+    with Client(first.address, api_key="secret", retry=QUICK) as client:
+        read(client, pb.GenerateRequest(prompt=PROMPT))
+        client.generate(pb.GenerateRequest(prompt=PROMPT))
+    seen = first.server.script.metadata
+    assert len(seen) == 3
+    assert all(metadata["authorization"] == "Bearer secret" for metadata in seen)
+
+
+def test_closing_a_stream_cancels_it_and_asks_nothing_more(first: Running) -> None:
+    gone = threading.Event()
+
+    class Endless(Server):
+        def GenerateStream(
+            self, request: pb.GenerateRequest, context: grpc.ServicerContext
+        ) -> Iterator[pb.GenerateChunk]:
+            self.script.asked.append(request)
+            context.add_callback(gone.set)
+            while not gone.is_set():
+                yield pb.GenerateChunk(token_ids=[5])
+                time.sleep(0.005)
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    servicer = Endless()
+    lockstep_pb2_grpc.add_LockstepServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(f"127.0.0.1:{port}", retry=QUICK) as client:
+            streaming = client.stream(pb.GenerateRequest(prompt=PROMPT))
+            next(streaming)
+            streaming.close()  # type: ignore[attr-defined]
+            assert gone.wait(60)
+        assert len(servicer.script.asked) == 1
+    finally:
+        server.stop(None)

@@ -1,0 +1,239 @@
+"""Proves: every call gives up within its bounds, and only what may be asked again is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+
+import grpc
+import pytest
+from grpc import StatusCode
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cluster.client import RetryPolicy
+from cluster.client.channel import Lanes
+from cluster.client.retry import (
+    Attempts,
+    StreamBroken,
+    broke,
+    retry_after_s,
+)
+from protos import lockstep_pb2 as pb
+from tests.cluster.scripted import ACTOR_DIED, BREAKS
+
+
+def error_of(
+    code: StatusCode, trailing: tuple[tuple[str, str], ...] = (), details: str = ""
+) -> grpc.RpcError:
+    class Made(StreamBroken):
+        def code(self) -> StatusCode:
+            return code
+
+        def details(self) -> str:
+            return details
+
+        def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+            return trailing
+
+    return Made()
+
+
+LOST = error_of(StatusCode.UNAVAILABLE)
+
+
+@given(
+    draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=100),
+    backoff_s=st.floats(0, 1),
+    longest_s=st.floats(0, 4),
+    attempts_max=st.integers(1, 40),
+    give_up_s=st.floats(0, 100),
+    deadline_s=st.none() | st.floats(0.1, 100),
+)
+def test_every_call_gives_up_within_its_bounds(
+    draws: list[float],
+    backoff_s: float,
+    longest_s: float,
+    attempts_max: int,
+    give_up_s: float,
+    deadline_s: float | None,
+) -> None:
+    policy = RetryPolicy(
+        attempts_max=attempts_max,
+        give_up_s=give_up_s,
+        backoff_s=backoff_s,
+        backoff_s_max=longest_s,
+    )
+    luck = itertools.cycle(draws)
+    attempts = Attempts(policy, 50.0, (deadline_s, None), lambda: next(luck))
+    now_s, failures = 50.0, 0
+    while (pause_s := attempts.pause_s(LOST, now_s, streaming=True, reached=True)) is not None:
+        failures += 1
+        assert 0 <= pause_s <= longest_s
+        now_s += pause_s
+        assert now_s <= 50.0 + give_up_s
+        assert deadline_s is None or now_s < 50.0 + deadline_s
+    assert failures < attempts_max
+
+
+def test_progress_starts_the_count_of_failures_anew() -> None:
+    attempts = Attempts(RetryPolicy(attempts_max=2, backoff_s=0.0), 0.0)
+    for now_s in range(0, 1000, 100):
+        assert attempts.pause_s(LOST, now_s, streaming=True, reached=True) is not None
+        attempts.progress()
+    assert attempts.pause_s(LOST, 1000, streaming=True, reached=True) is not None
+    assert attempts.pause_s(LOST, 1000, streaming=True, reached=True) is None
+
+
+def test_a_server_that_never_answered_is_given_up_sooner() -> None:
+    for reached, patient in ((True, True), (False, False)):
+        attempts = Attempts(RetryPolicy(give_up_s=60, reach_s=2), 0.0)
+        now_s = 0.0
+        while now_s < 30.0:
+            if (pause_s := attempts.pause_s(LOST, now_s, streaming=False, reached=reached)) is None:
+                break
+            now_s += pause_s + 0.5
+        assert (now_s >= 30.0) == patient
+        assert patient or now_s <= 4.5
+
+
+def test_time_in_which_a_call_is_served_is_no_time_of_failing() -> None:
+    """A unary call brings nothing before its end: minutes of it do not use up its patience."""
+    attempts = Attempts(RetryPolicy(give_up_s=60), 0.0)
+    for now_s in (200.0, 300.0, 450.0):
+        assert attempts.served(now_s)
+        assert attempts.pause_s(LOST, now_s, streaming=False, reached=True) is not None
+
+
+@given(lasted_s=st.floats(0, 59.9), draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1))
+@example(lasted_s=59.9, draws=[0.0])
+def test_attempts_in_a_row_that_fail_slowly_use_up_its_patience(
+    lasted_s: float, draws: list[float]
+) -> None:
+    """All of them shorter than it: a longer one was served, which is no failing."""
+    policy = RetryPolicy(give_up_s=60)
+    luck = itertools.cycle(draws)
+    attempts = Attempts(policy, 0.0, (), lambda: next(luck))
+    now_s = lasted_s
+    while (pause_s := attempts.pause_s(LOST, now_s, streaming=False, reached=True)) is not None:
+        now_s += pause_s + lasted_s
+    # It fails first after one attempt, and the last attempt begins within patience.
+    assert now_s <= 2 * lasted_s + policy.give_up_s
+
+
+@pytest.mark.parametrize(
+    ("code", "lasted_s", "reached"),
+    [
+        (StatusCode.UNAVAILABLE, 1.0, False),
+        (StatusCode.UNAVAILABLE, 30.0, True),
+        (StatusCode.NOT_FOUND, 0.0, True),
+        (StatusCode.DEADLINE_EXCEEDED, 0.5, False),
+        (StatusCode.RESOURCE_EXHAUSTED, 0.5, False),
+    ],
+)
+def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
+    code: StatusCode, lasted_s: float, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.chain([0.0], itertools.repeat(lasted_s))
+    monkeypatch.setattr("cluster.client.channel.time.monotonic", lambda: next(clock))
+    lanes = Lanes(grpc.insecure_channel, "localhost:1", None, RetryPolicy())
+    attempts = lanes.attempts(pb.GenerateRequest(prompt="x"), None)
+    with contextlib.suppress(grpc.RpcError):
+        lanes.pause_s(lanes.current, attempts, error_of(code), streaming=False)
+    assert lanes.reached == reached
+
+
+def test_overload_is_asked_again_only_by_batch_and_not_before_its_time() -> None:
+    full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
+    assert Attempts(RetryPolicy(), 0.0).pause_s(full, 0.0, streaming=True, reached=True) is None
+    patient = RetryPolicy(overloaded=True, backoff_s=0.1)
+    pause_s = Attempts(patient, 0.0).pause_s(full, 0.0, streaming=True, reached=True)
+    assert pause_s is not None
+    assert 3.5 < pause_s <= 3.6
+    bounded = Attempts(patient, 0.0, (3.0,))
+    assert bounded.pause_s(full, 0.0, streaming=True, reached=True) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("2", 2.0), ("0.25", 0.25), ("-1", 0.0), ("soon", None), ("", None)]
+)
+def test_retry_after_is_read_with_care(value: str, seconds: float | None) -> None:
+    assert retry_after_s(error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", value),))) == (
+        seconds
+    )
+    assert retry_after_s(LOST) is None
+
+
+@pytest.mark.parametrize("code", [code for code, _ in BREAKS if code is not StatusCode.UNAVAILABLE])
+def test_a_unary_call_trusts_words_where_a_stream_trusts_the_missing_end(code: StatusCode) -> None:
+    bare = error_of(code, details="division by zero")
+    assert broke(bare, streaming=True) == (code is not StatusCode.UNKNOWN)
+    assert broke(bare, streaming=False) == (code is StatusCode.NOT_FOUND)
+    assert broke(error_of(code, details=ACTOR_DIED), streaming=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"attempts_max": 0}, {"give_up_s": -1}, {"backoff_s": float("nan")}, {"backoff_s_max": -0.1}],
+)
+def test_a_policy_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RetryPolicy(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [StatusCode.INTERNAL, StatusCode.UNKNOWN])
+def test_a_terminator_that_refuses_the_call_is_not_asked_again(code: StatusCode) -> None:
+    said = error_of(code, details="Received http2 header with status: 400")
+    assert not broke(said, streaming=True)
+    assert not broke(said, streaming=False)
+
+
+@pytest.mark.parametrize(
+    ("begun_s", "error", "says"),
+    [
+        (-61.0, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
+        (-61.0, LOST, StatusCode.DEADLINE_EXCEEDED),
+        # Some time is left, but not enough.
+        (-59.995, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
+        (-59.995, LOST, StatusCode.DEADLINE_EXCEEDED),
+        # What the server says of the request itself stays as it is.
+        (-61.0, error_of(StatusCode.INVALID_ARGUMENT), StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
+    begun_s: float, error: grpc.RpcError, says: StatusCode
+) -> None:
+    policy = RetryPolicy(backoff_s=100.0, backoff_s_max=100.0)
+    lanes = Lanes(grpc.insecure_channel, "localhost:1", None, policy)
+    attempts = Attempts(policy, time.monotonic() + begun_s, (60.0,))
+    with pytest.raises(grpc.RpcError) as raised:
+        lanes.pause_s(lanes.current, attempts, error, streaming=False)
+    assert raised.value.code() is says
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.999])
+def test_a_call_uses_its_own_time_to_its_end(draw: float) -> None:
+    """A break shortly before the deadline is a deadline that passed, not a failed call."""
+    policy = RetryPolicy(backoff_s=2.0)
+    for broken_s in (0.0, 3.1, 4.9, 4.98):
+        attempts = Attempts(policy, 0.0, (5.0,), lambda: draw)
+        now_s = broken_s
+        for _ in range(policy.attempts_max - 1):
+            pause_s = attempts.pause_s(LOST, now_s, streaming=True, reached=True)
+            if pause_s is None:
+                break
+            now_s += pause_s
+        assert attempts.is_over(now_s)
+        assert 4.99 <= now_s < 5.0
+
+
+def test_a_servers_own_pause_is_not_cut_short() -> None:
+    full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
+    patient = RetryPolicy(overloaded=True, backoff_s=1.0)
+    in_time = Attempts(patient, 0.0, (5.0,)).pause_s(full, 0.0, streaming=True, reached=True)
+    assert in_time is not None
+    assert 3.5 < in_time < 5.0
+    late = Attempts(patient, 0.0, (5.0,))
+    assert late.pause_s(full, 1.6, streaming=True, reached=True) is None
+    assert not late.is_over(1.6)

@@ -1,0 +1,324 @@
+"""Proves: who may come in, with what priority, and that each key's limits hold to the token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import AuthConfig, IngressConfig
+from cluster.frontend.admission.control import (
+    Admission,
+    Caller,
+    Door,
+    NotAllowed,
+    Unauthenticated,
+    is_loopback,
+)
+from cluster.frontend.admission.keys import add, remove
+from cluster.frontend.calls import caller_of, caller_of_http
+from cluster.frontend.wire import priority_of
+from protos import lockstep_pb2 as pb
+from scheduler.errors import Overloaded
+from scheduler.messages import Priority
+from tests.cluster.frontend.test_ingress import Context
+
+HOME = Caller(address="127.0.0.1")
+AWAY = Caller(address="192.0.2.7")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Keyed:
+    """A door with keys, and callers that hold them."""
+
+    def __init__(self, folder: Path, number: int = 1) -> None:
+        self.path = folder / "keys.yaml"
+        self.clock = Clock()
+        self._keys: dict[str, str] = {}
+        self._number = number
+
+    def key(self, name: str, priority_max: str = "normal", **limits: int | None) -> None:
+        self._keys[name] = add(self.path, name, priority_max, **limits)
+
+    def door(self) -> Door:
+        ingress = IngressConfig(number=self._number)
+        return Door(AuthConfig(keys_file=str(self.path)), ingress, self.clock)
+
+    def caller(self, name: str, address: str = "192.0.2.7") -> Caller:
+        return Caller((f"Bearer {self._keys[name]}",), address)
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Keyed:
+    return Keyed(tmp_path)
+
+
+def open_door(requests_max: int = 3, allow_anyone: bool = False) -> Door:
+    ingress = IngressConfig(requests_per_client_max=requests_max)
+    return Door(AuthConfig(allow_anyone=allow_anyone), ingress)
+
+
+# --------------------------------------------------------------------------- who
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:192.0.2.7", False),
+        ("192.0.2.7", False),
+        ("10.0.0.1", False),
+        ("0.0.0.0", False),
+        ("fe80::1%eth0", False),
+        ("localhost", False),
+        ("unix", False),
+        ("", False),
+    ],
+)
+def test_only_an_address_that_is_surely_this_machine_is_loopback(
+    address: str, loopback: bool
+) -> None:
+    assert is_loopback(address) is loopback
+    assert Caller(address=address).on_loopback is loopback
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:127.0.0.1:5000", "127.0.0.1"),
+        ("ipv4:192.0.2.7:1", "192.0.2.7"),
+        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("ipv6:[::1]:5000", "::1"),
+        ("ipv6:%5B2001:db8::7%5D:5000", "2001:db8::7"),
+        ("unix:/tmp/socket", ""),
+        ("unix:127.0.0.1:80", ""),
+        ("", ""),
+        ("ipv4:", ""),
+    ],
+)
+def test_the_address_is_read_from_what_grpc_says_of_its_peer(peer: str, address: str) -> None:
+    assert caller_of(Context(peer=peer)).address == address
+
+
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
+def test_a_peer_that_speaks_for_others_is_not_this_machine(header: str) -> None:
+    caller = caller_of_http([(header, "127.0.0.1")], "127.0.0.1")
+    assert not caller.on_loopback
+    with pytest.raises(Unauthenticated):
+        open_door().check(caller)
+
+
+def test_without_keys_this_machine_is_served_and_no_other() -> None:
+    open_door().check(HOME)
+    with pytest.raises(Unauthenticated, match="lockstep keys add"):
+        open_door().check(AWAY)
+    with pytest.raises(Unauthenticated):
+        open_door().check(Caller())
+
+
+def test_anyone_is_served_where_the_settings_say_so_in_words() -> None:
+    open_door(allow_anyone=True).check(AWAY)
+
+
+def test_with_keys_this_machine_needs_one_too(keyed: Keyed) -> None:
+    keyed.key("alice")
+    door = keyed.door()
+    with pytest.raises(Unauthenticated, match="authorization"):
+        door.check(HOME)
+    entry = door.check(keyed.caller("alice"))
+    assert entry is not None
+    assert entry.name == "alice"
+
+
+def test_only_one_header_of_the_right_form_opens(keyed: Keyed) -> None:
+    keyed.key("alice")
+    (good,) = keyed.caller("alice").authorization
+    key = good.removeprefix("Bearer ")
+    door = keyed.door()
+    for right in (good, f"bearer {key}", f"BEARER {key}", f"Bearer  {key} "):
+        door.check(Caller((right,), "192.0.2.7"))
+    for wrong in (key, f"Basic {key}", f"Bearer{key}", "Bearer", "Bearer ", "", f"Bearer x{key}"):
+        with pytest.raises(Unauthenticated):
+            door.check(Caller((wrong,), "192.0.2.7"))
+    for several in ((good, good), ("Bearer x", good), ()):
+        with pytest.raises(Unauthenticated):
+            door.check(Caller(several, "192.0.2.7"))
+
+
+def test_a_key_that_is_taken_away_opens_no_more(keyed: Keyed) -> None:
+    keyed.key("alice")
+    door = keyed.door()
+    running = door.admit(keyed.caller("alice"))
+    remove(keyed.path, "alice")
+    keyed.clock.now_s += 1.0
+    with pytest.raises(Unauthenticated):
+        door.admit(keyed.caller("alice"))
+    running.close()
+
+
+# --------------------------------------------------------------------------- what
+
+
+@pytest.mark.parametrize("most", list(Priority))
+def test_a_priority_above_the_keys_is_refused_by_name(keyed: Keyed, most: Priority) -> None:
+    keyed.key("alice", most.name.lower())
+    admission = keyed.door().admit(keyed.caller("alice"))
+    assert admission.tenant == "alice"
+    for asked in Priority:
+        if asked >= most:
+            assert admission.priority(asked) is asked
+        else:
+            with pytest.raises(NotAllowed, match=r"^priority: "):
+                admission.priority(asked)
+
+
+@pytest.mark.parametrize("most", list(Priority))
+def test_who_names_no_priority_is_never_refused_for_it(keyed: Keyed, most: Priority) -> None:
+    keyed.key("alice", most.name.lower())
+    admission = keyed.door().admit(keyed.caller("alice"))
+    expected = Priority.LOW if most is Priority.LOW else Priority.NORMAL
+    assert admission.priority(priority_of(pb.GenerateRequest(prompt="x"))) is expected
+
+
+def test_without_keys_every_priority_is_allowed_and_there_is_no_tenant() -> None:
+    admission = open_door().admit(HOME)
+    assert admission.priority(Priority.HIGH) is Priority.HIGH
+    assert admission.priority(None) is Priority.NORMAL
+    admission.charge(10**9)
+    assert admission.tenant == ""
+
+
+# --------------------------------------------------------------------------- how many at once
+
+
+def test_a_key_has_so_many_requests_in_flight_and_others_do_not_count(keyed: Keyed) -> None:
+    keyed.key("alice", requests_max=2)
+    keyed.key("bob", requests_max=1)
+    door = keyed.door()
+    first, _second = door.admit(keyed.caller("alice")), door.admit(keyed.caller("alice", "::1"))
+    with pytest.raises(Overloaded) as caught:
+        door.admit(keyed.caller("alice"))
+    assert caught.value.retry_after_s > 0
+    door.admit(keyed.caller("bob"))
+    first.close()
+    door.admit(keyed.caller("alice"))
+    with pytest.raises(Overloaded):
+        door.admit(keyed.caller("alice"))
+
+
+def test_without_keys_each_address_has_its_own_limit() -> None:
+    door = open_door(requests_max=2, allow_anyone=True)
+    held = [door.admit(AWAY) for _ in range(2)]
+    with pytest.raises(Overloaded):
+        door.admit(AWAY)
+    door.admit(HOME)
+    for admission in held:
+        admission.close()
+    assert set(door._addresses) == {HOME.address}, "an address that is idle takes no memory"
+    door.admit(AWAY)
+
+
+# --------------------------------------------------------------------------- how much
+
+
+def admitted(door: Door, caller: Caller, tokens: int) -> Admission | float:
+    """The admission of a request of so many tokens, or the seconds it is told to wait."""
+    try:
+        admission = door.admit(caller)
+    except Overloaded as error:
+        return error.retry_after_s
+    try:
+        admission.charge(tokens)
+    except Overloaded as error:
+        admission.close()
+        return error.retry_after_s
+    return admission
+
+
+def test_a_rate_is_used_up_and_comes_back_at_its_pace(keyed: Keyed) -> None:
+    keyed.key("alice", tokens_per_minute=600)
+    door, caller = keyed.door(), keyed.caller("alice")
+    first = admitted(door, caller, 600)
+    assert isinstance(first, Admission)
+    assert admitted(door, caller, 100) == pytest.approx(10.0)
+    keyed.clock.now_s += 9.0
+    assert admitted(door, caller, 100) == pytest.approx(1.0)
+    keyed.clock.now_s += 1.0
+    assert isinstance(admitted(door, caller, 100), Admission)
+
+
+def test_what_was_not_used_is_given_back_once(keyed: Keyed) -> None:
+    keyed.key("alice", tokens_per_minute=600)
+    door, caller = keyed.door(), keyed.caller("alice")
+    first = admitted(door, caller, 600)
+    assert isinstance(first, Admission)
+    first.close(tokens=200)
+    assert isinstance(admitted(door, caller, 400), Admission)
+    assert admitted(door, caller, 1) == pytest.approx(0.1)
+
+
+def test_a_refused_request_costs_nothing(keyed: Keyed) -> None:
+    keyed.key("alice", tokens_per_minute=600)
+    door, caller = keyed.door(), keyed.caller("alice")
+    for _ in range(50):
+        first = admitted(door, caller, 600)
+        assert isinstance(first, Admission)
+        first.close()
+    assert isinstance(admitted(door, caller, 600), Admission)
+
+
+def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt(
+    keyed: Keyed,
+) -> None:
+    keyed.key("alice", tokens_per_minute=600)
+    door, caller = keyed.door(), keyed.caller("alice")
+    small = admitted(door, caller, 60)
+    assert isinstance(small, Admission)
+    assert admitted(door, caller, 1200) == pytest.approx(6.0), "not full"
+    keyed.clock.now_s += 6.0
+    large = admitted(door, caller, 1200)
+    assert isinstance(large, Admission)
+    assert door._tenants["alice"].in_flight == 2
+    assert admitted(door, caller, 0) == pytest.approx(60.0), "in debt, before anything is counted"
+    assert door._tenants["alice"].in_flight == 2
+    keyed.clock.now_s += 61.0
+    assert isinstance(admitted(door, caller, 10), Admission)
+
+
+def test_each_of_several_ingresses_enforces_its_share(tmp_path: Path) -> None:
+    keyed = Keyed(tmp_path, number=4)
+    keyed.key("alice", tokens_per_minute=400, requests_max=6)
+    door, caller = keyed.door(), keyed.caller("alice")
+    held = [admitted(door, caller, 50), admitted(door, caller, 50)]
+    assert all(isinstance(one, Admission) for one in held)
+    with pytest.raises(Overloaded, match="in flight"):
+        door.admit(caller)
+    assert isinstance(held[0], Admission)
+    held[0].close(50)
+    assert admitted(door, caller, 50) == pytest.approx(30.0), "100 tokens a minute are used up"
+
+
+def test_new_limits_count_for_a_key_that_is_in_use(keyed: Keyed) -> None:
+    keyed.key("alice", tokens_per_minute=600)
+    door, caller = keyed.door(), keyed.caller("alice")
+    first = admitted(door, caller, 500)
+    assert isinstance(first, Admission)
+    text = keyed.path.read_text()
+    keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: 60"))
+    keyed.clock.now_s += 1.0
+    assert isinstance(admitted(door, caller, 60), Admission), "what is there stays, if it fits"
+    assert admitted(door, caller, 60) == pytest.approx(60.0)
+    keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: null"))
+    keyed.clock.now_s += 1.0
+    assert isinstance(admitted(door, caller, 10**6), Admission)
+    first.close(500)

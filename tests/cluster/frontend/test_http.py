@@ -1,0 +1,226 @@
+"""Proves: HTTP serves whom gRPC serves, refuses alike, and takes any body for what it is.
+
+Requests are given to the ASGI application in the ingress's own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from google.protobuf.json_format import ParseDict
+from grpc import StatusCode
+
+from cluster.config import from_args
+from cluster.frontend.admission.keys import add
+from cluster.frontend.http import HTTP_STATUS, http_app
+from cluster.frontend.wire import STATUS
+from tests.cluster.fakes import perfect
+from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, ingress
+
+
+class Answer:
+    """What an ASGI application sent."""
+
+    def __init__(self, sent: list[dict[str, Any]]) -> None:
+        self.status: int = sent[0]["status"]
+        self.headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        self.body = b"".join(message.get("body", b"") for message in sent[1:])
+
+
+async def http(
+    app: FastAPI,
+    body: bytes = b"",
+    path: str = "/v1/generate",
+    headers: dict[str, str] | None = None,
+    client: str | None = "127.0.0.1",
+    parts: int = 1,
+) -> Answer:
+    """One request, its body in so many parts."""
+    size = -(-len(body) // parts) or 1
+    chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
+    incoming = [
+        {"type": "http.request", "body": chunk, "more_body": n + 1 < len(chunks)}
+        for n, chunk in enumerate(chunks)
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST" if path == "/v1/generate" else "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "server": ("127.0.0.1", 8000),
+        "client": None if client is None else (client, 5000),
+        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+    }
+    await app(scope, receive, send)
+    return Answer(sent)
+
+
+def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    key = add(keys, "alice", tokens_per_minute=100)
+    # Enough that the rate is not whole again for half a minute.
+    body = json.dumps({"prompt": PROMPT, "max_new_tokens": 60}).encode()
+
+    async def test() -> None:
+        async with ingress(config=from_args({"keys_file": str(keys)})) as made:
+            app = http_app(made)
+            headers = {"authorization": f"Bearer {key}"}
+            good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
+            assert good.status == 200
+            assert json.loads(good.body)["token_ids"] == perfect(PROMPT_IDS, 60)
+            for wrong in (None, {"authorization": "Bearer x"}):
+                refused = await http(app, body, headers=wrong)
+                assert refused.status == 401
+                assert refused.headers["www-authenticate"] == "Bearer"
+            high = json.dumps({"prompt": "x", "priority": "PRIORITY_HIGH"}).encode()
+            assert (await http(app, high, headers=headers)).status == 403
+            big = json.dumps({"prompt": PROMPT, "max_new_tokens": 300}).encode()
+            over = await http(app, big, headers=headers)
+            assert over.status == 429
+            assert int(over.headers["retry-after"]) >= 1
+            for path in ("/healthz", "/readyz"):
+                assert (await http(app, path=path, client="192.0.2.7")).status == 200
+
+    asyncio.run(test())
+
+
+def test_http_without_keys_serves_this_machine_only() -> None:
+    body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            assert (await http(app, body)).status == 200
+            assert (await http(app, body, client="::1")).status == 200
+            for client in ("192.0.2.7", None):
+                assert (await http(app, body, client=client)).status == 401
+            forwarded = {"x-forwarded-for": "127.0.0.1"}
+            assert (await http(app, body, headers=forwarded)).status == 401
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": "' + b"x" * 5_000_000 + b'"}',
+        b'{"prompt": "x", "nonsense": 1}',
+        b'{"prompt": 5}',
+        b'{"prompt": "\\ud800"}',
+        b'{"nonsense\\ud800": 1}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": "hot"}',
+        b'{"prompt": "x", "max_new_tokens": 1e400}',
+        b'{"prompt": "x", "max_new_tokens": ' + b"9" * 6000 + b"}",
+        b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}",
+        b'{"prompt": "x", "top_p": 1' + b"0" * 400 + b"}",
+        b'{"prompt": "x", "timeout_s": -1' + b"0" * 400 + b"}",
+        b'{"prompt": "x", "stop_token_ids": [1' + b"0" * 400 + b"]}",
+        b'{"prompt": "x", "seed": 1e300}',
+        b'{"prompt": "x", "priority": 77}',
+        b'{"prompt": "x", "priority": "PRIORITY_MAX"}',
+        b'{"prompt": "x", "stop": "y"}',
+        b'{"prompt": "x", "prompt_token_ids": {"ids": [1]}}',
+        b"\xff\xfe\x00",
+    ],
+    ids=str,
+)
+def test_http_refuses_any_bad_body_as_such(body: bytes) -> None:
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            answer = await http(app, body, parts=3)
+            assert answer.status == 400
+            error = json.loads(answer.body)["error"]
+            assert error["code"] == "INVALID_ARGUMENT"
+            assert len(error["message"]) < 1100
+            good = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+            assert (await http(app, good)).status == 200
+
+    asyncio.run(test())
+
+
+def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def parse(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return ParseDict(*args)
+
+    monkeypatch.setattr("cluster.frontend.http.ParseDict", parse)
+
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            for ids, unknown, status in ((5, {}, 400), (20_000, {}, 400), (20_000, {"a": 1}, 400)):
+                fields = {"prompt": "x", "committed_token_ids": [5] * ids, "max_new_tokens": 1}
+                answer = await http(app, json.dumps(fields | unknown).encode())
+                assert answer.status == status
+            long = {"prompt": "x", "max_new_tokens": 1, "request_id": "y" + " " * 20_000}
+            answer = await http(app, json.dumps(long).encode())
+            assert json.loads(answer.body)["error"]["message"].startswith("request_id: ")
+
+    asyncio.run(test())
+    main = threading.main_thread()
+    assert [thread is main for thread in threads] == [True, False, False, False]
+
+
+def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.frontend.http._BODY_S", 0.1)
+
+    async def test() -> None:
+        async with ingress() as made:
+            app = http_app(made)
+            sent: list[dict[str, Any]] = []
+            first = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+            async def receive() -> dict[str, Any]:
+                if first:
+                    return first.pop()
+                await asyncio.sleep(60)
+                raise AssertionError("waited")
+
+            async def send(message: Any) -> None:
+                sent.append(dict(message))
+
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/generate",
+                "query_string": b"",
+                "headers": [],
+                "client": ("127.0.0.1", 5000),
+            }
+            await app(scope, receive, send)
+            assert Answer(sent).status == 400
+
+    asyncio.run(test())
+
+
+def test_every_status_of_ours_has_one_over_http() -> None:
+    assert set(STATUS.values()) - {StatusCode.OK} <= set(HTTP_STATUS)

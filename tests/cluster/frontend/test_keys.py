@@ -1,0 +1,274 @@
+"""Proves: the file of keys holds hashes only, changes all at once, and counts only when sound."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import main
+from cluster.frontend.admission.keys import (
+    PREFIX,
+    KeysError,
+    KeysFile,
+    add,
+    find,
+    hash_of,
+    parse,
+    read,
+    remove,
+)
+from scheduler.messages import Priority
+
+RUN = CliRunner()
+HASH = "a" * 64
+OTHER = "b" * 64
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.yaml"
+
+
+def test_an_added_key_opens_and_only_its_hash_is_stored(path: Path) -> None:
+    key = add(path, "alice", "high", 1000, 5)
+    (entry,) = read(path)
+    assert find([entry], key) == entry
+    assert (entry.name, entry.priority) == ("alice", Priority.HIGH)
+    assert (entry.tokens_per_minute, entry.requests_max) == (1000, 5)
+    assert key.startswith(PREFIX)
+    assert len(key) == len(PREFIX) + 43, "32 bytes in base64"
+    secret = key.removeprefix(PREFIX)
+    assert secret not in path.read_text()
+    assert hash_of(key) in path.read_text()
+
+
+def test_every_key_is_another_and_finds_its_own_entry(path: Path) -> None:
+    keys = {name: add(path, name) for name in ("alice", "bob", "carol")}
+    assert len(set(keys.values())) == 3
+    entries = read(path)
+    for name, key in keys.items():
+        found = find(entries, key)
+        assert found is not None
+        assert found.name == name
+
+
+@pytest.mark.parametrize("change", [lambda k: "", lambda k: k[:-1], lambda k: k + "x", str.lower])
+def test_what_is_no_key_finds_nothing(path: Path, change) -> None:  # type: ignore[no-untyped-def]
+    key = add(path, "alice")
+    assert find(read(path), change(key)) is None
+
+
+def test_the_hash_itself_is_no_key(path: Path) -> None:
+    key = add(path, "alice")
+    assert find(read(path), hash_of(key)) is None
+
+
+def test_a_key_of_any_characters_is_only_wrong(path: Path) -> None:
+    add(path, "alice")
+    for odd in ("\ud800", "\x00", "é" * 10_000):
+        assert find(read(path), odd) is None
+
+
+def test_a_new_file_is_for_its_owner_only_whatever_the_umask(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        add(path, "alice")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_change_keeps_the_mode_that_somebody_chose(path: Path) -> None:
+    add(path, "alice")
+    path.chmod(0o640)
+    add(path, "bob")
+    remove(path, "alice")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [entry.name for entry in read(path)] == ["bob"]
+
+
+def test_a_change_that_fails_leaves_the_old_version_and_nothing_else(path: Path) -> None:
+    add(path, "alice")
+    before = path.read_bytes()
+    for wrong in ("alice", "../x", "", "x" * 65, "a b"):
+        with pytest.raises(KeysError, match="name"):
+            add(path, wrong)
+    with pytest.raises(KeysError, match="nobody"):
+        remove(path, "nobody")
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_symbolic_link_stays_one(path: Path) -> None:
+    add(path, "alice")
+    link = path.with_name("link.yaml")
+    link.symlink_to(path)
+    add(link, "bob")
+    assert link.is_symlink()
+    assert [entry.name for entry in read(path)] == ["alice", "bob"]
+
+
+def test_two_commands_at_once_do_not_undo_each_other(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with pytest.raises(KeysError, match="another command"):
+            add(path, "alice")
+    finally:
+        os.close(folder)
+    add(path, "alice")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "expected a list"),
+        ("name: x", "expected a list"),
+        ("- [", "line 1"),
+        (f"- {{sha256: {HASH}}}", "0.name"),
+        ("- {name: x}", "0.sha256"),
+        (f"- {{name: x, sha256: {HASH[1:]}}}", "0.sha256"),
+        (f"- {{name: x, sha256: {HASH.upper()}}}", "0.sha256"),
+        (f"- {{name: x/y, sha256: {HASH}}}", "0.name"),
+        (f"- {{name: x, sha256: {HASH}, colour: red}}", "0.colour"),
+        (f"- {{name: x, sha256: {HASH}, priority_max: top}}", "0.priority_max"),
+        (f"- {{name: x, sha256: {HASH}, tokens_per_minute: 0}}", "0.tokens_per_minute"),
+        (f"- {{name: x, sha256: {HASH}, requests_max: many}}", "0.requests_max"),
+        (f"- {{name: x, sha256: {HASH}}}\n- {{name: x, sha256: {OTHER}}}", "1.name"),
+        (f"- {{name: x, sha256: {HASH}}}\n- {{name: y, sha256: {HASH}}}", "1.sha256"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(text: str, named: str) -> None:
+    with pytest.raises(KeysError, match=named.replace(".", r"\.")):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["- {name: x, sha256: %s}", "%s: [", "- %s", "[%s", "{a: b: %s}"])
+def test_a_key_that_was_pasted_into_the_file_is_in_no_message(text: str) -> None:
+    pasted = PREFIX + "q" * 43
+    with pytest.raises(KeysError) as caught:
+        parse(text % pasted)
+    assert "qqq" not in str(caught.value)
+
+
+def test_no_key_at_all_is_a_sound_file(path: Path) -> None:
+    add(path, "alice")
+    remove(path, "alice")
+    assert read(path) == ()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_new_version_counts_within_a_second_and_no_look_comes_sooner(path: Path) -> None:
+    clock = Clock()
+    add(path, "alice")
+    known = KeysFile(path, clock)
+    add(path, "bob")
+    clock.now_s = 0.9
+    assert [entry.name for entry in known.entries()] == ["alice"]
+    clock.now_s = 1.0
+    assert [entry.name for entry in known.entries()] == ["alice", "bob"]
+    remove(path, "alice")
+    clock.now_s = 2.0
+    assert [entry.name for entry in known.entries()] == ["bob"]
+
+
+@pytest.mark.parametrize("broken", ["- [", "", "- {name: x}", None, b"\xff\xfe"])
+def test_a_broken_version_keeps_the_old_keys_and_says_so(
+    path: Path, broken: str | bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    add(path, "alice")
+    known = KeysFile(path, clock)
+    sound = path.read_text()
+    if broken is None:
+        path.unlink()
+    elif isinstance(broken, str):
+        path.write_text(broken)
+    else:
+        path.write_bytes(broken)
+    for clock.now_s in (1.0, 2.0, 3.0):
+        assert [entry.name for entry in known.entries()] == ["alice"]
+    assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1, "said once"
+    path.write_text(sound.replace("alice", "carol"))
+    clock.now_s = 4.0
+    assert [entry.name for entry in known.entries()] == ["carol"]
+
+
+def test_a_server_does_not_start_with_a_broken_or_missing_file(path: Path) -> None:
+    with pytest.raises(OSError, match="keys"):
+        KeysFile(path)
+    path.write_text("nonsense")
+    with pytest.raises(KeysError, match="expected a list"):
+        KeysFile(path)
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_the_key_alone_and_once(path: Path) -> None:
+    made = RUN.invoke(main, ["keys", "add", "alice", "--file", str(path)])
+    assert made.exit_code == 0
+    key = made.stdout.strip()
+    found = find(read(path), key)
+    assert found is not None
+    assert found.name == "alice"
+    listed = RUN.invoke(main, ["keys", "list", "--file", str(path)])
+    assert "alice" in listed.stdout
+    assert key not in listed.output
+    assert hash_of(key) not in listed.output
+    assert RUN.invoke(main, ["keys", "remove", "alice", "--file", str(path)]).exit_code == 0
+    assert read(path) == ()
+
+
+def test_the_command_stores_the_limits(path: Path) -> None:
+    limits = ["--priority-max", "low", "--tokens-per-minute", "600", "--requests-max", "7"]
+    made = RUN.invoke(main, ["keys", "add", "bob", "--file", str(path), *limits])
+    assert made.exit_code == 0
+    (entry,) = read(path)
+    assert entry.priority is Priority.LOW
+    assert (entry.tokens_per_minute, entry.requests_max) == (600, 7)
+    listed = RUN.invoke(main, ["keys", "list", "--file", str(path)]).stdout
+    assert "low" in listed
+    assert "600 tokens" in listed
+    assert "7 requests" in listed
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["add", "a/b"],
+        ["add", "x", "--tokens-per-minute", "0"],
+        ["add", "x", "--priority-max", "top"],
+        ["remove", "x"],
+        ["list"],
+    ],
+)
+def test_the_command_refuses_what_makes_no_sense(path: Path, args: list[str]) -> None:
+    assert RUN.invoke(main, ["keys", *args, "--file", str(path)]).exit_code == 2
+    assert not path.exists()
+
+
+def test_the_server_does_not_listen_to_a_network_without_keys() -> None:
+    refused = RUN.invoke(main, ["serve", "--http-host", "0.0.0.0"])
+    assert refused.exit_code == 2
+    assert "allow-anyone" in refused.output
+
+
+def test_the_server_does_not_start_with_keys_that_make_no_sense(path: Path) -> None:
+    path.write_text("- {name: x}\n")
+    refused = RUN.invoke(main, ["serve", "--keys-file", str(path)])
+    assert refused.exit_code == 2
+    assert "sha256" in refused.output

@@ -1,0 +1,405 @@
+"""Proves: text never breaks a character, ends before stop strings, and ignores chunk borders.
+
+And what it costs grows with the tokens, whatever they are.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from cluster.frontend.text import _HELD_MAX, Detokenizer, StopStrings, TextStream
+from tests.cluster.fakes import VOCAB, tokenizer
+
+TOKENS = st.lists(st.integers(2, VOCAB - 1), max_size=40)
+SPECIAL = (0, 1)
+NO_TOKEN = VOCAB + 3
+"""As the padding of an embedding has: the tokenizer does not know it."""
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text).ids
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    detokenizer = Detokenizer(tokenizer(), ids("x"))
+    tokens = ids("a🦊b")
+    assert len(tokens) > 4
+    texts = [detokenizer.push(token) for token in tokens]
+    assert "".join(texts) == "a🦊b"
+    assert "🦊" in texts
+    assert not any("\ufffd" in text for text in texts)
+
+
+def test_bytes_that_never_become_a_character_come_at_the_end() -> None:
+    detokenizer = Detokenizer(tokenizer(), ids("x"))
+    tokens = ids("a🦊")[:-1]
+    assert "".join(map(detokenizer.push, tokens)) == "a"
+    assert detokenizer.flush() == tokenizer().decode(tokens)[1:]
+    assert detokenizer.flush() == ""
+
+
+@given(TOKENS)
+def test_all_pushes_and_the_flush_give_the_whole_text(tokens: list[int]) -> None:
+    prompt = ids("the quick")
+    detokenizer = Detokenizer(tokenizer(), prompt)
+    text = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+    assert "the quick" + text == tokenizer().decode(prompt + tokens)
+
+
+@pytest.mark.parametrize("prompt", [[], [0], ids("🦊")[:2], [1, 1, 1]])
+def test_any_prompt_can_come_before(prompt: list[int]) -> None:
+    detokenizer = Detokenizer(tokenizer(), prompt)
+    assert "ab" in "".join(map(detokenizer.push, ids("ab"))) + detokenizer.flush()
+
+
+def test_special_tokens_have_no_text() -> None:
+    detokenizer = Detokenizer(tokenizer(), [])
+    assert detokenizer.push(1) + detokenizer.flush() == ""
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """Words that bring their space along, and lose it where a text begins."""
+    words = ["<s>", "</s>", "\u2581", "\u2581a", "b", "\u2581\u2581", "", "\u00e9"]
+    made = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, []))
+    made.decoder = decoders.Metaspace(prepend_scheme="always")
+    made.add_special_tokens(["<s>", "</s>"])
+    return made
+
+
+METASPACE = metaspace_tokenizer()
+
+
+@given(data=st.data(), kind=st.sampled_from(["bytes", "words", "fallback"]))
+def test_special_and_unknown_tokens_change_no_text_around_them(
+    data: st.DataObject, kind: str
+) -> None:
+    made, texts, hidden = {
+        "bytes": (tokenizer(), st.integers(2, VOCAB - 1), [*SPECIAL, NO_TOKEN]),
+        "words": (METASPACE, st.integers(2, METASPACE.get_vocab_size() - 1), [0, 1, 100]),
+        "fallback": (SPECIAL_FALLBACK, st.one_of(TEXT_IDS, BYTE_IDS), [*SPECIAL_IDS, 5000]),
+    }[kind]
+    prompt = data.draw(st.lists(texts, max_size=5))
+    tokens = data.draw(st.lists(st.one_of(texts, st.sampled_from(hidden)), max_size=40))
+    shown = [token for token in tokens if token not in hidden]
+
+    def text(tokens: list[int]) -> str:
+        detokenizer = Detokenizer(made, prompt)
+        return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+
+    assert text(tokens) == text(shown)
+    assert made.decode(prompt + tokens) == made.decode(prompt + shown)
+    if kind != "fallback" and not (before := made.decode(prompt)).endswith("\ufffd"):
+        assert before + text(tokens) == made.decode(prompt + tokens)
+
+
+def test_a_special_token_within_a_character_does_not_break_it() -> None:
+    tokens = ids("\U0001f98a")
+    assert len(tokens) > 2
+    for at in range(1, len(tokens)):
+        for between in (0, NO_TOKEN):
+            detokenizer = Detokenizer(tokenizer(), ids("x"))
+            text = map(detokenizer.push, [*tokens[:at], *[between] * 200, *tokens[at:]])
+            assert "".join(text) == "\U0001f98a"
+
+
+def bytes_of(*values: int) -> list[int]:
+    """Tokens of single bytes in the byte-level tokenizer."""
+    names = [byte_names()[value] for value in values]
+    return [cast(int, tokenizer().token_to_id(name)) for name in names]
+
+
+def byte_names() -> list[str]:
+    """What byte-level tokenizers write for each byte: printable ones themselves, others beyond."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(value if value in plain else next(others)) for value in range(256)]
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.sampled_from([0x80, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xA6, 0x8A, 0xC3, 0xFF, 0x61]),
+        st.one_of(st.integers(1, 4), st.integers(1, _HELD_MAX + 9)),
+    ),
+    max_size=6,
+)
+
+
+@given(RUNS, st.booleans())
+def test_long_runs_of_bad_bytes_have_the_text_of_the_whole(
+    runs: list[tuple[int, int]], ends: bool
+) -> None:
+    tokens = bytes_of(*(value for value, count in runs for _ in range(count)))
+    tokens += ids("the end") if ends else []
+    detokenizer = Detokenizer(tokenizer(), ids("x"))
+    text = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+    assert "x" + text == tokenizer().decode(ids("x") + tokens)
+
+
+def tokenizer_of(parts: list[bytes]) -> tuple[Tokenizer, list[int]]:
+    """A byte-level tokenizer with a token for each part, and those tokens."""
+    words = ["".join(byte_names()[byte] for byte in part) for part in parts]
+    vocab = {word: id for id, word in enumerate(dict.fromkeys(words))}
+    made = Tokenizer(models.BPE(vocab, []))
+    made.decoder = decoders.ByteLevel()
+    return made, [vocab[word] for word in words]
+
+
+@given(
+    st.lists(st.sampled_from("\u00e9\u4e2d\U0001f98a"), min_size=1, max_size=5),
+    st.integers(1, 25),
+    st.sampled_from([0.5, 1.0]),
+    st.integers(),
+)
+def test_no_character_breaks_where_tokens_end_within_characters(
+    letters: list[str], times: int, cut: float, seed: int
+) -> None:
+    draw = random.Random(seed)
+    parts = [b""]
+    for letter in letters * times:
+        encoded = letter.encode()
+        at = draw.randrange(1, len(encoded)) if draw.random() < cut else len(encoded)
+        parts[-1] += encoded[:at]
+        if encoded[at:]:
+            parts.append(encoded[at:])
+    made, tokens = tokenizer_of(parts)
+    detokenizer = Detokenizer(made, [])
+    assert "".join(map(detokenizer.push, tokens)) == "".join(letters) * times
+    assert detokenizer.flush() == ""
+
+
+STRADDLING, _ = tokenizer_of([bytes([0xAD, 0xE4, 0xB8])])
+"""Its one token ends a character and begins the next."""
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it is given to decode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(tokens)
+        return cast(str, self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["special", "unknown", "bad", "open", "straddling", "text", "empty", "fallback", "after text"],
+)
+def test_no_token_makes_those_after_it_dearer(kind: str) -> None:
+    made, tokens = {
+        "special": (tokenizer(), [0]),
+        "unknown": (tokenizer(), [NO_TOKEN]),
+        "bad": (tokenizer(), bytes_of(0x80)),
+        "open": (tokenizer(), bytes_of(0xF0, 0x9F, 0xA6)),
+        "straddling": (STRADDLING, [0]),
+        "text": (tokenizer(), ids("the quick \U0001f98a")),
+        "empty": (METASPACE, [6]),
+        "fallback": (FALLBACK, [byte(0x80), byte(0x0A)]),
+        "after text": (FALLBACK, [byte(0x80)] * 200 + [A]),
+    }[kind]
+    counting = Counting(made)
+    detokenizer = Detokenizer(cast(Tokenizer, counting), [])
+    most = 0
+    for token in (tokens * 5000)[:5000]:
+        before = counting.decoded
+        detokenizer.push(token)
+        most = max(most, counting.decoded - before)
+    before = counting.decoded
+    detokenizer.flush()
+    assert max(most, counting.decoded - before) <= 4 * _HELD_MAX
+    assert counting.decoded <= 5000 * _HELD_MAX
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Words, and a token for each byte, decoded as Llama's tokenizers do."""
+    words = ["<unk>", "a", "bc", "\u2581", "\u2581d", "\u2581ef", "\u00e9"]
+    names = words + [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {name: index for index, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+FALLBACK = byte_fallback_tokenizer()
+WORDS = range(1, 7)
+SPECIAL_FALLBACK = byte_fallback_tokenizer()
+SPECIAL_FALLBACK.add_special_tokens(["<s>", "</s>"])
+SPECIAL_IDS = [SPECIAL_FALLBACK.token_to_id(name) for name in ("<s>", "</s>")]
+
+
+def byte(value: int) -> int:
+    token: int = FALLBACK.token_to_id(f"<0x{value:02X}>")
+    return token
+
+
+A = FALLBACK.token_to_id("a")
+FALLBACK_TOKENS = st.lists(
+    st.one_of(
+        st.sampled_from(WORDS),
+        st.sampled_from([0x0A, 0x20, 0x41, 0xE4, 0xB8, 0xAD, 0xC3, 0xA9, 0x80]).map(byte),
+    ),
+    max_size=24,
+)
+
+
+TEXT_IDS = st.sampled_from(WORDS)
+BYTE_IDS = st.sampled_from([0x0A, 0x41, 0xE4, 0xB8, 0xAD, 0x80]).map(byte)
+
+
+def pieces(tokens: list[int], prompt: list[int]) -> list[str]:
+    detokenizer = Detokenizer(FALLBACK, prompt)
+    return [*map(detokenizer.push, tokens), detokenizer.flush()]
+
+
+def test_a_bad_byte_changes_nothing_that_was_given_out() -> None:
+    tokens = [byte(0x0A), byte(0xE4), A, A]
+    assert pieces(tokens, [A]) == ["\n", "", "\ufffda", "a", ""]
+    tokens = [byte(0xE4), byte(0xB8), byte(0xAD), byte(0x80)]
+    assert pieces(tokens, [A]) == ["", "", "\u4e2d", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("count", [1, _HELD_MAX - 1, _HELD_MAX, _HELD_MAX + 1, 1000])
+def test_a_run_of_bad_byte_tokens_is_as_many_replacement_characters(count: int) -> None:
+    given_out = pieces([A, *[byte(0x80)] * count, A], [A])
+    assert "".join(given_out) == "a" + "\ufffd" * count + "a"
+    bad = pieces([byte(0x80)] * count, [A])
+    assert "".join(bad) == "\ufffd" * count
+
+
+def test_good_bytes_that_a_bad_one_spoiled_are_text_again_at_last() -> None:
+    given_out = pieces([byte(0x80), *[byte(0x0A)] * 200, A], [])
+    assert "".join(given_out) == "\ufffd" * _HELD_MAX + "\n" * (201 - _HELD_MAX) + "a"
+
+
+@given(tokens=FALLBACK_TOKENS, prompt=FALLBACK_TOKENS)
+def test_any_tokens_of_a_byte_fallback_tokenizer_have_a_text(
+    tokens: list[int], prompt: list[int]
+) -> None:
+    def decode(count: int) -> str:
+        text: str = FALLBACK.decode(context + tokens[:count])
+        return text[len(FALLBACK.decode(context)) :]
+
+    context = [] if FALLBACK.decode(prompt[-16:]).endswith("\ufffd") else prompt[-16:]
+    given_out = pieces(tokens, prompt)
+    text = "".join(given_out)
+    # The decoder may change earlier text; up to there it and the pieces agree.
+    whole = decode(len(tokens))
+    agreed = len(whole)
+    for count in range(len(tokens)):
+        if not (part := decode(count)).endswith("\ufffd"):
+            while part[:agreed] != whole[: min(agreed, len(part))]:
+                agreed -= 1
+            if not whole.startswith(part):
+                break
+    else:
+        # A bad byte may change the text of the prompt's bytes, too: then there is no whole.
+        before = FALLBACK.decode(context)
+        if FALLBACK.decode(context + tokens).startswith(before):
+            assert text == whole
+        else:
+            agreed = 0
+    assert text[:agreed] == whole[:agreed]
+    # Nothing is lost and nothing repeated.
+    for word in ("a", "bc", "d", "ef"):
+        spelled = sum(word in FALLBACK.id_to_token(token) for token in tokens if token in WORDS)
+        assert text.count(word) == spelled
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
+    for encoder, prompt in (
+        (tokenizer(), ids("the quick \U0001f98a")[:-1]),
+        (FALLBACK, [A, A, byte(0xE4)]),
+    ):
+        token = encoder.token_to_id("a")
+        detokenizer = Detokenizer(encoder, prompt)
+        assert detokenizer.push(token) + detokenizer.push(token) + detokenizer.flush() == "aa"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pushes", "text", "found"),
+    [
+        ([], ["abc"], "abc", None),
+        (["c"], ["abcd"], "ab", "c"),
+        (["cd"], ["abc", "de"], "ab", "cd"),
+        (["cd"], ["abc", "ce"], "abcce", None),
+        (["aab"], ["aa", "ab"], "a", "aab"),
+        (["xyz", "y"], ["xy"], "x", "y"),
+        (["long stop"], ["long ", "st", "op here"], "", "long stop"),
+        (["long stop"], ["long ", "st"], "long st", None),
+        (["\n\n"], ["a\n", "\nb"], "a", "\n\n"),
+    ],
+)
+def test_text_ends_before_a_stop_string(
+    stops: list[str], pushes: list[str], text: str, found: str | None
+) -> None:
+    strings = StopStrings(stops)
+    out = ""
+    hit = None
+    for piece in pushes:
+        safe, hit = strings.push(piece)
+        out += safe
+        if hit:
+            break
+    assert (out + ("" if hit else strings.flush()), hit) == (text, found)
+
+
+def test_nothing_is_given_out_that_may_begin_a_stop_string() -> None:
+    strings = StopStrings(["END"])
+    assert strings.push("some E") == ("some ", None)
+    assert strings.push("N") == ("", None)
+    assert strings.push("T") == ("ENT", None)
+
+
+@given(
+    tokens=TOKENS,
+    stops=st.lists(st.text("abo \n", min_size=1, max_size=4), max_size=3),
+    seed=st.integers(),
+)
+def test_chunk_borders_change_nothing(tokens: list[int], stops: list[str], seed: int) -> None:
+    whole = TextStream(tokenizer(), ids("the"), stops)
+    piece = whole.push(tokens)
+    expected = (piece.text + ("" if piece.stop else whole.finish().text), piece.tokens)
+
+    draw = random.Random(seed)
+    stream = TextStream(tokenizer(), ids("the"), stops)
+    text, used, at = "", 0, 0
+    while at < len(tokens):
+        size = draw.randint(1, 5)
+        part = stream.push(tokens[at : at + size])
+        text += part.text
+        used += part.tokens
+        at += size
+        if part.stop:
+            break
+    else:
+        text += stream.finish().text
+    assert (text, used) == expected
+
+
+@given(tokens=TOKENS, cut=st.integers(0, 40))
+def test_a_stream_taken_up_elsewhere_goes_on_where_it_was(tokens: list[int], cut: int) -> None:
+    first = TextStream(tokenizer(), ids("the"), ["zzz"])
+    before = first.push(tokens[:cut]).text
+    after = first.push(tokens[cut:]).text + first.finish().text
+
+    second = TextStream(tokenizer(), ids("the"), ["zzz"])
+    assert second.push(tokens[:cut]).text == before
+    assert second.push(tokens[cut:]).text + second.finish().text == after

@@ -1,0 +1,118 @@
+"""Proves that an error at a request's end has the right status and the client's name for it, and
+that a status answer sums over the replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+from grpc import StatusCode
+
+from cluster.config import IngressConfig
+from cluster.frontend.target_text import TargetText
+from cluster.frontend.wire import Refusal, refusal_of_finish, to_ask, to_status
+from cluster.pool.protocol import PoolView
+from protos import lockstep_pb2 as pb
+from scheduler.draft_length.estimates import Beliefs, LinearCost
+from scheduler.messages import Finish, FinishReason, ReplicaSpec, StepTimes
+from scheduler.status import PoolStatus, ReplicaStatus
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_request_served_in_full_is_no_error(reason: FinishReason) -> None:
+    assert refusal_of_finish(Finish("pool-1", reason), "mine") is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (FinishReason.CANCELLED, StatusCode.CANCELLED),
+        (FinishReason.DEADLINE, StatusCode.DEADLINE_EXCEEDED),
+        (FinishReason.FAILED, StatusCode.INTERNAL),
+    ],
+)
+def test_others_are_named_as_the_client_named_them(reason: FinishReason, code: StatusCode) -> None:
+    refusal = refusal_of_finish(Finish("pool-1", reason, message="out of memory"), "mine")
+    assert refusal == Refusal(code, "request mine: out of memory")
+    assert refusal_of_finish(Finish("pool-1", reason, message="no"), "") == Refusal(code, "no")
+    unsaid = refusal_of_finish(Finish("pool-1", reason), "mine")
+    assert unsaid is not None
+    assert len(unsaid.message) > len("request mine: ")
+    assert "pool-1" not in unsaid.message
+
+
+def test_the_salt_of_a_request_and_the_tenant_of_its_key_reach_the_pool() -> None:
+    text = TargetText(tokenizer=None, eos_token_ids=(), context_len=100, encoder=None)
+    message = pb.GenerateRequest(prompt="x", cache_salt="alice")
+    request = to_ask(message, (1,), text, IngressConfig(), tenant="team").request
+    assert (request.cache_salt, request.tenant) == ("alice", "team")
+
+
+def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:
+    return ReplicaStatus(
+        id=name,
+        spec=ReplicaSpec(
+            kv_blocks=100,
+            block_size=16,
+            context_len=512,
+            vocab_size=320,
+            attention="flex",
+            arithmetic="joined layers",
+        ),
+        draining=False,
+        residents=0,
+        batches_in_flight=0,
+        kv_blocks_used=0,
+        kv_blocks_total=100,
+        batches=groups,
+        busy_s=1.0,
+        steps=groups,
+        row_steps=groups,
+        draft_tokens=0,
+        accepted_tokens=0,
+        committed_tokens=0,
+        spread_mean=spread_sum / groups,
+        kv_positions_own=own,
+        kv_positions_read=read,
+        last_times=StepTimes(),
+        groups=groups,
+        spread_sum=spread_sum,
+        prefill_tokens=10,
+        reused_tokens=2,
+    )
+
+
+def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
+    replicas = (replica_status("a", 3, 12, 900, 1000), replica_status("b", 1, 5, 50, 70))
+    view = PoolView("one", 2.0, 1, PoolStatus(0, 0, replicas, finished={}, rejected=0))
+    answer = to_status(view)
+    assert (answer.groups, answer.group_spread_sum) == (4, 17)
+    assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
+    assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
+    assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
+    assert [replica.attention for replica in answer.replicas] == ["flex", "flex"]
+    assert {replica.arithmetic for replica in answer.replicas} == {"joined layers"}
+
+
+def test_a_status_answer_has_all_that_the_pool_believes_of_a_replica() -> None:
+    costs = {
+        name: LinearCost(0.1 * number, 0.01 * number, 0.001 * number)
+        for number, name in enumerate(("draft", "verify", "packed", "rest", "prefill"), start=1)
+    }
+    beliefs = Beliefs(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, **costs, apart_positions=5e4)
+    one = replace(replica_status("a", 3, 12, 900, 1000), beliefs=beliefs)
+    view = PoolView("one", 2.0, 1, PoolStatus(0, 0, (one,), finished={}, rejected=0))
+    told = to_status(view).replicas[0].beliefs
+    assert {field.name for field in fields(Beliefs)} == {
+        field.name for field in pb.ReplicaBeliefs.DESCRIPTOR.fields
+    }
+    for field in fields(Beliefs):
+        sent, believed = getattr(told, field.name), getattr(beliefs, field.name)
+        if field.name in costs:
+            sent = LinearCost(sent.fixed_s, sent.token_s, sent.kv_s)
+        assert sent == believed, field.name
+    never = replace(one, beliefs=replace(beliefs, apart_positions=math.inf))
+    view = replace(view, status=replace(view.status, replicas=(never,)))
+    assert not to_status(view).replicas[0].beliefs.HasField("apart_positions")

@@ -1,0 +1,206 @@
+"""Proves which batches a replica gets: prefill and steps in turn, whole groups, no idle replica."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from scheduler.batching.batches import speculate_batch
+from scheduler.messages import BatchKind, Dispatch, Emit, Request
+from scheduler.state.sequence import Sequence
+from tests.scheduler.hand import Hand, batches_of, of_kind, only, rows_of
+
+
+def test_a_prefill_commits_nothing_and_a_step_follows() -> None:
+    hand = Hand(draft_len=3)
+    hand.join()
+    (prefill,) = batches_of(hand.submit("a", prompt=(4, 5, 6)))
+    assert prefill.kind is BatchKind.PREFILL
+    assert (prefill.prefill[0].tokens, prefill.prefill[0].tokens_left) == ((4, 5, 6), 100)
+    actions = hand.done(prefill)
+    assert not of_kind(actions, Emit)
+    (steps,) = batches_of(actions)
+    assert (steps.kind, steps.rows[0].length, steps.draft_len) == (BatchKind.SPECULATE, 3, 3)
+
+
+def test_batch_ids_are_never_reused() -> None:
+    hand = Hand()
+    hand.join()
+    hand.submit("a")
+    for _ in range(20):
+        hand.done(hand.in_flight()[0])
+    hand.lose()
+    hand.join("r2")
+    assert sorted(hand.batches) == list(range(1, len(hand.batches) + 1))
+
+
+def test_rows_up_to_the_group_size_merge_into_one_group() -> None:
+    """Two half groups would alternate for ever: a fragment waits for the batch in flight."""
+    hand = Hand(rows_max=8)
+    hand.join()
+    for name in "abcdefgh":
+        hand.submit(name, length=3 + ord(name) % 5)
+    for _ in range(12):
+        hand.done(hand.in_flight()[0])
+    (batch,) = hand.in_flight()
+    assert len(batch.rows) == 8
+    for _ in range(5):
+        (batch,) = batches_of(hand.done(batch))
+        assert len(batch.rows) == 8
+
+
+def test_two_whole_groups_are_pipelined() -> None:
+    hand = Hand(rows_max=2)
+    hand.join()
+    for name in "abcd":
+        hand.submit(name)
+    for _ in range(20):
+        hand.done(hand.in_flight()[0])
+    first, second = hand.in_flight()
+    assert sorted(rows_of(first) + rows_of(second)) == ["a", "b", "c", "d"]
+    assert (first.steps, second.steps) == (1, 1)
+    (third,) = batches_of(hand.done(first))
+    assert sorted(rows_of(third)) == sorted(rows_of(first)), "these rows are not in flight"
+
+
+def test_never_more_batches_in_flight_than_allowed() -> None:
+    for most in (1, 2, 3):
+        hand = Hand(rows_max=1, batches_in_flight_max=most)
+        hand.join()
+        for name in "abcdef":
+            hand.submit(name)
+        for _ in range(30):
+            assert 1 <= len(hand.in_flight()) <= most
+            hand.done(hand.in_flight()[0])
+
+
+def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> None:
+    hand = Hand(rows_max=8, draft_len=4)
+    hand.join(rows_max=3, draft_len_max=2)
+    for name in "abcdefgh":
+        hand.submit(name)
+    for _ in range(30):
+        hand.done(hand.in_flight()[0])
+    assert max(len(batch.rows) for batch in hand.batches.values()) == 3
+    assert {batch.draft_len for batch in hand.batches.values() if batch.rows} == {2}
+
+
+def test_no_replica_has_ready_rows_and_no_batch() -> None:
+    """check_integrity, which the hand calls after each event, asserts it; here for odd numbers."""
+    for count in range(1, 12):
+        hand = Hand(rows_max=4)
+        hand.join()
+        for index in range(count):
+            hand.submit(str(index), length=1 + index)
+        for _ in range(30):
+            hand.done(hand.in_flight()[-1])
+            assert hand.in_flight()
+
+
+def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None:
+    hand = Hand(rows_max=2, prefill_rows_max=1)
+    hand.join()
+    for index in range(12):
+        hand.submit(str(index))
+    kinds = []
+    for _ in range(40):
+        actions = hand.done(hand.in_flight()[0])
+        kinds += [batch.kind for batch in batches_of(actions)]
+    assert all(str(index) in hand.tokens for index in range(12)), "somebody starved"
+    after_first_step = kinds[kinds.index(BatchKind.SPECULATE) :]
+    assert (BatchKind.PREFILL, BatchKind.PREFILL) not in set(itertools.pairwise(after_first_step))
+
+
+def test_a_prefill_batch_keeps_its_budget_of_rows_and_tokens() -> None:
+    hand = Hand(prefill_tokens_max=9, prefill_rows_max=3)
+    for name, length in [("a", 9), ("b", 4), ("c", 6), ("d", 1), ("e", 1), ("f", 1), ("g", 1)]:
+        hand.submit(name, length=length)
+    first, second = batches_of(hand.join())
+    assert rows_of(first) == ["a"]
+    assert rows_of(second) == ["b", "c", "d"], "all tokens but the last are filled: 3 + 5 + 0"
+    assert batches_of(hand.done(first)) == [], "most of the group is still being filled"
+    steps, third = batches_of(hand.done(second))
+    assert rows_of(steps) == ["d", "b", "c", "a"]
+    assert rows_of(third) == ["e", "f", "g"]
+
+
+def test_several_steps_per_batch_only_where_no_other_row_waits() -> None:
+    hand = Hand(rows_max=2, steps_per_batch_max=4)
+    hand.join()
+    hand.submit("a")
+    (batch,) = batches_of(hand.done(hand.in_flight()[0]))
+    assert batch.steps == 1, "the first token waits for no second one"
+    (batch,) = batches_of(hand.done(batch))
+    assert batch.steps == 4
+    (prefill,) = batches_of(hand.submit("b"))
+    (batch,) = batches_of(hand.done(batch))
+    assert (rows_of(batch), batch.steps) == (["a"], 1), "b is being prefilled"
+    hand.done(prefill)
+    (batch,) = batches_of(hand.done(batch))
+    assert (sorted(rows_of(batch)), batch.steps) == (["a", "b"], 1), "the first one of b"
+    (batch,) = batches_of(hand.done(batch))
+    assert (sorted(rows_of(batch)), batch.steps) == (["a", "b"], 4)
+
+
+def test_waiting_requests_that_do_not_fit_do_not_shorten_batches() -> None:
+    hand = Hand(steps_per_batch_max=4)
+    hand.join(kv_blocks=30)
+    hand.submit("a")  # 26 of 30 blocks
+    hand.submit("b")
+    (batch,) = batches_of(hand.done(hand.in_flight()[0]))
+    (batch,) = batches_of(hand.done(batch))
+    assert (rows_of(batch), batch.steps) == (["a"], 4)
+
+
+def test_each_row_drafts_within_its_own_limits() -> None:
+    hand = Hand(draft_len=5)
+    hand.submit("free", 3, 100)
+    hand.submit("capped", 4, 100, draft_len=2)
+    hand.submit("off", 5, 100, draft_len=0)
+    hand.submit("short", 6, 3)
+    hand.submit("last", 7, 1)
+    hand.join()
+    (batch,) = hand.settle()
+    assert {row.sequence_id: row.draft_len for row in batch.rows} == {
+        "free": 5,
+        "capped": 2,
+        "off": 0,
+        "short": 2,
+        "last": 0,
+    }
+    assert batch.draft_len == 5
+
+
+def test_a_group_that_may_not_draft_has_k_0() -> None:
+    hand = Hand(draft_len=5)
+    hand.submit("off", draft_len=0)
+    hand.join()
+    (batch,) = hand.settle()
+    assert batch.draft_len == 0
+
+
+def test_actions_of_a_finished_row_come_before_the_batch_that_takes_its_blocks() -> None:
+    hand = Hand()
+    hand.join(kv_blocks=2)
+    hand.submit("a", 3, 5)
+    hand.submit("b", 3, 5)
+    (batch,) = hand.settle()
+    actions = hand.done(batch, a=(1, 1, 1, 1, 1))
+    names = [type(action).__name__ for action in actions]
+    assert names == ["Emit", "Finish", "Release", "Dispatch"]
+    assert rows_of(only(actions, Dispatch).batch) == ["b"]
+
+
+@pytest.mark.parametrize("least", [0, 3, 4, 8])
+@pytest.mark.parametrize("draft_len", [0, 2, 4])
+@pytest.mark.parametrize("verify", [None, 3, 12])
+def test_a_batch_is_the_same_where_it_is_known_what_all_rows_may_draft(
+    least: int, draft_len: int, verify: int | None
+) -> None:
+    """Or where it is not known, and looked up row by row."""
+    left = (least + 1, least + 2, 100)
+    rows = [Sequence(Request(str(i), (1,) * 9, most), i) for i, most in enumerate(left)]
+    known = speculate_batch(1, "r", rows, draft_len, 1, verify, least)
+    assert known == speculate_batch(1, "r", rows, draft_len, 1, verify)
+    assert known.draft_len == max(row.draft_len for row in known.rows) == draft_len

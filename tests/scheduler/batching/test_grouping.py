@@ -1,0 +1,162 @@
+"""Proves that a batch is a tight window of the ready rows, and how long a row can wait.
+
+The bound: never passed over more than wait_rounds * G - 1 times in a row.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.batching.grouping import ReadyRows, groups_needed, may_step, passes_bound
+
+
+def ready_rows(lengths: list[int]) -> ReadyRows[str]:
+    """Rows "0", "1", ... became ready in this order."""
+    rows: ReadyRows[str] = ReadyRows()
+    for index, length in enumerate(lengths):
+        rows.add(str(index), length)
+    return rows
+
+
+def take(rows: ReadyRows[str], rows_max: int, groups: int, wait_rounds: int) -> list[str]:
+    """The next batch, dispatched."""
+    chosen = rows.choose(rows_max, groups, wait_rounds)
+    rows.take(chosen, max(len(rows), groups * rows_max))
+    return chosen
+
+
+def spread(lengths: list[int]) -> int:
+    return max(lengths) - min(lengths)
+
+
+lengths_of_rows = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_of_rows, st.integers(1, 12))
+def test_while_nobody_is_behind_the_shortest_go_first(lengths: list[int], rows_max: int) -> None:
+    rows = ready_rows(lengths)
+    taken = take(rows, rows_max, 1, wait_rounds=100)
+    rows.check_integrity()
+    assert [lengths[int(row)] for row in taken] == sorted(lengths)[:rows_max]
+    assert set(taken).isdisjoint(rows)
+
+
+def test_those_behind_in_length_catch_up_and_then_go_on_with_the_next() -> None:
+    rows = ready_rows([10] * 4 + [16] * 4)
+    length = 10
+    for _ in range(3):
+        taken = take(rows, 4, 2, wait_rounds=9)
+        assert sorted(taken) == ["0", "1", "2", "3"]
+        length += 2
+        for row in taken:
+            rows.add(row, length)
+    assert rows.lengths() == [16] * 8
+
+
+@pytest.mark.parametrize(("wait_rounds", "batches"), [(2, 1), (100, 4)])
+def test_a_row_that_is_behind_anchors_the_next_window(wait_rounds: int, batches: int) -> None:
+    """Passed over for half a round of two batches; or with two steps less than its share."""
+    rows = ready_rows([100, 10, 10, 90])
+    for _ in range(batches):
+        assert sorted(take(rows, 2, 2, wait_rounds)) == ["1", "2"]
+        rows.add("1", 10)
+        rows.add("2", 10)
+    assert take(rows, 2, 2, wait_rounds) == ["3", "0"], "its nearest neighbour comes along"
+
+
+def test_with_one_round_rows_go_in_order_of_arrival() -> None:
+    rows = ready_rows([90, 10, 50, 11, 51, 91])
+    taken = [sorted(take(rows, 2, 3, wait_rounds=1)) for _ in range(3)]
+    assert taken == [["0", "1"], ["2", "3"], ["4", "5"]]
+
+
+def test_whoever_waits_for_a_first_token_anchors_the_next_window() -> None:
+    rows: ReadyRows[str] = ReadyRows()
+    for index, length in enumerate([10, 10, 11, 80, 90, 91]):
+        rows.add(str(index), length, new=index == 3)
+    assert take(rows, 2, 3, 4) == ["3", "4"]
+    rows.check_integrity()
+    assert take(rows, 2, 3, 4) == ["0", "1"], "once it has gone, the short ones go first again"
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_of_rows, st.integers(1, 12))
+def test_an_anchored_window_is_the_tightest_with_the_anchor(
+    lengths: list[int], rows_max: int
+) -> None:
+    rows = ready_rows(lengths)
+    rows.batches += 1  # passed over once: behind, and not due
+    taken = take(rows, rows_max, 2, wait_rounds=2)
+    others = sorted(lengths)
+    others.remove(lengths[0])
+    windows = [
+        [lengths[0], *others[begin : begin + len(taken) - 1]]
+        for begin in range(len(others) - len(taken) + 2)
+    ]
+    assert "0" in taken
+    assert spread([lengths[int(row)] for row in taken]) <= min(map(spread, windows))
+
+
+def _growth(name: str, rng: Random) -> int:
+    if name == "random":
+        return rng.choice([0, 0, 1])
+    return 0 if name == "still" else 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from(["random", "still", "chasing"]),
+    st.randoms(use_true_random=False),
+)
+def test_no_row_waits_beyond_the_bound(
+    count: int, rows_max: int, wait_rounds: int, in_flight: int, way: str, rng: Random
+) -> None:
+    """A search for a counter-example: rows of hostile lengths step, grow and come back while
+    others are in flight. Growing by nothing keeps the most attractive rows attractive for ever;
+    `chasing` rows stand beside the oldest, so that nobody else goes with it."""
+    lengths = {str(i): rng.choice([1, 5, 9, 100 * i, rng.randint(1, 200)]) for i in range(count)}
+    rows = ready_rows(list(lengths.values()))
+    groups, bound = groups_needed(count, rows_max), passes_bound(count, rows_max, wait_rounds)
+    batches: list[list[str]] = []
+    for _ in range(150):
+        if len(batches) >= in_flight or not rows:
+            oldest = next(iter(rows), None)
+            for row in batches.pop(0):
+                lengths[row] += _growth(way, rng)
+                if way == "chasing" and oldest is not None and int(row) % 2:
+                    lengths[row] = lengths[oldest] + 1
+                rows.add(row, lengths[row], new=rng.random() < 0.1)
+        batches.append(take(rows, rows_max, groups, wait_rounds))
+        rows.check_integrity()
+        assert all(rows.passes(row) <= bound for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("ready", "stepping", "joining", "batches", "expected"),
+    [
+        (0, 8, 0, 1, False),  # nobody to step
+        (1, 0, 0, 0, True),  # a replica without any batch never waits
+        (4, 4, 0, 1, False),  # a fragment waits: all 8 belong in one batch
+        (7, 1, 0, 1, False),
+        (8, 8, 0, 1, True),  # two full batches alternate
+        (9, 8, 0, 1, True),
+        (4, 8, 0, 1, True),  # 12 rows take turns, 8 and 4
+        (3, 8, 0, 1, False),
+        (7, 0, 1, 1, True),  # behind a prefill: most of the batch is there
+        (1, 0, 6, 1, False),  # most of the batch is being filled
+        (4, 0, 40, 1, True),
+    ],
+)
+def test_a_second_batch_is_worth_its_place_or_waits(
+    ready: int, stepping: int, joining: int, batches: int, expected: bool
+) -> None:
+    assert may_step(ready, stepping, joining, batches, rows_max=8) is expected

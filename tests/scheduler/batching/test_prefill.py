@@ -1,0 +1,330 @@
+"""Proves that long prompts are filled in chunks between steps, and that nobody waits for long."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from scheduler.batching.batches import prefill_tokens
+from scheduler.batching.prefill import CHUNKS_MAX
+from scheduler.config import SchedulerConfig
+from scheduler.draft_length.policy import GoodputPolicy
+from scheduler.messages import Batch, BatchKind, FinishReason, Interrupt, Release
+from scheduler.scheduler import Scheduler
+from tests.scheduler.hand import Hand, batches_of, only, released, rows_of
+
+
+def spans(batch: Batch) -> dict[str, tuple[int, int | None]]:
+    return {row.sequence_id: (row.begin, row.until) for row in batch.prefill}
+
+
+def prefills(hand: Hand) -> list[Batch]:
+    return [batch for batch in hand.batches.values() if batch.kind is BatchKind.PREFILL]
+
+
+def work(hand: Hand, batches: int) -> None:
+    for _ in range(batches):
+        if hand.in_flight():
+            hand.done(hand.in_flight()[0])
+
+
+def test_a_long_prompt_is_filled_in_chunks_and_its_content_is_sent_once() -> None:
+    hand = Hand(prefill_tokens_max=10)
+    hand.join()
+    hand.submit("a", length=26)
+    work(hand, 3)
+    assert [spans(batch)["a"] for batch in prefills(hand)] == [(0, 10), (10, 20), (20, 25)]
+    assert [len(batch.prefill[0].tokens) for batch in prefills(hand)] == [26, 0, 0]
+    (batch,) = hand.in_flight()
+    assert (batch.kind, batch.rows[0].length) == (BatchKind.SPECULATE, 26)
+
+
+def test_running_rows_step_between_two_chunks() -> None:
+    hand = Hand(prefill_tokens_max=10, rows_max=2)
+    hand.join()
+    hand.submit("a")
+    work(hand, 3)
+    hand.submit("long", length=101)
+    work(hand, 25)
+    kinds = [batch.kind for batch in hand.batches.values()][1:]
+    assert len(prefills(hand)) == 11
+    assert (BatchKind.PREFILL, BatchKind.PREFILL) not in itertools.pairwise(kinds)
+    stepped = [batch for batch in hand.batches.values() if batch.rows]
+    assert len(rows_of(stepped[-1])) == 2, "the long one steps with the other in the end"
+
+
+def test_a_short_prompt_passes_a_long_one_that_is_being_filled() -> None:
+    hand = Hand(prefill_tokens_max=10)
+    hand.join()
+    hand.submit("long", length=201)
+    hand.submit("short", length=6)
+    assert spans(prefills(hand)[1]) == {"short": (0, 5)}, "behind the first chunk"
+    work(hand, 2)
+    hand.submit("later", length=6)
+    work(hand, 2)
+    first = next(batch for batch in prefills(hand) if "later" in rows_of(batch))
+    assert spans(first)["later"] == (0, 5)
+    begin, until = spans(first)["long"]
+    assert until is not None
+    assert until - begin == 5, "the long one has its half all the same"
+
+
+def test_the_oldest_has_at_least_half_of_every_batch_whatever_comes() -> None:
+    hand = Hand(prefill_tokens_max=8, prefill_rows_max=4, rows_max=64)
+    hand.join(kv_blocks=10_000)
+    hand.submit("long", length=81, max_new_tokens=400)
+    for index in range(120):
+        hand.submit(str(index), length=5, max_new_tokens=400)
+        work(hand, 1)
+    batches = [batch for batch in prefills(hand) if "long" in rows_of(batch)]
+    assert sum(spans(batch)["long"][1] == 80 for batch in batches) == 1, "it was filled"
+    for batch in batches[1:-1]:
+        begin, until = spans(batch)["long"]
+        assert until is not None
+        assert until - begin >= 4
+        assert sum(u - b for b, u in spans(batch).values() if u is not None) <= 8
+
+
+def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> None:
+    hand = Hand(prefill_tokens_max=8, batches_in_flight_max=3)
+    hand.submit("a", length=101)
+    hand.submit("b", length=61)
+    hand.submit("c", length=12)
+    first, second, third = batches_of(hand.join())
+    assert [spans(o) for o in (first, second, third)] == [
+        {"a": (0, 8)},
+        {"b": (0, 8)},
+        {"c": (0, 8)},
+    ]
+    hand.done(third)
+    hand.done(second)
+    (batch, _) = hand.in_flight()[1:]
+    assert spans(batch) == {"c": (8, 11)}
+    hand.done(first)
+    work(hand, 2)
+    batch = next(o for o in prefills(hand) if "a" in rows_of(o) and o is not first)
+    assert spans(batch)["a"] == (8, 16)
+
+
+def test_a_part_too_small_to_be_worth_a_place_is_not_begun() -> None:
+    hand = Hand(prefill_tokens_max=8)
+    hand.submit("a", length=8)
+    hand.submit("b", length=40)
+    first, second = batches_of(hand.join())
+    assert spans(first) == {"a": (0, 7)}
+    assert spans(second) == {"b": (0, 8)}
+
+
+@pytest.mark.parametrize("rows_max", [1, 2])
+def test_a_new_prompt_has_a_place_beside_a_long_one_however_few_there_are(rows_max: int) -> None:
+    hand = Hand(prefill_tokens_max=8, prefill_rows_max=rows_max, batches_in_flight_max=1)
+    hand.join()
+    hand.submit("long", length=401, max_new_tokens=1)
+    hand.submit("a", length=3)
+    work(hand, 1)
+    assert set(rows_of(hand.in_flight()[0])) == {"long", "a"}
+
+
+class Partial:
+    """A hand on a replica that holds a row filled in part: 10 of 25 positions."""
+
+    def __init__(self) -> None:
+        self.hand = Hand(prefill_tokens_max=10, batches_in_flight_max=1, rows_max=2)
+        self.hand.join()
+        self.hand.submit("other")
+        work(self.hand, 1)
+        self.hand.submit("a", length=26)
+        while "a" not in rows_of(self.hand.in_flight()[0]):
+            work(self.hand, 1)
+        work(self.hand, 1)
+        (batch,) = self.hand.in_flight()
+        assert rows_of(batch) == ["other"]
+        self.batch = batch
+
+
+def test_cancelled_between_two_chunks_it_is_released_at_once() -> None:
+    world = Partial()
+    actions = world.hand.cancel("a")
+    assert released(actions) == ["a"]
+    assert world.hand.finishes["a"].reason is FinishReason.CANCELLED
+    world.hand.done(world.batch)
+    assert all(rows_of(batch) == ["other"] for batch in world.hand.in_flight())
+
+
+def test_a_draining_replica_hands_back_what_is_filled_in_part() -> None:
+    world = Partial()
+    world.hand.join("r2")
+    actions = world.hand.drain()
+    assert "a" in released(actions)
+    batch = batches_of(actions)[0]
+    assert batch.replica_id == "r2"
+    assert spans(batch)["a"] == (0, 10), "from the beginning: nothing of it is there"
+    assert len(batch.prefill[0].tokens) == 26
+
+
+def test_with_its_replica_the_filled_part_is_lost_and_it_is_not_blamed() -> None:
+    world = Partial()
+    world.hand.join("r2")
+    world.hand.lose()
+    sequence = next(one for one in world.hand.sequences() if one.id == "a")
+    assert (sequence.deaths, sequence.rows_limit) == (0, None)
+    (batch,) = world.hand.in_flight("r2")
+    while "a" not in rows_of(batch):
+        (batch,) = batches_of(world.hand.done(batch))
+    assert spans(batch)["a"] == (0, 10)
+
+
+def test_a_failed_chunk_sends_its_row_back_to_be_filled_at_once_and_alone() -> None:
+    world = Partial()
+    (chunk,) = batches_of(world.hand.done(world.batch))
+    assert spans(chunk) == {"a": (10, 20)}
+    actions = world.hand.fail(chunk)
+    assert "a" in only(actions, Release).sequence_ids
+    while "a" not in rows_of(world.hand.in_flight()[0]):
+        work(world.hand, 1)
+    (batch,) = world.hand.in_flight()
+    assert spans(batch) == {"a": (0, 25)}, "a suspect has nothing beside it, not even in time"
+    world.hand.done(batch)
+    work(world.hand, 5)
+    assert len(world.hand.tokens["a"]) > 0
+
+
+def test_blocks_of_the_whole_prompt_are_set_aside_with_the_first_chunk() -> None:
+    world = Partial()
+    row = prefills(world.hand)[1].prefill[0]
+    assert row.blocks == (26 + 100 + 3) // 4
+
+
+def running(rows: int, **config: object) -> Hand:
+    """So many rows that step in one group, nobody waiting."""
+    hand = Hand(rows_max=64, prefill_rows_max=64, steps_per_batch_max=4, **config)
+    hand.join(kv_blocks=100_000)
+    for index in range(rows):
+        hand.submit(f"r{index}", max_new_tokens=400)
+    while len(rows_of(hand.in_flight()[0])) < rows or hand.in_flight()[0].steps == 1:
+        work(hand, 1)
+    return hand
+
+
+def test_one_prompt_among_many_rows_waits_for_others_and_for_one_decode_batch_at_most() -> None:
+    hand = running(40)
+    (batch,) = hand.in_flight()
+    actions = hand.submit("a")
+    assert not batches_of(actions)
+    assert only(actions, Interrupt).batch_id == batch.id, "not for all steps of it"
+    assert not batches_of(hand.submit("b"))
+    steps, prefill = batches_of(hand.done(batch))
+    assert (len(rows_of(steps)), steps.steps) == (40, 1)
+    assert rows_of(prefill) == ["a", "b"]
+
+
+def test_it_waits_no_longer_once_there_are_enough() -> None:
+    hand = running(40)
+    assert not batches_of(hand.submit("a"))
+    assert not batches_of(hand.submit("b"))
+    (prefill,) = batches_of(hand.submit("c"))
+    assert rows_of(prefill) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "config"),
+    [(16, 3, {}), (40, 60, {"prefill_tokens_max": 100}), (40, 3, {"gather_batches": 0})],
+    ids=["few rows run", "its prefill is long anyway", "turned off"],
+)
+def test_a_prompt_does_not_wait_where_it_would_gain_nothing(
+    rows: int, length: int, config: dict[str, object]
+) -> None:
+    hand = running(rows, **config)
+    (prefill,) = batches_of(hand.submit("a", length=length, max_new_tokens=10))
+    assert rows_of(prefill) == ["a"]
+
+
+def test_who_lost_its_place_does_not_wait_for_others() -> None:
+    hand = running(40)
+    hand.join("r2")
+    hand.submit("a", length=300, max_new_tokens=10)
+    (batch,) = hand.in_flight("r2")
+    assert rows_of(batch) == ["a"]
+    assert any("a" in rows_of(one) for one in batches_of(hand.lose("r2", blamed=False)))
+
+
+CHUNK = 10
+"""Tokens of a chunk in `chunked`."""
+
+
+class Chunked:
+    """A chunk takes as long as a step; else a GoodputPolicy."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._policy = GoodputPolicy(config)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._policy, name)
+
+    def prefill_tokens(
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
+    ) -> int:
+        return chunks * CHUNK if stepping_rows else most
+
+
+def chunked(groups: int) -> Hand:
+    """So many full groups of rows that step, nobody waiting, one decode batch in flight."""
+    hand = Hand(rows_max=2, gather_batches=0, batches_in_flight_max=1, steps_per_batch_max=1)
+    hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
+    hand.join(kv_blocks=100_000)
+    for index in range(2 * groups):
+        hand.submit(f"r{index}", max_new_tokens=400)
+    work(hand, 30)
+    assert hand.in_flight()[0].rows
+    return hand
+
+
+def steps_and_tokens(batches: list[Batch]) -> list[tuple[int, int]]:
+    """Of each prefill batch: the decode batches since the one before, and its tokens."""
+    found, steps = [], 0
+    for batch in batches:
+        if batch.prefill:
+            found.append((steps, prefill_tokens(batch)))
+            steps = 0
+        else:
+            steps += 1
+    return found
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_a_batch_fills_a_chunk_per_decode_batch_before_it_and_fewer_batches_do(groups: int) -> None:
+    hand = chunked(groups)
+    before = len(prefills(hand))
+    for index in range(40):
+        hand.submit(f"w{index}", length=6, max_new_tokens=400)
+    hand.submit("long", length=101, max_new_tokens=400)
+    work(hand, 400)
+    found = steps_and_tokens(list(hand.batches.values()))[before:]
+    assert sum(tokens for _, tokens in found) == 40 * 5 + 100
+    assert all(tokens <= CHUNK * max(steps, 1) for steps, tokens in found)
+    # Rows join, so soon there are groups enough.
+    most = max(tokens for _, tokens in found)
+    assert CHUNK * (CHUNKS_MAX - 1) < most <= CHUNK * CHUNKS_MAX
+
+
+def test_what_one_chunk_takes_waits_for_no_other_however_many_rows_step() -> None:
+    hand = chunked(6)
+    for index in range(4):
+        hand.submit(f"w{index}", length=CHUNK + 1, max_new_tokens=400)
+        before = len(hand.batches)
+        work(hand, 2)
+        kinds = [batch.kind for batch in list(hand.batches.values())[before:]]
+        assert BatchKind.PREFILL in kinds
+
+
+def test_rows_of_one_group_never_wait_for_two_chunks() -> None:
+    hand = Hand(rows_max=64, gather_batches=0, batches_in_flight_max=1, steps_per_batch_max=1)
+    hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
+    hand.join(kv_blocks=100_000)
+    hand.submit("r", max_new_tokens=400)
+    work(hand, 2)
+    for index in range(40):
+        hand.submit(f"w{index}", length=6, max_new_tokens=400)
+    work(hand, 100)
+    assert {tokens for _, tokens in steps_and_tokens(list(hand.batches.values()))[1:]} == {CHUNK}

@@ -1,0 +1,114 @@
+"""Proves that residents move to a lighter replica when it is worth their prefill, and only then."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.batching.dispatch import Dispatcher
+from scheduler.messages import BatchKind
+from tests.scheduler.hand import Hand, rows_of
+
+
+def loaded(
+    count: int,
+    max_new_tokens: int = 400,
+    length: int = 3,
+    **config: object,
+) -> Hand:
+    """That many rows on replica r, none waiting;"""
+    hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=1, **config)
+    hand.join(kv_blocks=10_000)
+    for index in range(count):
+        hand.submit(f"q{index}", length=length, max_new_tokens=max_new_tokens)
+    while hand.scheduler.snapshot().waiting:
+        hand.done(hand.in_flight()[0])
+    hand.settle()
+    return hand
+
+
+def step(hand: Hand, replica_id: str = "r", count: int = 1) -> None:
+    for _ in range(count):
+        hand.done(hand.in_flight(replica_id)[0])
+
+
+def test_a_new_replica_gets_work_though_nobody_waits() -> None:
+    hand = loaded(16)
+    hand.join("s", kv_blocks=10_000)
+    assert not hand.in_flight("s")
+    step(hand)
+    (batch,) = hand.in_flight("s")
+    assert batch.kind is BatchKind.PREFILL
+    moved = rows_of(batch)
+    assert 4 <= len(moved) <= 8
+    assert hand.scheduler.snapshot().moved == len(moved)
+    for row in batch.prefill:
+        assert len(row.tokens) == 3 + len(hand.tokens.get(row.sequence_id, ()))
+
+
+def test_the_imbalance_settles_and_nobody_goes_back() -> None:
+    hand = loaded(16)
+    hand.join("s", kv_blocks=10_000)
+    for _ in range(60):
+        step(hand, "r")
+        if hand.in_flight("s"):
+            step(hand, "s")
+    loads = [hand.scheduler._pool.replicas[name].load for name in "rs"]
+    assert max(loads) - min(loads) <= 4
+    assert hand.scheduler.snapshot().moved <= 8
+
+
+def test_a_row_longer_than_a_prefill_batch_moves_too() -> None:
+    hand = loaded(16, length=60, prefill_tokens_max=32)
+    hand.join("s", kv_blocks=10_000)
+    for _ in range(60):
+        step(hand, "r")
+        if hand.in_flight("s"):
+            step(hand, "s")
+    assert hand.scheduler.snapshot().moved >= 4
+    assert hand.scheduler._pool.replicas["s"].load >= 4
+
+
+def test_what_a_chunk_has_no_room_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the lighter replica left would come back, and be filled anew for nothing."""
+    hand = loaded(17, length=60, max_new_tokens=300)
+    # As of a cost model: where rows step a chunk is a part of what is allowed.
+    monkeypatch.setattr(
+        Dispatcher,
+        "_prefill_tokens",
+        lambda self, replica, at_once: 40 * at_once if replica.load else 2048,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("scheduler.batching.rebalancing.lightest", lambda *_: None)
+        hand.join("s", kv_blocks=10_000)
+        for index in range(5):
+            hand.submit(f"p{index}", length=60, max_new_tokens=300)
+        while hand.scheduler.snapshot().waiting or hand.scheduler._pool.replicas["s"].partial:
+            step(hand, "s")
+    seen = set(hand.batches)
+    for _ in range(75):
+        step(hand, "r")
+        step(hand, "s")
+    assert hand.scheduler.snapshot().moved > 0
+    later = [batch for number, batch in hand.batches.items() if number not in seen]
+    assert not any(batch.prefill for batch in later if batch.replica_id == "r")
+
+
+def test_nobody_moves_where_all_fit_into_one_group() -> None:
+    hand = loaded(4)
+    hand.join("s")
+    step(hand, count=5)
+    assert hand.scheduler.snapshot().moved == 0
+
+
+def test_nobody_moves_who_is_nearly_done() -> None:
+    hand = loaded(16, max_new_tokens=6, length=400)
+    hand.join("s", kv_blocks=10_000)
+    step(hand, count=3)
+    assert hand.scheduler.snapshot().moved == 0
+
+
+def test_nobody_moves_to_a_replica_without_room() -> None:
+    hand = loaded(16)
+    hand.join("s", kv_blocks=2)
+    step(hand, count=5)
+    assert hand.scheduler.snapshot().moved == 0

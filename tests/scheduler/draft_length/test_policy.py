@@ -1,0 +1,620 @@
+"""Proves that the draft length is that of the greatest goodput, and looking for it cheap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
+from scheduler.draft_length.estimates import Beliefs, LinearCost
+from scheduler.draft_length.policy import (
+    TRY_TRIMMED,
+    TRY_TRIMMED_MOST,
+    GoodputPolicy,
+    StepPlan,
+    row_draft_len,
+)
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    Dispatch,
+    PrefillRow,
+    PrefillTiming,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaSpec,
+    Request,
+    RowResult,
+    SamplingParams,
+    StepDone,
+    StepResult,
+    StepRow,
+    StepTimes,
+    StepTiming,
+    Submit,
+)
+from scheduler.scheduler import Scheduler
+from scheduler.state.sequence import Answer, Sequence
+
+LENGTH = 100
+
+
+class Pair:
+    """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
+
+    def __init__(self, draft: LinearCost, verify: LinearCost, acceptance: float) -> None:
+        self.draft, self.acceptance = draft, acceptance
+        self.verify: Callable[[int, int], float] = verify
+        self.rng = Random(0)
+
+    def step_s(self, rows: int, draft_len: int) -> float:
+        kv = rows * (LENGTH + draft_len)
+        return self.verify(rows * (draft_len + 1), kv) + draft_len * self.draft(rows, kv)
+
+    def goodput(self, rows: int, draft_len: int) -> float:
+        expected = sum(self.acceptance**j for j in range(draft_len + 1))
+        return rows * expected / self.step_s(rows, draft_len)
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        return tuple(
+            StepTiming(
+                rows,
+                draft_len,
+                rows * (LENGTH + draft_len),
+                draft_len * self.draft(rows, rows * (LENGTH + draft_len)),
+                self.verify(rows * (draft_len + 1), rows * (LENGTH + draft_len)),
+                1e-6,
+            )
+            for rows in (1, 4, 16)
+            for draft_len in (0, 2, 8)
+        )
+
+    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Batch, StepResult]:
+        results = []
+        for row in rows:
+            tried, accepted = [0] * plan.draft_len, [0] * plan.draft_len
+            for _ in range(plan.steps):
+                for at in range(plan.draft_len):
+                    tried[at] += 1
+                    if self.rng.random() >= self.acceptance:
+                        break
+                    accepted[at] += 1
+            drafted = plan.steps * plan.draft_len
+            new = (1,) * (plan.steps + sum(accepted))
+            results.append(
+                RowResult(row.id, new, plan.steps, drafted, tuple(accepted), tuple(tried))
+            )
+        kv = len(rows) * (LENGTH + plan.draft_len)
+        draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
+        verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
+        batch = Batch(
+            1,
+            "r",
+            BatchKind.SPECULATE,
+            rows=tuple(StepRow(row.id, LENGTH, plan.draft_len, 99) for row in rows),
+            draft_len=plan.draft_len,
+            steps=plan.steps,
+        )
+        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
+        return batch, StepResult(
+            1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
+        )
+
+    def turn(
+        self,
+        policy: GoodputPolicy,
+        rows: list[Sequence],
+        batches: int,
+        steps_most: int = 1,
+        trip_s: float | None = None,
+    ) -> tuple[float, int]:
+        """Time and tokens of so many batches of these rows."""
+        seconds, tokens = 0.0, 0
+        for _ in range(batches):
+            batch, result = self.answer(rows, policy.plan("r", rows, steps_most))
+            policy.observe(batch, result, answers(rows, result), trip_s)
+            seconds += result.times.total_s
+            tokens += sum(len(row.tokens) for row in result.rows)
+        return seconds, tokens
+
+
+def answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
+    return list(zip(rows, result.rows, strict=True))
+
+
+def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
+    prompt = (1,) * LENGTH
+    return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
+
+
+def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> GoodputPolicy:
+    """A policy that knows the pair's times, or nothing."""
+    policy = GoodputPolicy(SchedulerConfig(**settings))
+    timings = pair.timings() if pair else ()
+    spec = ReplicaSpec(1000, 16, 10_000, 100, timings=timings, trims_drafts=trims)
+    policy.joined("r", spec)
+    return policy
+
+
+CHEAP = LinearCost(1e-3, 1e-5, 1e-8)
+TARGET = LinearCost(10e-3, 3e-4, 1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97]),
+    st.sampled_from([1, 4, 8, 16]),
+    st.floats(0.05, 1.0),
+    st.floats(1e-5, 2e-3),
+)
+def test_the_draft_length_comes_to_the_greatest_goodput(
+    acceptance: float, count: int, draft_share: float, token_s: float
+) -> None:
+    """Or near it: a single row's luck misleads for a while, where drafting hardly pays."""
+    verify = LinearCost(10e-3, token_s, 1e-7)
+    draft = LinearCost(draft_share * 10e-3, 1e-5, 1e-8)
+    pair = Pair(draft, verify, acceptance)
+    policy = policy_for(pair)
+    rows = rows_of(count)
+    pair.turn(policy, rows, 400)
+    best = max(pair.goodput(count, draft_len) for draft_len in range(9))
+    chosen = []
+    for _ in range(200):
+        pair.turn(policy, rows, 1)
+        chosen.append(pair.goodput(count, policy.beliefs("r").draft_len))
+    assert sum(chosen) / len(chosen) >= (0.92 if count > 1 else 0.88) * best
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("acceptance", [0.75, 0.85])
+def test_a_verification_that_takes_whole_tiles_is_filled_up(tile: int, acceptance: float) -> None:
+    """Of 8 rows k = 1, 3 and 7 end at a tile: more tokens than with the draft length before them,
+    in the same time. A straight line through the times has it that all tokens cost alike."""
+    bound = LinearCost(10e-3, 1e-3, 1e-7)
+    pair = Pair(CHEAP, bound, acceptance)
+    pair.verify = lambda tokens, kv: bound(tile * -(-tokens // tile), kv)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 200)
+    reached = []
+    for _ in range(200):
+        pair.turn(policy, rows, 1)
+        reached.append(pair.goodput(8, policy.beliefs("r").draft_len))
+    best = max(pair.goodput(8, draft_len) for draft_len in range(9))
+    assert sum(reached) / len(reached) >= 0.95 * best
+
+
+@pytest.mark.parametrize("times", [1.5, 3.0, 10.0])
+@pytest.mark.parametrize("acceptance", [0.6, 0.85])
+def test_a_slow_first_run_bans_no_draft_length(times: float, acceptance: float) -> None:
+    """The first of so many tokens takes longer: code is made for it. By that time alone the length
+    that fills a tile would look bad, not be chosen, and never be timed again."""
+    bound = LinearCost(10e-3, 1e-3, 1e-7)
+    pair = Pair(CHEAP, bound, acceptance)
+    seen: set[int] = set()
+
+    def seconds(tokens: int, kv: float) -> float:
+        return bound(32 * -(-tokens // 32), kv)
+
+    def first_slow(tokens: int, kv: float) -> float:
+        slow = times if tokens not in seen else 1.0
+        seen.add(tokens)
+        return slow * seconds(tokens, kv)
+
+    pair.verify = seconds
+    policy = policy_for(pair)
+    goodputs = [pair.goodput(8, draft_len) for draft_len in range(9)]
+    pair.verify = first_slow
+    rows = rows_of(8)
+    pair.turn(policy, rows, 1000)
+    reached = []
+    for _ in range(200):
+        pair.turn(policy, rows, 1)
+        reached.append(goodputs[policy.beliefs("r").draft_len])
+    assert sum(reached) / len(reached) >= 0.95 * max(goodputs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_only_drafts_of_several_rows_are_trimmed(count: int) -> None:
+    """Of one row it would keep the first tokens, which a shorter draft length has for less."""
+    pair = Pair(CHEAP, TARGET, 0.8)
+    policy = policy_for(pair, trims=True)
+    rows = rows_of(count)
+    trimmed = 0
+    for _ in range(200):
+        plan = policy.plan("r", rows, 1)
+        trimmed += plan.verify_tokens is not None
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+    assert (trimmed > 0) == (count > 1)
+
+
+def test_a_share_that_never_pays_is_tried_ever_more_seldom() -> None:
+    pair = Pair(CHEAP, TARGET, 0.8)
+    policy = policy_for(pair, trims=True)
+    rows = rows_of(8)
+    tried = []
+    for number in range(4 * TRY_TRIMMED_MOST):
+        plan = policy.plan("r", rows, 1)
+        if plan.verify_tokens is not None:
+            tried.append(number)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+    between = [later - earlier for earlier, later in pairwise([-1, *tried])]
+    assert between[0] == TRY_TRIMMED
+    assert between == sorted(between), "oftener again, though nothing was gained"
+    assert between[-1] == TRY_TRIMMED_MOST, "and never given up"
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_with_a_draft_that_is_never_right_it_costs_less_than_three_percent(
+    calibrated: bool,
+) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair if calibrated else None)
+    seconds, tokens = pair.turn(policy, rows_of(8), 1500)
+    assert tokens / seconds >= 0.97 * pair.goodput(8, 0)
+    assert policy.beliefs("r").draft_len == 0
+
+
+@pytest.mark.parametrize("steps_most", [8, 64])
+def test_nor_does_it_where_batches_have_many_steps(steps_most: int) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 50, steps_most, trip_s=20e-3)
+    seconds, tokens = pair.turn(policy, rows, 1500, steps_most, trip_s=20e-3)
+    assert tokens / seconds >= 0.985 * pair.goodput(8, 0)
+
+
+def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 200)
+    pair.turn(policy, [*rows_of(7), *rows_of(1, draft_len=8)], 500)
+    pair.acceptance = 0.95
+    pair.turn(policy, rows_of(8), 600)
+    assert policy.beliefs("r").draft_len >= 4
+
+
+def test_a_draft_that_becomes_right_is_used_again() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 300)
+    assert policy.beliefs("r").draft_len == 0
+    pair.acceptance = 0.9
+    pair.turn(policy, rows, 600)
+    assert policy.beliefs("r").draft_len >= 4
+
+
+def test_a_probe_that_hiccupped_is_not_the_last_for_long() -> None:
+    """Probes may cost a share of the time, so by a probe of ten seconds the next were far away."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 300)
+    probed = False
+    while not probed:
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        if probed := batch.draft_len > 0:
+            times = replace(result.times, total_s=result.times.total_s + 10.0)
+            result = replace(result, times=times)
+        policy.observe(batch, result, answers(rows, result), None)
+    pair.acceptance = 0.9
+    pair.turn(policy, rows, 1000)
+    assert policy.beliefs("r").draft_len >= 4
+
+
+def test_without_any_times_the_first_batches_are_trials() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(None)
+    rows = rows_of(4)
+    tried = []
+    for _ in range(3):
+        plan = policy.plan("r", rows, 1)
+        tried.append(plan.draft_len)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+    assert len(set(tried)) > 1
+    assert 0 in tried[:2]
+
+
+def test_batches_have_several_steps_as_soon_as_the_trials_tell_enough() -> None:
+    """Two may: then there is no third, and none is waited for."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(None)
+    rows = rows_of(1)
+    pair.turn(policy, rows, 40, steps_most=8, trip_s=2e-3)
+    assert policy.plan("r", rows, 8).steps > 1
+
+
+def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.3)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(1), 40, steps_most=8, trip_s=2e-3)
+    assert policy.beliefs("r").draft_len < 8
+    plan = policy.plan("r", rows_of(1, draft_len=8), 8)
+    assert plan.draft_len == 8
+    assert plan.steps > 1
+
+
+def test_a_server_that_drafts_nothing_says_so() -> None:
+    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len_max=0)
+    assert policy.plan("r", rows_of(2), 1).draft_len == 0
+    assert policy.beliefs("r").draft_len == 0
+
+
+def test_a_replica_without_a_draft_never_drafts() -> None:
+    policy = GoodputPolicy(SchedulerConfig())
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
+    assert policy.plan("r", rows_of(2), 1).draft_len == 0
+    assert policy.beliefs("r").draft_len == 0
+
+
+def test_without_a_draft_steps_still_follow_their_times() -> None:
+    slow = Pair(CHEAP, LinearCost(0.06), acceptance=0.0)
+    policy = GoodputPolicy(SchedulerConfig())
+    timings = slow.timings()[:1]
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0, timings=timings))
+    rows = rows_of(2)
+    slow.turn(policy, rows, 5, trip_s=0.1)
+    assert policy.plan("r", rows, 8).steps == 1, "two of them would last too long"
+    assert policy.beliefs("r").step_s == pytest.approx(0.06, rel=0.1)
+
+
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_the_server_can_pin_the_draft_length(pinned: int) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.9)
+    policy = policy_for(pair, draft_len=pinned)
+    rows = rows_of(4)
+    for _ in range(5):
+        assert policy.plan("r", rows, 1).draft_len == pinned
+        pair.turn(policy, rows, 1)
+
+
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_a_request_drafts_no_more_than_the_server_has_pinned(pinned: int) -> None:
+    """Neither for itself nor for those that it steps with, and it may still draft less."""
+    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len=pinned)
+    rows = [*rows_of(3), *rows_of(1, draft_len=8)]
+    assert policy.plan("r", rows, 1).draft_len == pinned
+    assert policy.plan("r", rows_of(1, draft_len=8), 1).draft_len == pinned
+    assert row_draft_len(rows_of(1, draft_len=1)[0], pinned) == min(1, pinned)
+
+
+def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 100)
+    rows = [*rows_of(3), *rows_of(1, draft_len=5)]
+    assert policy.plan("r", rows, 1).draft_len == 5
+    rows = [*rows_of(3), *rows_of(1, draft_len=30)]
+    assert policy.plan("r", rows, 1).draft_len == SchedulerConfig().draft_len_max
+    assert policy.plan("r", rows_of(2, draft_len=0), 1).draft_len == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "pinned", "tokens_left", "expected"),
+    [(4, None, 100, 4), (4, 2, 100, 2), (4, 0, 100, 0), (0, 3, 100, 0), (4, 9, 3, 2), (4, 9, 1, 0)],
+)
+def test_a_row_drafts_the_least_of_group_request_and_tokens_left_but_one(
+    group: int, pinned: int | None, tokens_left: int, expected: int
+) -> None:
+    sequence = Sequence(Request("a", (1,), tokens_left, draft_len=pinned), 1)
+    assert row_draft_len(sequence, group) == expected
+
+
+@pytest.mark.parametrize(
+    ("trip_s", "step_s", "steps"),
+    [(0.0, 0.01, 1), (1e-3, 0.01, 5), (1e-3, 0.2, 1), (9e-3, 1e-3, 8)],
+)
+def test_a_batch_gets_the_steps_that_its_round_trip_asks_for(
+    trip_s: float, step_s: float, steps: int
+) -> None:
+    pair = Pair(CHEAP, LinearCost(step_s), acceptance=0.0)
+    policy = policy_for(pair, draft_len=0)
+    rows = rows_of(2)
+    assert policy.plan("r", rows, 8).steps == 8, "as long as nothing is known of the trip"
+    for _ in range(3):
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(batch, result, [], trip_s)
+    assert policy.plan("r", rows, 8).steps == steps
+    assert policy.plan("r", rows, 1).steps == 1
+
+
+def test_beliefs_tell_what_was_measured() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 200)
+    beliefs = policy.beliefs("r")
+    assert beliefs.acceptance_greedy == pytest.approx(0.8, abs=0.08)
+    assert beliefs.step_s == pytest.approx(pair.step_s(8, beliefs.draft_len), rel=0.05)
+    assert beliefs.verify.fixed_s == pytest.approx(TARGET.fixed_s, rel=0.1)
+    assert beliefs.verified == 1.0
+
+
+def test_beliefs_are_of_one_step_even_where_a_request_pins_another_draft_length() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    pair.turn(policy, rows_of(8), 200)
+    plan = policy.plan("r", [*rows_of(7), *rows_of(1, draft_len=8)], 1)
+    assert plan.draft_len == 8
+    beliefs = policy.beliefs("r")
+    assert beliefs.draft_len == 0
+    assert beliefs.step_s == pytest.approx(pair.step_s(8, 0), rel=0.05)
+
+
+@pytest.mark.parametrize("pinned", [4, 5, 6])
+def test_where_the_longest_draft_is_pinned_all_of_it_is_verified(pinned: int) -> None:
+    """Also where it is as long as the one that would have been chosen and trimmed."""
+    pair = Pair(CHEAP, TARGET, 0.8)
+    policy = policy_for(pair, trims=True)
+    for _ in range(300):
+        rows = rows_of(8, draft_len=pinned)
+        plan = policy.plan("r", rows, 1)
+        assert (plan.draft_len, plan.verify_tokens) == (pinned, None)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+
+
+def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> None:
+    """And in smaller ones the more lies before them, once it was seen what that costs."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    truth = LinearCost(2e-3, 1e-4, 1e-8)
+    tried = tuple(PrefillTiming(tokens, truth(tokens, 0)) for tokens in (16, 64, 256))
+    spec = ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried))
+    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy.joined("r", spec)
+    pair.turn(policy, rows_of(8), 1)
+    first = policy.prefill_tokens("r", 8, 2048)
+    assert truth(first, 0) == pytest.approx(pair.step_s(8, 0), rel=0.1)
+    for begin in (first, 4000, 9000):
+        rows = (PrefillRow("p", (), 9, SamplingParams(), (), 999, begin, begin + 64),)
+        batch = Batch(2, "r", BatchKind.PREFILL, prefill=rows)
+        times = StepTimes(prefill_s=truth(64, 64 * begin))
+        policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
+    deep = policy.prefill_tokens("r", 8, 2048, begin=9000)
+    assert truth(deep, 9000 * deep) == pytest.approx(pair.step_s(8, 0), rel=0.1)
+    assert deep < 0.8 * first
+
+
+@pytest.mark.parametrize("token_s", [1.1e-3 + 1e-5 * more for more in range(20)])
+def test_a_chunk_is_never_smaller_than_the_least(token_s: float) -> None:
+    """Though a step takes less time than that."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    tried = tuple(PrefillTiming(tokens, token_s * tokens) for tokens in (16, 64, 256))
+    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy.joined("r", ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried)))
+    pair.turn(policy, rows_of(8), 1)
+    assert pair.step_s(8, 0) < token_s * PREFILL_TOKENS_LEAST
+    assert policy.prefill_tokens("r", 8, 2048) == PREFILL_TOKENS_LEAST
+
+
+@pytest.mark.parametrize("by_time", [True, False])
+def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bool) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair, draft_len=0, prefill_by_time=by_time)
+    assert policy.prefill_tokens("r", 4, 2048) == 2048, "as long as nothing is known"
+    pair.turn(policy, rows_of(8), 20)
+    for count in (64, 512, 2000):
+        rows = (PrefillRow("p", (1,) * (count + 1), 9, SamplingParams(), (), 999),)
+        batch = Batch(2, "r", BatchKind.PREFILL, prefill=rows)
+        times = StepTimes(prefill_s=2e-3 + 1e-4 * count)
+        policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
+    chunk = policy.prefill_tokens("r", 8, 2048)
+    if not by_time:
+        assert chunk == 2048
+        return
+    assert 2e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
+    wider = policy.prefill_tokens("r", 2, 2048)
+    assert 2e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
+    three = policy.prefill_tokens("r", 8, 2048, chunks=3)
+    assert 2e-3 + 1e-4 * three == pytest.approx(3 * pair.step_s(8, 0), rel=0.1)
+    assert three > 3 * chunk, "the fixed cost is there once"
+    assert policy.prefill_tokens("r", 8, 50) == 50
+    assert policy.prefill_tokens("r", 8, 50, chunks=3) == 50
+    assert policy.prefill_tokens("r", 0, 2048) == 2048
+
+
+class Recorder:
+    """A policy of one's own: writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
+        self.told.append(f"joined {replica_id}")
+
+    def lost(self, replica_id: str) -> None:
+        self.told.append(f"lost {replica_id}")
+
+    def plan(self, replica_id: str, rows: list[Sequence], steps_most: int) -> StepPlan:
+        self.told.append(f"asked {[row.length for row in rows]}, {steps_most} steps")
+        return StepPlan(2, 1)
+
+    def apart(self, replica_id: str) -> float:
+        return math.inf
+
+    def prefill_tokens(
+        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
+    ) -> int:
+        return most
+
+    def observe(
+        self, batch: Batch, result: StepResult, answers: list[Answer], trip_s: float | None
+    ) -> None:
+        self.told.append(
+            f"observed {batch.kind} of {[one.id for one, _ in answers]} after {trip_s}"
+        )
+
+    def beliefs(self, replica_id: str) -> Beliefs:
+        return Beliefs(draft_len=2)
+
+
+def test_a_policy_of_ones_own_is_asked_per_batch_and_told_every_result() -> None:
+    policy = Recorder()
+    scheduler = Scheduler(SchedulerConfig(steps_per_batch_max=3), policy)
+    scheduler.step(ReplicaJoined("r", ReplicaSpec(100, 4, 100, 100)), 0.0)
+    scheduler.step(Submit(Request("a", (1, 2), 9, committed=(3,))), 1.0)
+    done = StepResult(1, "r", (RowResult("a"),), times=StepTimes(total_s=0.5))
+    (action,) = scheduler.step(StepDone(done), 2.0)
+    assert isinstance(action, Dispatch)
+    assert (action.batch.draft_len, action.batch.steps) == (2, 1)
+    assert scheduler.snapshot().replicas[0].beliefs == Beliefs(draft_len=2)
+    scheduler.step(StepDone(done), 2.0)
+    scheduler.step(ReplicaLost("r"), 3.0)
+    assert policy.told == [
+        "joined r",
+        "observed prefill of ['a'] after 0.5",
+        "asked [3], 3 steps",
+        "lost r",
+    ]
+
+
+def test_a_long_prompt_stalls_a_lone_group_for_one_step_at_a_time() -> None:
+    """All rows are in the batch in flight when a chunk is planned: they wait for it as well."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    scheduler = Scheduler(SchedulerConfig(draft_len=0, steps_per_batch_max=1))
+    spec = ReplicaSpec(100_000, 16, 100_000, 100, timings=pair.timings())
+    chunks: list[int] = []
+
+    def tell(event: object) -> list[Batch]:
+        actions = scheduler.step(event, 0.0)  # type: ignore[arg-type]
+        return [one.batch for one in actions if isinstance(one, Dispatch)]
+
+    batches = tell(ReplicaJoined("r", spec))
+    for index in range(8):
+        batches += tell(Submit(Request(f"row {index}", (1,) * LENGTH, 10_000)))
+    for number in range(120):
+        if number == 60:
+            batches += tell(Submit(Request("long", (1,) * 20_000, 10)))
+        batch = batches.pop(0)
+        if batch.kind is BatchKind.PREFILL:
+            filled = sum(
+                (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
+                for row in batch.prefill
+            )
+            if number > 62:
+                chunks.append(filled)
+            spent_s = 1e-3 + 1e-4 * filled
+            times = StepTimes(prefill_s=spent_s, total_s=spent_s)
+            rows = tuple(RowResult(row.sequence_id) for row in batch.prefill)
+            result = StepResult(batch.id, "r", rows, times=times)
+        else:
+            spent_s = pair.step_s(len(batch.rows), 0)
+            rows = tuple(RowResult(row.sequence_id, (1,), 1) for row in batch.rows)
+            read = len(batch.rows) * batch.rows[-1].length
+            times = StepTimes(verify_s=spent_s, total_s=spent_s)
+            result = StepResult(batch.id, "r", rows, 1, times, read, read)
+        batches += tell(StepDone(result))
+    assert len(chunks) > 10
+    for filled in chunks:
+        assert 1e-3 + 1e-4 * filled < 1.5 * pair.step_s(8, 0)

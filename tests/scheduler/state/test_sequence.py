@@ -1,0 +1,151 @@
+"""Proves that the table of state changes is the only way on, and where new tokens are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.messages import FinishReason, Request, RowResult
+from scheduler.state.sequence import (
+    IN_FLIGHT,
+    LEGAL,
+    RESIDENT,
+    Move,
+    Sequence,
+    State,
+    finished_before_start,
+    truncate,
+)
+
+
+def sequence(**fields: object) -> Sequence:
+    return Sequence(Request(**{"id": "a", "prompt": (1, 2), "max_new_tokens": 5, **fields}), 1)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("move", Move)
+def test_a_move_is_in_the_table_or_an_assertion(state: State, move: Move) -> None:
+    one = sequence()
+    one.state = state
+    if (state, move) in LEGAL:
+        one.move(move)
+        assert one.state is LEGAL[state, move]
+    else:
+        with pytest.raises(AssertionError, match="no move"):
+            one.move(move)
+        assert one.state is state
+
+
+def test_nothing_leads_out_of_finished() -> None:
+    assert not [move for state, move in LEGAL if state is State.FINISHED]
+
+
+def test_every_state_but_finished_can_end() -> None:
+    for state in State:
+        if state in (State.FINISHED, State.LEAVING):
+            continue
+        expected = State.LEAVING if state in IN_FLIGHT else State.FINISHED
+        assert LEGAL[state, Move.FINISH] is expected
+
+
+def test_a_row_in_flight_is_a_resident() -> None:
+    assert IN_FLIGHT < RESIDENT
+
+
+@pytest.mark.parametrize(
+    ("tokens", "left", "stop", "kept", "reason"),
+    [
+        ((5, 6), 5, (), (5, 6), None),
+        ((5, 6), 2, (), (5, 6), FinishReason.LENGTH),
+        ((5, 6, 7), 2, (), (5, 6), FinishReason.LENGTH),
+        ((5, 9, 7), 5, (9,), (5, 9), FinishReason.STOP),
+        ((9, 9, 9), 5, (9,), (9,), FinishReason.STOP),
+        ((5, 9), 2, (9,), (5, 9), FinishReason.STOP),
+        ((5, 6, 9), 2, (9,), (5, 6), FinishReason.LENGTH),
+        ((5, 8, 9), 5, (9, 8), (5, 8), FinishReason.STOP),
+        ((), 5, (9,), (), None),
+    ],
+)
+def test_new_tokens_are_cut_at_the_first_stop_token_or_the_limit(
+    tokens: tuple[int, ...],
+    left: int,
+    stop: tuple[int, ...],
+    kept: tuple[int, ...],
+    reason: FinishReason | None,
+) -> None:
+    assert truncate(tokens, left, stop) == (kept, reason)
+
+
+def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
+    one = sequence(prompt=(9, 1, 9), stop_token_ids=(9,))
+    assert one.commit(RowResult("a", (5, 6), 1)) == ((5, 6), None)
+    assert one.commit(RowResult("a", (9, 6), 1)) == ((9,), FinishReason.STOP)
+
+
+def test_length_counts_content_and_nothing_else() -> None:
+    one = sequence(prompt=(0, 0, 0), committed=())
+    assert (one.length, one.length_max, one.tokens_left) == (3, 8, 5)
+    one.commit(RowResult("a", (0, 0), 1))
+    assert (one.length, one.length_max, one.tokens_left) == (5, 8, 3)
+    assert one.content() == (0, 0, 0, 0, 0)
+
+
+def test_a_finished_sequence_refuses_tokens() -> None:
+    one = sequence()
+    one.move(Move.FINISH)
+    with pytest.raises(AssertionError):
+        one.commit(RowResult("a", (5,), 1))
+    assert one.committed == []
+
+
+def test_usage_sums_what_replicas_report() -> None:
+    one = sequence(max_new_tokens=9)
+    one.commit(RowResult("a", (5, 6, 7), 1, 4, (1, 1, 0, 0)))
+    one.commit(RowResult("a", (5, 6), 2, 2, (0,)))
+    usage = one.usage()
+    assert (usage.prompt_tokens, usage.completion_tokens) == (2, 5)
+    assert (usage.steps, usage.draft_tokens, usage.accepted_tokens) == (3, 6, 2)
+    assert usage.accepted_at == (1, 1, 0, 0)
+
+
+runs_of_an_batch = st.integers(0, 4).flatmap(
+    lambda drafted: st.tuples(
+        st.just(drafted), st.lists(st.integers(0, drafted), min_size=1, max_size=3)
+    )
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(runs_of_an_batch, max_size=6))
+def test_accepted_tokens_are_counted_by_their_place_in_the_draft(
+    batches: list[tuple[int, list[int]]],
+) -> None:
+    """Over batches of one step and of several, whatever their draft lengths."""
+    one = sequence(max_new_tokens=1000)
+    for drafted, runs in batches:
+        accepted_at = tuple(sum(run > place for run in runs) for place in range(drafted))
+        row = RowResult("a", (5,) * (sum(runs) + len(runs)), len(runs), 0, accepted_at)
+        one.commit(row)
+    usage = one.usage()
+    every = [run for _, runs in batches for run in runs]
+    longest = max((drafted for drafted, _ in batches), default=0)
+    assert usage.steps == len(every)
+    assert usage.accepted_at == tuple(sum(run > place for run in every) for place in range(longest))
+
+
+@pytest.mark.parametrize(
+    ("committed", "stop", "reason"),
+    [
+        ((), (), None),
+        ((5, 6), (), None),
+        ((5, 6, 7), (), FinishReason.LENGTH),
+        ((5, 9), (9,), FinishReason.STOP),
+        ((5, 6, 9), (9,), FinishReason.STOP),
+    ],
+)
+def test_carried_tokens_may_complete_a_request(
+    committed: tuple[int, ...], stop: tuple[int, ...], reason: FinishReason | None
+) -> None:
+    request = Request("a", (9,), 3, stop_token_ids=stop, committed=committed)
+    assert finished_before_start(request) is reason
