@@ -3,6 +3,7 @@ however its rows came about, and that a checkpoint that does not fit is refused 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def expected(path: str, content: list[int], k: int) -> list[int]:
     tensors: dict[str, Any] = dict(head.tensors)
     if head.ids is not None:
         tensors["d2t"] = head.ids - torch.arange(config.vocab_size)
-    model = target_model("llama")
+    model = copy.deepcopy(target_model("llama"))  # asking for hidden states changes its layers
     with torch.no_grad():
         out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
     hidden = torch.cat([out.hidden_states[tap][0] for tap in config.taps], -1)
