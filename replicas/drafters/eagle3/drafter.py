@@ -107,5 +107,9 @@ class Eagle3Drafter:
                 rated.append(one)
             else:
                 token = choose(logits[:, None], sampling, here)
-            tokens[j] = token[:, 0] if ids is None else ids[token[:, 0]]
+            if layer.shift is not None:
+                before = tokens[j - 1] if j else torch.tensor([one[-1] for one in ask.contents])
+                tokens[j] = (before.to(device) + layer.shift) % ask.token_most
+            else:
+                tokens[j] = token[:, 0] if ids is None else ids[token[:, 0]]
         return Proposal(tokens, lens, torch.cat(rated, 1).cumsum(1) if rated else None)

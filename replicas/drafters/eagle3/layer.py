@@ -33,7 +33,7 @@ class HeadLayer:
         prepack: bool,
     ) -> None:
         self.config = config = head.config
-        self.ids = head.ids
+        self.ids, self.shift = head.ids, head.shift
         self.backend = backend
         tensors = head.tensors
         self._norms = {key: value for key, value in tensors.items() if "norm" in key}

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from replicas.drafters.eagle3.config import LAYER, HeadConfig, HeadRefused, head_config
+from replicas.drafters.eagle3.planted import PLANTED_HEAD, planted_head, planted_tensors
+from replicas.models.shapes import map_shift
 
 _MAPS = ("d2t", "t2d")
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
@@ -26,6 +28,8 @@ class Head:
     tensors: dict[str, torch.Tensor]
     """As `HeadConfig.tensors` names them."""
     ids: torch.Tensor | None  # [vocab of the head], int64: the target's; None: the same
+    shift: int | None = None
+    """Of a planted head: it proposes the token before plus so many ids."""
 
 
 def read_head(name: str, target: Any) -> HeadConfig:
@@ -33,6 +37,8 @@ def read_head(name: str, target: Any) -> HeadConfig:
 
     Raises HeadRefused, or OSError for a name not found.
     """
+    if name == PLANTED_HEAD:
+        return planted_head(target)
     said = json.loads(Path(cached_file(name, "config.json")).read_text())
     return head_config(said, _read_tensors(name, values=False).keys(), target)
 
@@ -62,6 +68,9 @@ def _read_tensors(name: str, values: bool = True) -> dict[str, torch.Tensor]:
 
 def load_head(name: str, config: HeadConfig, dtype: torch.dtype, device: torch.device) -> Head:
     """Raises HeadRefused with the tensors' names."""
+    if name == PLANTED_HEAD:
+        tensors = planted_tensors(config, dtype, device)
+        return Head(config, tensors, None, map_shift(config.target_vocab))
     found = _read_tensors(name)
     maps = {key: found.pop(key) for key in _MAPS if key in found}
     shapes = config.tensors
