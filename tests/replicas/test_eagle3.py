@@ -98,6 +98,18 @@ def test_equal_vocabularies_need_no_map_and_a_head_may_bring_its_embedding(tmp_p
     assert drafts_of(replica, ["a"], 3)[0][0] == expected(path, prompt(7), 3)
 
 
+def test_passes_of_fixed_shapes_draft_the_same(tmp_path: Path) -> None:
+    """Also where the head's keys and values lie as on a GPU."""
+    path = save_head(tmp_path, TARGET, said(True, "qwen3"))
+    replica = headed_replica(path, graphs="on", plan_rows=2, plan_draft_len=3)
+    client = Client(replica)
+    client.prefill(a=prompt(7), b=prompt(12))
+    for k in (0, 2, 3):
+        client.steps(k)
+        drafts, _ = drafts_of(replica, ["a", "b"], 3)
+        assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+
+
 def test_a_row_of_one_token_drafts_from_its_second_step_on(tmp_path: Path) -> None:
     replica = headed_replica(save_head(tmp_path, TARGET, said(True)))
     client = Client(replica)

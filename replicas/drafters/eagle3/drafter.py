@@ -75,7 +75,8 @@ class Eagle3Drafter:
         ]
         k = max(lens)
         if k == 0:
-            return Proposal(torch.empty((0, len(rows)), dtype=torch.int64), lens)
+            none = torch.empty((0, len(rows)), dtype=torch.int64, device=ask.table.device)
+            return Proposal(none, lens)
         with watch.section("draft"):
             spare = next(row.carry for row in rows if row.carry is not None)
             carries = torch.stack([spare if one.carry is None else one.carry for one in rows])
