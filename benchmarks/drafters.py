@@ -139,13 +139,16 @@ def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", required=True, help="Directory or hub name, with a template.")
+    parser.add_argument(
+        "--target", required=True, help="Directory or hub name, with a chat template."
+    )
     parser.add_argument("--questions", required=True, help="Questions in JSON, one a line.")
     parser.add_argument("--n", type=int, default=12, help="Questions of each kind.")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--context-len", type=int, default=1536)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--fixed", type=int, default=4, help="Draft tokens of the fixed way.")
+    parser.add_argument("--head", help="EAGLE-3 head to run, too; planted:head is never right.")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--references", type=int, default=2, help="Outputs of generate to compare.")
     parser.add_argument("--seed", type=int, default=0)
@@ -158,6 +161,9 @@ def main() -> None:
         "suffix, k chosen": replica_of(args, {"method": "suffix"}),
         f"suffix, k {args.fixed}": replica_of(args, {"method": "suffix"}),
     }
+    if args.head is not None:
+        head = {"method": "eagle3", "model": args.head}
+        replicas["head, k chosen"] = replica_of(args, head)
     figures: dict[str, Any] = {"settings": vars(args), "ratios": [], "runs": []}
     outputs: list[list[int]] = []
     for kind, requests in kinds.items():
