@@ -1,8 +1,9 @@
 """Drafts by an EAGLE-3 head: it sees what the target has computed, and goes on from its own output.
 
 Its KV of a position needs the target's hidden states there, so it looks on at every step, also of
-those without drafts. Between steps a row carries the layer's last output. A batch that failed takes
-that away; the next step of such a row is a plain one, which brings it back.
+those without drafts. That is half of the layer; the other half is computed for one position of a
+row, when the row drafts. Between steps a row carries what that takes. A batch that failed takes it
+away; the next step of such a row is a plain one, which brings it back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from replicas.stopwatch import Stopwatch
 class _Row:
     valid: int
     """KV positions."""
-    carry: torch.Tensor | None = None  # [width], of position `valid` - 1
+    carry: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What has entered the layer at position `valid` - 1; see `HeadLayer.enter`."""
 
 
 class Eagle3Drafter:
@@ -63,7 +65,8 @@ class Eagle3Drafter:
         hidden = self._layer.fused([seen.taps[index] for index in self._order])
         layout = self._layer.backend.ranges_layout(seen.table, seen.ranges)
         last = [end - 1 for end in accumulate(end - begin for begin, end in seen.ranges)]
-        carries = self._layer.forward(fed, hidden, layout)[last]
+        entered, residual = self._layer.enter(fed, hidden, layout)
+        carries = zip(entered[last], residual[last], strict=True)
         for row, (_, end), carry in zip(seen.ids, seen.ranges, carries, strict=True):
             self._rows[row] = _Row(end, carry)
 
@@ -79,29 +82,33 @@ class Eagle3Drafter:
             return Proposal(none, lens)
         with watch.section("draft"):
             spare = next(row.carry for row in rows if row.carry is not None)
-            carries = torch.stack([spare if one.carry is None else one.carry for one in rows])
-            return self._draft(ask, lens, k, carries)
+            carries = [spare if one.carry is None else one.carry for one in rows]
+            entered, residual = (torch.stack(parts) for parts in zip(*carries, strict=True))
+            return self._draft(ask, lens, k, entered, residual)
 
     def _draft(
-        self, ask: Ask, lens: list[int], k: int, x: torch.Tensor
-    ) -> Proposal:  # x: [rows, width], the layer's output at each row's last valid position
+        self,
+        ask: Ask,
+        lens: list[int],
+        k: int,
+        entered: torch.Tensor,  # [rows, heads + 2 * kv_heads, head_dim]
+        residual: torch.Tensor,  # [rows, width]
+    ) -> Proposal:
         layer, ids = self._layer, self._layer.ids
         device = ask.table.device
-        starts = [len(content) - 1 for content in ask.contents]
+        starts = [len(content) - 2 for content in ask.contents]
         layout = layer.backend.step_layout(ask.table, starts, k)
         noise = None
         if ask.sampling.any_sampled:
-            # The first draft token's position is one behind the last token's.
-            noise = ask.sampling.noise(layout.positions + 1, ask.token_most)
+            # The output at a position chooses the token two behind it.
+            noise = ask.sampling.noise(layout.positions + 2, ask.token_most)
             if noise is not None and ids is not None:
                 noise = noise.index_select(-1, ids)
         sampling = ask.sampling.unfiltered()
         tokens = torch.empty((k, len(lens)), dtype=torch.int64, device=device)
         rated = []
         for j in range(k):
-            if j:
-                x = layer.forward(tokens[j - 1], x, layout.window(j - 1, j))
-            logits, x = layer.logits(x)
+            logits, x = layer.logits(layer.leave(entered, residual, layout.window(j, j + 1)))
             here = None if noise is None else noise[:, j : j + 1]
             if ask.rate:
                 token, one = choose_and_rate(logits[:, None], sampling, here)
@@ -113,4 +120,6 @@ class Eagle3Drafter:
                 tokens[j] = (before.to(device) + layer.shift) % ask.token_most
             else:
                 tokens[j] = token[:, 0] if ids is None else ids[token[:, 0]]
+            if j + 1 < k:
+                entered, residual = layer.enter(tokens[j], x, layout.window(j + 1, j + 2))
         return Proposal(tokens, lens, torch.cat(rated, 1).cumsum(1) if rated else None)

@@ -72,19 +72,20 @@ class HeadLayer:
         x = torch.cat(list(taps), -1)
         return self._fc(self._norm(x, "input_norm") if self.config.norm_before_fc else x)
 
-    def forward(
+    def enter(
         self,
         tokens: torch.Tensor,  # [tokens], int64: those at the next positions, the target's ids
         hidden: torch.Tensor,  # [tokens, width]
         layout: Any,
-    ) -> torch.Tensor:  # [tokens, width]
-        """The layer's output, before the last norm; keys and values are written on the way."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values. Returns what `leave` needs of each token: queries, keys and
+        values, [tokens, heads + 2 * kv_heads, head_dim], and the residual, [tokens, width]."""
         embedded = embedding(tokens.clamp(max=self._embeddings.shape[0] - 1), self._embeddings)
         embedded = self._norm(embedded, LAYER + "input_layernorm")
         normed = self._norm(hidden, LAYER + "hidden_norm")
         residual = normed if self.config.norm_before_residual else hidden
         x = self._qkv(torch.cat((embedded, normed), -1))
-        x = x.view(x.shape[0], -1, self._dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        x = x.view(x.shape[0], -1, self._dim)
         heads, turned = self._heads, self._heads + self._kv_heads
         queries, keys, values = x[:, :heads], x[:, heads:turned], x[:, turned:]
         if self.config.layer.model_type == "qwen3":
@@ -94,8 +95,14 @@ class HeadLayer:
         both = _rotated(torch.cat((queries, keys), 1), cos, sin)
         x = torch.cat((both, values), 1)
         self._cache.write(0, layout.slots, x[:, heads:].view(-1, 2, self._kv_heads, self._dim))
-        attention = self.backend.begin(layout, x.shape[1])
-        x = self._out.added(attention(0, x, self._scaling), residual)
+        return x, residual
+
+    def leave(
+        self, entered: torch.Tensor, residual: torch.Tensor, layout: Any
+    ) -> torch.Tensor:  # [tokens, width]
+        """The layer's output, before the last norm, of tokens that have entered."""
+        attention = self.backend.begin(layout, entered.shape[1])
+        x = self._out.added(attention(0, entered, self._scaling), residual)
         gate, up = self._gate_up(self._norm(x, LAYER + "post_attention_layernorm")).chunk(2, -1)
         return self._down.added(silu(gate).mul_(up), x)
 
