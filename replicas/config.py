@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
+from replicas.models.names import DEMO, TINY, demo_target
 from replicas.models.shapes import is_planted, parse_planted
 from scheduler.config import DRAFT_LEN_MAX
 
 if TYPE_CHECKING:
     import torch
-
-DEMO = "demo"
-"""The name of the embedded pair, wherever a directory or hub name is asked for."""
 
 
 class ReplicaConfig(BaseModel):
@@ -24,10 +22,15 @@ class ReplicaConfig(BaseModel):
     target: str = Field(
         DEMO,
         min_length=1,
-        description="Target: 'demo', a local directory, a hub name or 'planted:SHAPE'.",
+        validate_default=True,
+        description="Target: 'smollm2', 'tiny', a local directory, a hub name, a GGUF file (also as"
+        " REPO:FILE of the hub) or 'planted:SHAPE'. 'demo' is smollm2 where it is installed, else"
+        " tiny.",
     )
     draft: str | None = Field(
-        DEMO, description="Draft, likewise; null serves the target without speculation."
+        DEMO,
+        description="Draft, likewise; null serves the target without speculation. 'demo' is the"
+        " draft of tiny if that is the target, else null.",
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where it runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(

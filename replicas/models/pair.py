@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from replicas.config import DEMO, ReplicaConfig
+from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.models.gguf import converted
+from replicas.models.names import TINY, ModelRefused, gguf_file
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
 from replicas.models.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
@@ -43,13 +45,20 @@ class Pair:
     dtype: torch.dtype
 
 
-def resolve(name: str, role: str = "target") -> str:
-    """The directory or hub name behind `name`; 'demo' is the embedded pair's model of that role.
+def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
+    """The directory or hub name behind `name`, from which transformers loads.
 
-    Raises OSError for what can only be a directory and is none.
+    Of a GGUF file it has config and tokenizer; with `weights`, the dtype to have them in, also
+    those. Raises OSError for what can only be a directory or file and is none, and PairRefused for
+    a file that cannot be read.
     """
-    if name == DEMO:
+    if name == TINY:
         return str(TARGET_DIR if role == "target" else DRAFT_DIR)
+    try:
+        if not is_planted(name) and (file := gguf_file(name)) is not None:
+            return str(converted(file, weights))
+    except ModelRefused as error:
+        raise PairRefused(f"{role}: {error}") from error
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
     return name
@@ -74,8 +83,6 @@ def resolve_device(name: str) -> torch.device:
 class PairFiles:
     """What is known of a pair before its weights are read."""
 
-    target_path: str
-    draft_path: str | None
     target_config: Any
     draft_config: Any
     """transformers configs; None without a draft."""
@@ -100,9 +107,7 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     context_len = _context_len(target_config, config.context_len)
     # Only the target's output counts: a draft that sees more than it was trained for drafts worse.
     check_attention(target_config, context_len)
-    return PairFiles(
-        target_path, draft_path, target_config, draft_config, context_len, int(vocab_size)
-    )
+    return PairFiles(target_config, draft_config, context_len, int(vocab_size))
 
 
 def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
@@ -114,8 +119,9 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     leave_out_cudnn(device)
     # Whatever can be refused is refused before gigabytes of weights are read.
     files = files or read_pair(config)
-    target_path, draft_path = files.target_path, files.draft_path
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
+    target_path = resolve(config.target, "target", config.dtype)
+    draft_path = config.draft and resolve(config.draft, "draft", config.dtype)
     target = _load_model(
         target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
