@@ -321,10 +321,11 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
 
 def overridden(config: ClusterConfig, args: Mapping[str, Any]) -> ClusterConfig:
     """The same settings, but for those in `args`; short names only. Raises `ConfigError`."""
-    nested = config.model_dump()
+    # What was not said follows what is said now: another target has another drafter.
+    nested = config.model_dump(exclude_unset=True)
     for key, value in args.items():
         section, name = SHORT_NAMES.get(key, ("", key))
-        (nested[section] if section else nested)[name] = _scalar(value)
+        (nested.setdefault(section, {}) if section else nested)[name] = _scalar(value)
     return from_args(nested)
 
 

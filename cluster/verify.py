@@ -202,7 +202,7 @@ def _transformers_model(config: ReplicaConfig) -> Any:
     from replicas.models.pair import resolve, resolve_device
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(config.target),
+        resolve(config.target, weights=config.dtype),
         dtype=getattr(torch, config.dtype),
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,

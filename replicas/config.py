@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
@@ -14,8 +15,59 @@ if TYPE_CHECKING:
     import torch
 
 
+class SpeculativeConfig(BaseModel):
+    """What drafts, and how far; named as vLLM names it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    method: Literal["draft_model", "suffix", "eagle3", "none"] = Field(
+        description="A smaller model, suffix decoding, an EAGLE-3 head, or no drafts at all."
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="Of draft_model and eagle3: a local directory or a hub name; a draft model may"
+        " also be 'tiny' or 'planted:SHAPE'.",
+    )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=DRAFT_LEN_MAX,
+        description="Most draft tokens per row and step; null leaves it to the scheduler.",
+    )
+    adaptive: bool = Field(
+        True,
+        description="Choose how many by measured times and acceptance; false drafts"
+        " num_speculative_tokens in every step.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for key in given:
+            if key not in cls.model_fields:
+                near = get_close_matches(str(key), cls.model_fields, 1, 0.0)
+                raise ValueError(f"{key}: no such setting; did you mean {near[0]}?")
+        return given
+
+    @model_validator(mode="after")
+    def _whole(self) -> SpeculativeConfig:
+        of_model = self.method in ("draft_model", "eagle3")
+        if of_model and self.model is None:
+            raise ValueError(f"model: method {self.method} needs one")
+        if not of_model and self.model is not None:
+            raise ValueError(f"model: method {self.method} has none, not {self.model!r}")
+        if self.method == "none" and self.num_speculative_tokens is not None:
+            raise ValueError("num_speculative_tokens: method none drafts nothing")
+        if not self.adaptive and self.num_speculative_tokens is None:
+            raise ValueError("num_speculative_tokens: needed where adaptive is false")
+        return self
+
+
 class ReplicaConfig(BaseModel):
-    """Which pair a replica holds, where and how precisely."""
+    """Which target a replica holds, what drafts for it, where and how precisely."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,8 +81,12 @@ class ReplicaConfig(BaseModel):
     )
     draft: str | None = Field(
         DEMO,
-        description="Draft, likewise; null serves the target without speculation. 'demo' is the"
-        " draft of tiny if that is the target, else null.",
+        description="Draft model, likewise; null serves the target without speculation. Short for"
+        " `speculative` with method draft_model. 'demo' is what goes with the target: the embedded"
+        " draft for tiny, suffix decoding for others.",
+    )
+    speculative: SpeculativeConfig | None = Field(
+        None, description="What drafts, and how far; null: what `draft` says."
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where it runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -140,6 +196,40 @@ class ReplicaConfig(BaseModel):
             return self.attention
         # Ranks that go by their own times may choose differently.
         return "auto" if device.type == "cuda" and self.tensor_parallel == 1 else "gather"
+
+    @property
+    def drafting(self) -> SpeculativeConfig:
+        """What drafts, whichever way it was said."""
+        if self.speculative is not None:
+            return self.speculative
+        if self.draft is None:
+            return SpeculativeConfig(method="none")
+        if self.draft == DEMO and self.target != TINY:
+            return SpeculativeConfig(method="suffix")
+        model = TINY if self.draft == DEMO else self.draft
+        return SpeculativeConfig(method="draft_model", model=model)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_drafter(cls, given: Any) -> Any:
+        """`draft` follows `speculative`; it may be said too if it says the same."""
+        said = given.get("speculative") if isinstance(given, dict) else None
+        if said is None:
+            return given
+        named = said if isinstance(said, dict) else said.model_dump()
+        method = named.get("method")
+        model = named.get("model") if method == "draft_model" else None
+        if given.get("draft") not in (None, model):
+            raise ValueError(
+                f"draft: {given['draft']!r} contradicts speculative, whose method is {method}"
+                + (f" with model {model!r}" if model else "")
+            )
+        return {**given, "draft": model}
+
+    @field_validator("target")
+    @classmethod
+    def _demo_has_a_name(cls, name: str) -> str:
+        return demo_target() if name == DEMO else name
 
     @field_validator("target", "draft")
     @classmethod

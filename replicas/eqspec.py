@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
@@ -56,6 +57,8 @@ class StepRows:
     table: torch.Tensor  # [rows, blocks], int64
     verify_tokens: int | None = None
     """Draft tokens of all rows together that the target checks; None: all."""
+    whole_drafts: bool = False
+    """Check as many draft tokens as are asked for, though the drafter may have fewer."""
     hooks: RowHooks | None = None
 
 
@@ -77,7 +80,7 @@ class Outcome:
 def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
     """Propose, mask, verify, choose, commit, advance."""
     proposal = _propose(target, drafter, rows, watch)
-    k = proposal.tokens.shape[0]
+    k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
     last = [content[-1] for content in rows.contents]
     tokens = torch.tensor(last, device=rows.table.device)[None]
     tokens = torch.cat((tokens, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
@@ -96,7 +99,12 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     chosen, taps = _verify(target, drafter, rows, tokens, window, cells, noise, masks, watch)
     outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
     if drafter is not None:
-        drafter.observe(_seen(rows, outcome, k, taps))
+        seen = _seen(rows, outcome, k, cells, taps)
+        if drafter.taps:  # work for the device
+            with watch.section("draft"):
+                drafter.observe(seen)
+        else:
+            drafter.observe(seen)
     if rows.hooks is not None:
         for row, (new, accepted) in enumerate(
             zip(outcome.committed, outcome.accepted, strict=True)
@@ -106,6 +114,7 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
 
 
 def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Proposal:
+    """Drafts of the rows' own lengths, as wide as the longest."""
     if max(rows.draft_lens) == 0:
         empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
         return Proposal(empty, rows.draft_lens)
@@ -119,7 +128,21 @@ def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stop
         rate=rows.verify_tokens is not None and drafter.rates,
         token_most=target.vocab,
     )
-    return drafter.propose(ask, watch)
+    proposal = drafter.propose(ask, watch)
+    if rows.whole_drafts:
+        return _whole(proposal, rows.draft_lens)
+    k = max(proposal.lens)
+    if k == proposal.tokens.shape[0]:
+        return proposal
+    rated = proposal.log_probabilities
+    rated = None if rated is None else rated[:, :k]
+    return Proposal(proposal.tokens[:k], proposal.lens, rated)
+
+
+def _whole(proposal: Proposal, draft_lens: Sequence[int]) -> Proposal:
+    """The proposal with some token in each place that was asked for and not drafted."""
+    missing = max(draft_lens) - proposal.tokens.shape[0]
+    return Proposal(pad(proposal.tokens, (0, 0, 0, missing)), draft_lens)
 
 
 def _masks(rows: StepRows, proposal: Proposal) -> torch.Tensor | None:  # [rows, 1 + k, vocab]
@@ -223,9 +246,30 @@ def _outcome(
     return Outcome(committed, proposal.lens, accepted, checked, positions_read)
 
 
-def _seen(rows: StepRows, outcome: Outcome, k: int, taps: list[torch.Tensor]) -> Seen:
+def _seen(
+    rows: StepRows,
+    outcome: Outcome,
+    k: int,
+    cells: Selection | None,
+    taps: list[torch.Tensor],  # each [tokens of the check, hidden]
+) -> Seen:
     ranges = [
         (len(content) - 1, len(content) + accepted)
         for content, accepted in zip(rows.contents, outcome.accepted, strict=True)
     ]
-    return Seen(rows.ids, rows.contents, ranges, rows.table, k, taps)
+    if taps:
+        kept = _kept(outcome.accepted, k, cells).to(taps[0].device)
+        taps = [tap.index_select(0, kept) for tap in taps]
+    return Seen(rows.ids, rows.contents, ranges, rows.table, outcome.committed, k, taps)
+
+
+def _kept(accepted: Sequence[int], k: int, cells: Selection | None) -> torch.Tensor:
+    """The places of each row's last token and its accepted draft tokens, [kept], int64, among the
+    tokens of the check."""
+    widths = [k + 1] * len(accepted) if cells is None else (cells.seen + 1).tolist()
+    kept: list[int] = []
+    first = 0
+    for right, width in zip(accepted, widths, strict=True):
+        kept += range(first, first + right + 1)
+        first += width
+    return torch.tensor(kept)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel, buckets
-from replicas.drafters import Drafter, ModelDrafter, Seen
+from replicas.drafters import Drafter, Seen
+from replicas.drafters.load import load_drafter
 from replicas.eqspec import RowHooks, StepRows, step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, root_key
-from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory, weight_bytes
+from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.models.build import build
 from replicas.models.paged_model import Model, PagedModel
 from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
@@ -55,7 +56,7 @@ class Replica:
         drafter: Drafter | None = None,
     ) -> None:
         """Without a plan memory is divided by what is free now; a drafter takes the place of the
-        pair's draft model."""
+        one that `config` names."""
         if config.torch_threads is not None:
             torch.set_num_threads(config.torch_threads)
         if pair.device.type == "cuda":
@@ -69,21 +70,15 @@ class Replica:
         blocks = plan.kv_blocks
         self._shared = SharedBlocks(blocks, config.block_size) if config.prefix_sharing else None
         self._blocks = self._shared or BlockAllocator(blocks, config.block_size)
-        self._identity = (pair.target_name, pair.draft_name, config.dtype, config.block_size)
         self._residents: dict[str, Resident] = {}
-        target, built = _built(pair.target, pair.target_name, pair, config, plan)
-        fixed = config.fixed_shapes(pair.device)
-        if drafter is None and pair.draft is not None:
-            draft, _ = _built(pair.draft, pair.draft_name, pair, config, plan, exact=False)
-            drafter = ModelDrafter(
-                GraphedModel(draft, plan.work.rows, [1, 2]) if fixed else draft,
-                pair.draft_name,
-                plan.work.pass_tokens,
-                weight_bytes(pair.draft) + draft.cache.bytes,
-            )
-        self._drafter = drafter
+        target, built = _built(pair, config, plan)
+        self._drafter = drafter = drafter or load_drafter(pair, config, plan)
+        name = "" if drafter is None else drafter.name
+        self._identity = (pair.target_name, name, config.dtype, config.block_size)
+        self._ahead = 0 if drafter is None or not drafter.taps else 1
+        """Tokens behind a block that what is cached of it depends on."""
         self._target: Model = target
-        if fixed:
+        if config.fixed_shapes(pair.device):
             most = plan.work.draft_len
             widths = [1 + k for k in (0, *buckets(most))] if most else [1]
             taps = () if drafter is None else drafter.taps
@@ -98,13 +93,11 @@ class Replica:
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self._target.vocab,
-            draft_len_max=_draft_len_max(pair, plan, drafter),
+            **_drafting(config, plan, drafter),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
-            trims_drafts=self._drafter is not None and self._drafter.rates,
             reads_apart=self._target.backend.reads_apart,
             target=pair.target_name,
-            draft=pair.draft_name,
             device=str(pair.device),
             dtype=config.dtype,
             attention=self._target.backend.name,
@@ -224,7 +217,7 @@ class Replica:
         block_size = self._block_size
         keys, fills = [], []
         for row in rows:
-            chain = Chain(root_key(self._identity, row.salt), block_size)
+            chain = self._chain(row)
             blocks = max(len(row.tokens) - 2, 0) // block_size
             keys.append(chain.keys(row.tokens, blocks))
             fills.append(blocks if row.until is None else min(row.until // block_size, blocks))
@@ -253,7 +246,7 @@ class Replica:
     def _admit(self, row: PrefillRow) -> Resident:
         """A new resident, with the KV of its prefix if blocks of it are here."""
         block_size = self._block_size
-        chain = Chain(root_key(self._identity, row.salt), block_size)
+        chain = self._chain(row)
         resident = Resident(
             content=list(row.tokens),
             tokens_left=row.tokens_left,
@@ -271,6 +264,9 @@ class Replica:
         self._own(row.sequence_id, row.blocks, len(row.tokens))
         self._residents[row.sequence_id] = resident
         return resident
+
+    def _chain(self, row: PrefillRow) -> Chain:
+        return Chain(root_key(self._identity, row.salt), self._block_size, self._ahead)
 
     def _publish(self, sequence_id: str) -> None:
         """Let others find the full blocks that are valid and that this row writes no more."""
@@ -341,7 +337,14 @@ class Replica:
                 contents = [resident.content for resident in rows]
                 own += sum(map(len, contents)) + len(rows) * max(caps)
                 of_step = StepRows(
-                    ids, contents, caps, sampling, table, batch.verify_tokens, self.hooks
+                    ids,
+                    contents,
+                    caps,
+                    sampling,
+                    table,
+                    batch.verify_tokens,
+                    batch.trial,
+                    self.hooks,
                 )
                 outcome = step(self._target, self._drafter, of_step, watch)
                 read += outcome.positions_read
@@ -402,22 +405,25 @@ class Replica:
         return resident
 
 
-def _draft_len_max(pair: Pair, plan: MemoryPlan, drafter: Drafter | None) -> int:
-    if pair.draft is not None:
-        return plan.draft_len_max(DRAFT_LEN_MAX)
-    return 0 if drafter is None else DRAFT_LEN_MAX
+def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) -> dict[str, Any]:
+    """What a ReplicaSpec says of the drafter."""
+    if drafter is None:
+        return {"draft_len_max": 0}
+    said = config.drafting
+    most = plan.draft_len_max(said.num_speculative_tokens or DRAFT_LEN_MAX)
+    return {
+        "draft": drafter.name,
+        "drafter": said.method,
+        "draft_len_max": most,
+        "draft_len": None if said.adaptive else most,
+        "trims_drafts": drafter.rates,
+    }
 
 
-def _built(
-    model: PreTrainedModel,
-    name: str,
-    pair: Pair,
-    config: ReplicaConfig,
-    plan: MemoryPlan,
-    exact: bool = True,
-) -> tuple[PagedModel, str]:
-    """The model on its cache; what cannot be served is refused now."""
+def _built(pair: Pair, config: ReplicaConfig, plan: MemoryPlan) -> tuple[PagedModel, str]:
+    """The target on its cache; what cannot be served is refused now."""
+    name, blocks = pair.target_name, plan.kv_blocks
     try:
-        return build(model, name, config, plan.kv_blocks, pair.context_len, plan.prepack, exact)
+        return build(pair.target, name, config, blocks, pair.context_len, plan.prepack)
     except Exception as error:
         raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error

@@ -138,6 +138,9 @@ class Batch:
     """Draft tokens of all rows together that the target checks per step, at least 0: those that
     the draft itself believes in most, by its cumulated log-probability (TETRIS, arXiv 2502.15197).
     A replica whose steps have fixed shapes rounds it up. None: all of them."""
+    trial: bool = False
+    """Rows draft as many tokens as they are told, any tokens where the drafter has none: the time
+    is what counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,12 @@ class ReplicaSpec:
     """Rows of the target's embedding, padding included: it may emit ids below it, and a request
     that starts over brings them back as committed tokens. 0: no padding."""
     draft_len_max: int = 32
-    """Draft tokens per row and step that it can propose; 0 without a draft."""
+    """Draft tokens per row and step that it can propose; 0 without a drafter."""
+    draft_len: int | None = None
+    """Draft tokens of every row and step, for it was told to draft so many; None: as the scheduler
+    chooses."""
+    drafter: str = ""
+    """What drafts, for people: the method, and what was found wrong with it when it was loaded."""
     rows_max: int | None = None
     """Rows of a group that its memory lasts for; None: as many as the config says."""
     prefix_sharing: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from replicas.drafters.protocol import Ask, Cost, Proposal, Seen
+from replicas.drafters.protocol import Ask, Proposal, Seen
 from replicas.models.paged_model import Model, Wants
 from replicas.models.prefill import fill
 from replicas.sampling.choice import choose, choose_and_rate
@@ -24,15 +24,12 @@ class ModelDrafter:
 
     taps: tuple[int, ...] = ()
     rates = True
-    draft_len_max: int | None = None
 
-    def __init__(self, model: Model, name: str, pass_tokens: int, memory: int) -> None:
-        """`pass_tokens`: tokens of one prefill pass at most; `memory`: bytes that it holds."""
+    def __init__(self, model: Model, name: str, pass_tokens: int) -> None:
+        """`pass_tokens`: tokens of one prefill pass at most."""
         self.name = name
-        self.vocab: int | None = model.vocab
         self.model = model
         self._pass_tokens = pass_tokens
-        self._memory = memory
         self._valid: dict[str, int] = {}
         """Valid KV positions of each row."""
 
@@ -56,12 +53,6 @@ class ModelDrafter:
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
             self._valid[row] = min(self._valid[row], length - 1)
-
-    def cost(self) -> Cost:
-        return Cost()
-
-    def memory(self) -> int:
-        return self._memory
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
         self._catch_up(ask, watch)

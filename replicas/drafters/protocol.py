@@ -17,16 +17,6 @@ from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds that drafting takes, as far as the drafter knows without a trial."""
-
-    once_s: float | None = None
-    """Once per step. None: it is measured."""
-    token_s: float | None = None
-    """For each draft token of a step, all rows together."""
-
-
 @dataclass(slots=True)
 class Ask:
     """What a step wants proposed. Content is read, never changed."""
@@ -50,10 +40,10 @@ class Ask:
 
 @dataclass(slots=True)
 class Proposal:
-    tokens: torch.Tensor  # [k, rows], int64
+    tokens: torch.Tensor  # [k or more, rows], int64; what lies beyond a row's length means nothing
     lens: Sequence[int]
-    """Draft tokens that it has per row, at most those asked for."""
-    log_probabilities: torch.Tensor | None = None  # [rows, k], float32
+    """Draft tokens that it has per row, at most those asked for; k is the most of them."""
+    log_probabilities: torch.Tensor | None = None  # [rows, as many as tokens], float32
     """Of each token and all before it together; only if the drafter rates."""
 
 
@@ -67,28 +57,32 @@ class Seen:
     ranges: Sequence[TokenRange]
     """KV positions [begin, end) that are valid now and were not before."""
     table: torch.Tensor  # [rows, blocks], int64
+    committed: Sequence[Sequence[int]] = ()
+    """What each row's content is followed by now; empty for a prefill."""
     drafted: int | None = None
     """k of a step's check; None: a prefill."""
-    taps: list[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
-    """The hidden states that the drafter taps, for all tokens of the ranges."""
+    taps: Sequence[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
+    """The hidden states that the drafter taps, of all tokens of the ranges, row by row."""
 
 
 class Drafter(Protocol):
-    """One drafter of a replica. Rows are known by their sequence's id."""
+    """One drafter of a replica. Rows are known by their sequence's id.
+
+    A call that raises fails the batch: rows of a prefill end, those of a step are rolled back.
+    """
 
     name: str
-    draft_len_max: int | None
-    """Draft tokens per row and step at most; None: no bound of its own."""
+    """Of its weights, if it has any: caches of drafters with different names are never shared."""
     taps: tuple[int, ...]
-    """Hidden states of the target that it wants to see; see `Wants.taps`."""
-    vocab: int | None
-    """Ids that it can propose are below it; None: all of the target's."""
+    """Hidden states of the target that it wants to see, rising; see `Wants.taps`. With any, its KV
+    of a position depends on the next token, too."""
     rates: bool
     """Whether it yields log-probabilities."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
         """A row's life on this replica begins; its first `filled` KV positions are shared blocks,
-        valid in the drafter's caches, too."""
+        valid in the drafter's caches, too. What rows of different `salt` contain must not show in
+        each other's drafts."""
         ...
 
     def end(self, row: str) -> None:
@@ -96,11 +90,11 @@ class Drafter(Protocol):
         ...
 
     def observe(self, seen: Seen) -> None:
-        """After each prefill chunk and each check."""
+        """After each prefill chunk and each check, also of a step without drafts."""
         ...
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
-        """Draft up to k tokens per row; k is at least 1."""
+        """Draft up to k tokens per row; k is at least 1. A row may get none."""
         ...
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
@@ -109,10 +103,4 @@ class Drafter(Protocol):
 
     def valid(self, row: str) -> int | None:
         """KV positions of the row that its caches hold, for sharing blocks; None: it has none."""
-        ...
-
-    def cost(self) -> Cost: ...
-
-    def memory(self) -> int:
-        """Bytes of its weights and caches."""
         ...

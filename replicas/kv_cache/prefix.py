@@ -40,17 +40,21 @@ def next_key(before: bytes, tokens: Sequence[int]) -> bytes:
 class Chain:
     """The keys of one sequence's leading blocks, computed as far as they are asked for."""
 
-    def __init__(self, root: bytes, block_size: int) -> None:
+    def __init__(self, root: bytes, block_size: int, ahead: int = 0) -> None:
+        """`ahead`: tokens behind a block that its content depends on, too; 0 for what sees only
+        tokens before it."""
         self._last = root
         self._block_size = block_size
+        self._ahead = ahead
         self._keys: list[bytes] = []
 
     def keys(self, content: Sequence[int], blocks: int) -> list[bytes]:
         """Of the first `blocks` blocks, all full; the content must only ever grow at its end."""
-        size = self._block_size
-        assert blocks * size <= len(content), "a block that is not full has no key"
+        size, ahead = self._block_size, self._ahead
+        assert blocks * size <= len(content) - ahead, "a block that is not full has no key"
         for index in range(len(self._keys), blocks):
-            self._last = next_key(self._last, content[index * size : (index + 1) * size])
+            begin = index * size + ahead if index else 0
+            self._last = next_key(self._last, content[begin : (index + 1) * size + ahead])
             self._keys.append(self._last)
         return self._keys[:blocks]
 

@@ -106,10 +106,8 @@ class MemoryPlan:
 
     def draft_len_max(self, most: int) -> int:
         """Draft tokens per row and step: `most`, unless fewer than wanted fit."""
-        if self.pair.draft is None:
-            return 0
         fits = self.work.draft_len
-        return most if fits == self.wanted.draft_len else fits
+        return most if fits == self.wanted.draft_len else min(fits, most)
 
     def sequences(self, length: int) -> int:
         """Sequences of this many tokens whose KV cache fits at once."""
@@ -123,12 +121,14 @@ def bytes_per_block(shapes: list[ModelShape], block_size: int, dtype: torch.dtyp
 
 def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
     """The largest batches to expect."""
-    usual = SchedulerConfig()
+    usual, drafting = SchedulerConfig(), config.drafting
     draft_len = usual.draft_len_max if config.plan_draft_len is None else config.plan_draft_len
+    if drafting.num_speculative_tokens is not None:
+        draft_len = min(draft_len, drafting.num_speculative_tokens)
     prefill_rows = config.plan_prefill_rows or usual.prefill_rows_max
     return Workload(
         rows=config.plan_rows or usual.rows_max,
-        draft_len=0 if config.draft is None else draft_len,
+        draft_len=0 if drafting.method == "none" else draft_len,
         pass_tokens=prefill_rows * min(config.prefill_chunk_tokens, context_len),
         context_len=context_len,
         block_size=config.block_size,

@@ -96,7 +96,8 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     Raises PairRefused, or OSError for a name not found.
     """
     target_path = resolve(config.target, "target")
-    draft_path = None if config.draft is None else resolve(config.draft, "draft")
+    draft = config.drafting.model
+    draft_path = None if draft is None else resolve(draft, "draft")
     target_config = _load_config(target_path, config, "target")
     draft_config = None
     vocab_size = target_config.vocab_size
@@ -121,7 +122,8 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     files = files or read_pair(config)
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
     target_path = resolve(config.target, "target", config.dtype)
-    draft_path = config.draft and resolve(config.draft, "draft", config.dtype)
+    draft = config.drafting.model
+    draft_path = draft and resolve(draft, "draft", config.dtype)
     target = _load_model(
         target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
@@ -132,7 +134,7 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
         context_len=files.context_len,
         vocab_size=files.vocab_size,
         target_name=config.target,
-        draft_name=config.draft or "",
+        draft_name=draft or "",
         device=device,
         dtype=getattr(torch, config.dtype),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from replicas.drafters import Ask, Cost, Proposal, Seen
+from replicas.drafters import Ask, Proposal, Seen
 from replicas.stopwatch import Stopwatch
 
 
@@ -15,9 +15,7 @@ class OracleDrafter:
     """Proposes each next token rightly with the given probability, in drafts of ragged lengths."""
 
     name = "oracle"
-    draft_len_max: int | None = None
     taps: tuple[int, ...] = ()
-    vocab: int | None = None
     rates = True
 
     def __init__(
@@ -80,9 +78,3 @@ class OracleDrafter:
 
     def valid(self, row: str) -> int | None:
         return None
-
-    def cost(self) -> Cost:
-        return Cost(once_s=0.0, token_s=0.0)
-
-    def memory(self) -> int:
-        return 0

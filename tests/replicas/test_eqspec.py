@@ -69,7 +69,7 @@ def run(
     ids = [str(i) for i in range(len(contents))]
     drafter = None
     if draft is not None:
-        drafter = ModelDrafter(draft, "scripted", 64, 0)  # type: ignore[arg-type]
+        drafter = ModelDrafter(draft, "scripted", 64)  # type: ignore[arg-type]
     for name, content in zip(ids, contents, strict=True):
         allocator.grow(name, len(content) + max(draft_lens) + 1)
         if drafter is not None:

@@ -158,7 +158,7 @@ def test_a_plan_says_only_what_it_shrank() -> None:
     assert tight.draft_len_max(32) == 1
     alone = dataclasses.replace(PAIR, draft=None, draft_bytes=0)
     plain = plan_memory(ReplicaConfig(draft=None), alone, CPU, loaded=True)
-    assert plain.draft_len_max(32) == plain.work.draft_len == 0
+    assert plain.work.draft_len == 0
 
 
 def test_without_a_budget_a_share_of_what_is_free_beside_the_weights_is_taken(

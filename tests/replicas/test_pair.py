@@ -114,7 +114,7 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
 
 
 def test_demo_names_the_embedded_pair() -> None:
-    assert resolve("demo", "target") != resolve("demo", "draft")
+    assert resolve("tiny", "target") != resolve("tiny", "draft")
     assert resolve("some/name") == "some/name"
 
 

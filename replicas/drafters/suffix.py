@@ -1,0 +1,124 @@
+"""Suffix decoding: drafts are what followed the last tokens before (arXiv 2411.04975).
+
+It looks into the row's own content and into recent outputs of the replica, and takes the draft with
+the larger sum of probabilities. Rows draft as far as they have a match; most have none most of the
+time, and then a step is a plain one. No weights, no KV; rows of different salts share nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from replicas.drafters.history import DEPTH, END, Draft, History
+from replicas.drafters.protocol import Ask, Proposal, Seen
+from replicas.stopwatch import Stopwatch
+
+OFFSET = 1
+"""Tokens that a draft may be longer than the match it follows."""
+GENERATION = 1 << 18
+"""Tokens of outputs after which older ones are given up, generation by generation."""
+CORPUS_TOKENS = 1 << 20
+"""Tokens of outputs of all salts together; twelve bytes each, so far below 64 MB."""
+
+
+class Corpus:
+    """Recent outputs that may be drafted from together: a generation, and the one before it."""
+
+    def __init__(self) -> None:
+        self._new = History()
+        self._old = History()
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    @property
+    def bytes(self) -> int:
+        return self._new.bytes + self._old.bytes
+
+    def add(self, output: Sequence[int]) -> None:
+        if len(self._new) + len(output) >= GENERATION:
+            self._old, self._new = self._new, History()
+        self._new.extend([*output[-GENERATION + 1 :], END])
+
+    def draft(self, most: int, tail: Sequence[int]) -> Draft:
+        drafts = [one.draft(most, OFFSET, tail) for one in (self._new, self._old) if len(one)]
+        return max(drafts, default=(0.0, []), key=lambda draft: draft[0])
+
+
+@dataclass(slots=True)
+class _Row:
+    history: History
+    prompt: int
+    """Tokens that it began with."""
+    salt: str
+
+
+class SuffixDrafter:
+    """Holds the content of every row, and outputs of rows that have left."""
+
+    name = ""
+    taps: tuple[int, ...] = ()
+    rates = False
+
+    def __init__(self) -> None:
+        self._rows: dict[str, _Row] = {}
+        self._corpora: OrderedDict[str, Corpus] = OrderedDict()
+        """By salt, the one written last at the end."""
+        self._size = 0
+        """Tokens in all of them."""
+
+    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
+        self._rows[row] = _Row(History(tokens), len(tokens), salt)
+
+    def end(self, row: str) -> None:
+        left = self._rows.pop(row, None)
+        if left is None or len(left.history) == left.prompt:
+            return
+        corpus = self._corpora.pop(left.salt, None) or Corpus()
+        self._corpora[left.salt] = corpus
+        self._size -= len(corpus)
+        corpus.add(left.history.tokens[left.prompt :])
+        self._size += len(corpus)
+        while self._size > CORPUS_TOKENS:
+            self._size -= len(self._corpora.popitem(last=False)[1])
+
+    def observe(self, seen: Seen) -> None:
+        for row, tokens in zip(seen.ids, seen.committed, strict=False):
+            self._rows[row].history.extend(tokens)
+
+    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+        with watch.section("draft"):
+            drafts = [
+                self._draft(self._rows[row], most) if most else []
+                for row, most in zip(ask.ids, ask.draft_lens, strict=True)
+            ]
+            lens = [len(draft) for draft in drafts]
+            k = max(lens)
+            padded = [draft + [0] * (k - len(draft)) for draft in drafts]
+            tokens = torch.tensor(padded, dtype=torch.int64).view(len(drafts), k)
+            return Proposal(tokens.to(ask.table.device).t(), lens)
+
+    def _draft(self, row: _Row, most: int) -> list[int]:
+        score, draft = row.history.draft(most, OFFSET)
+        corpus = self._corpora.get(row.salt)
+        if corpus is not None and score < most and len(row.history) > 1:
+            more, other = corpus.draft(most, row.history.tokens[-DEPTH:])
+            if more > score:
+                return other
+        return draft
+
+    def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
+        for row, length in zip(rows, lengths, strict=True):
+            self._rows[row].history.truncate(length)
+
+    def valid(self, row: str) -> int | None:
+        return None
+
+    @property
+    def bytes(self) -> int:
+        """Of what it remembers of outputs."""
+        return sum(corpus.bytes for corpus in self._corpora.values())
