@@ -42,7 +42,10 @@ ConfigFile = Annotated[
 ]
 ReplicaCount = Annotated[int | None, typer.Option(min=1, help="Number of replicas.")]
 Target = Annotated[
-    str | None, typer.Option(help="Target: 'smollm2', 'tiny', a directory, hub name or GGUF file.", metavar="NAME")
+    str | None,
+    typer.Option(
+        help="Target: 'smollm2', 'tiny', a directory, hub name or GGUF file.", metavar="NAME"
+    ),
 ]
 Draft = Annotated[str | None, typer.Option(help="Draft likewise; 'null' for none.", metavar="NAME")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]

@@ -111,11 +111,9 @@ def _alone(lock: Path) -> Iterator[None]:
 def _write_text(file: Path, part: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    try:
+    with _refusing(file):
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, config=config)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise ModelRefused(f"{file}: transformers cannot read it: {error}") from error
     config.save_pretrained(part)
     tokenizer.save_pretrained(part)
 
@@ -124,14 +122,30 @@ def _write_weights(file: Path, dtype: str, part: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        config=AutoConfig.from_pretrained(part),  # it takes seconds to read it from the file
-        dtype=getattr(torch, dtype),
-        quantization_config=GgufConfig(dequantize=True),
-    )
+    with _refusing(file):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            config=AutoConfig.from_pretrained(part),  # it takes seconds to read it from the file
+            dtype=getattr(torch, dtype),
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    if missing := sorted(found["missing_keys"]):
+        # They would be random numbers.
+        raise ModelRefused(f"{file}: without {len(missing)} weights of the model: {missing[0]}")
     model.save_pretrained(part)
+
+
+@contextlib.contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    """Whatever goes wrong in reading is the file's: its readers check little."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"{file}: transformers cannot read it: {error}") from error
 
 
 def _to_disk(path: Path) -> None:

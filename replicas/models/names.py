@@ -34,7 +34,8 @@ def demo_target() -> str:
 def gguf_file(name: str) -> Path | str | None:
     """The GGUF file behind a name, `REPO:FILE` for one of the hub; None: it names no such file.
 
-    A directory stands for the GGUF file in it if it has one and no config.json. Raises ModelRefused, and FileNotFoundError.
+    A directory stands for the GGUF file in it if it has one and no config.json. Raises
+    ModelRefused, and FileNotFoundError.
     """
     if name == SMOLLM2:
         return _of_package()
@@ -50,7 +51,9 @@ def gguf_file(name: str) -> Path | str | None:
     if not name.lower().endswith(".gguf"):
         return None
     if _PART_OF_SEVERAL.search(name):
-        raise ModelRefused(f"{name}: a part of a model in several GGUF files; only one is read")
+        raise ModelRefused(
+            f"{name}: one of several files of a model; only a model in one file is read"
+        )
     if path.is_file():
         return path
     if re.fullmatch(r"[\w.-]+/[\w.-]+:.+", name):
