@@ -198,6 +198,11 @@ def _load_config(path: str, config: ReplicaConfig, role: str) -> Any:
         raise OSError(f"{role}: {error}") from error
     except ValueError as error:
         raise PairRefused(f"{role}: {error}") from error
+    if quantized := getattr(loaded, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise PairRefused(
+            f"{role}: {path} is quantized ({method}); only GGUF files are served of quantized models"
+        )
     if getattr(loaded, "is_encoder_decoder", False):
         raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
     return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def test_a_context_over_the_models_limit_is_refused(tmp_path: Path) -> None:
     target = save_model(tmp_path / "t", WORDS, vocab_size=8)
     with pytest.raises(PairRefused, match="context_len: 257 is over the target's own limit of 256"):
         load_pair(config(target, None, context_len=257))
+
+
+def test_a_quantized_checkpoint_is_refused_with_its_method(tmp_path: Path) -> None:
+    target = Path(save_model(tmp_path / "t", WORDS, vocab_size=8))
+    settings = json.loads((target / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (target / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(PairRefused, match=r"target: .* is quantized \(gptq\)"):
+        load_pair(config(str(target), None))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
