@@ -201,7 +201,7 @@ def _load_config(path: str, config: ReplicaConfig, role: str) -> Any:
     if quantized := getattr(loaded, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise PairRefused(
-            f"{role}: {path} is quantized ({method}); only GGUF files are served of quantized models"
+            f"{role}: {path} is quantized ({method}); of quantized models GGUF files are served"
         )
     if getattr(loaded, "is_encoder_decoder", False):
         raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
