@@ -6,8 +6,10 @@ that the first request would have to wait for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from random import Random
 from statistics import median
 from typing import Protocol
 from uuid import uuid4
@@ -24,6 +26,8 @@ from scheduler.messages import (
     StepTiming,
 )
 
+_log = logging.getLogger("lockstep.replica")
+
 ROWS = (1, 8)
 DRAFT_LENS = (0, 4)
 STEPS = 4
@@ -35,6 +39,11 @@ CHUNKS = (16, 64, 256)
 """Tokens of the trial prefills; what more of them behind others cost shows in use."""
 PREFILLS = 2
 """Timed prefills of each kind, after one that is not timed; the shorter time counts."""
+HEAD_ROWS, HEAD_STEPS = 4, 32
+"""Of the trial that shows how often a head is right."""
+HEAD_LEAST = 0.05
+"""Share of first draft tokens that even a poor head gets right; one that sees the wrong hidden
+states of its target, or has another target's weights, does not."""
 CHUNK_S_MAX = 0.3
 """After a prefill that took longer no larger one is tried, but for the second, without which
 nothing tells what a token costs: loading shall not wait for it."""
@@ -60,6 +69,57 @@ def calibrate(
     at most so many rows and draft tokens; without any there are no timings.
     """
     return (*_prefill_timings(replica), *_step_timings(replica, rows_max, draft_len_max))
+
+
+def calibrated(replica: Trial, rows_max: int, draft_len_max: int) -> ReplicaSpec:
+    """The replica's spec with what trials have found; warns of a head that is hardly ever right."""
+    timings = calibrate(replica, rows_max, draft_len_max)
+    spec = replace(replica.spec, timings=timings)
+    if spec.drafter != "eagle3" or min(spec.draft_len_max, draft_len_max) == 0:
+        return spec
+    share = first_right(replica, min(rows_max, HEAD_ROWS))
+    if share is None or share >= HEAD_LEAST:
+        return spec
+    warning = f"only {share:.1%} of first draft tokens right at load: the wrong head or taps?"
+    _log.warning("%s: %s", spec.draft, warning)
+    return replace(spec, drafter=f"{spec.drafter}, {warning}")
+
+
+def first_right(replica: Trial, rows: int) -> float | None:
+    """Share of first draft tokens that the target accepts in texts that it makes up; None without
+    room for them."""
+    spec, rng = replica.spec, Random(0)
+    length = 2 + 2 * HEAD_STEPS
+    blocks = -(-length // spec.block_size)
+    if length > spec.context_len or rows * blocks > spec.kv_blocks:
+        return None
+    prefill = tuple(
+        PrefillRow(
+            f"trial {row}",
+            (rng.randrange(spec.vocab_size), rng.randrange(spec.vocab_size)),
+            2 * HEAD_STEPS,
+            SamplingParams(temperature=0.7, seed=row),
+            (),
+            blocks,
+            salt=uuid4().hex,
+        )
+        for row in range(rows)
+    )
+    lengths = {row.sequence_id: len(row.tokens) for row in prefill}
+    right = tried = 0
+    try:
+        replica.step(Batch(0, "", BatchKind.PREFILL, prefill=prefill))
+        for _ in range(HEAD_STEPS - 1):
+            ordered = sorted(lengths, key=lengths.__getitem__)
+            step = tuple(StepRow(one, lengths[one], 1, blocks) for one in ordered)
+            result = replica.step(Batch(0, "", BatchKind.SPECULATE, rows=step, draft_len=1))
+            for row in result.rows:
+                lengths[row.sequence_id] += len(row.tokens)
+                right += row.accepted_at[0]
+                tried += row.tried_at[0]
+    finally:
+        replica.release(lengths)
+    return right / tried if tried else None
 
 
 def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
@@ -110,9 +170,10 @@ def _timings(
     replica: Trial, ids: list[str], blocks: int, draft_lens: list[int]
 ) -> list[StepTiming]:
     lengths = dict.fromkeys(ids, LENGTH)
+    salt = uuid4().hex  # what they say is nobody's
     left = LENGTH + 1 + blocks * replica.spec.block_size
     prefill = tuple(
-        PrefillRow(one, (0,) * LENGTH, left, SamplingParams(), (), blocks) for one in ids
+        PrefillRow(one, (0,) * LENGTH, left, SamplingParams(), (), blocks, salt=salt) for one in ids
     )
     replica.step(Batch(0, "", BatchKind.PREFILL, prefill=prefill))
     timings = []

@@ -27,7 +27,7 @@ class SpeculativeConfig(BaseModel):
         None,
         min_length=1,
         description="Of draft_model and eagle3: a local directory or a hub name; a draft model may"
-        " also be 'tiny' or 'planted:SHAPE'.",
+        " also be 'tiny' or 'planted:SHAPE', a head of a planted target 'planted:head'.",
     )
     num_speculative_tokens: int | None = Field(
         None,

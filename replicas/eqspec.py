@@ -21,10 +21,12 @@ from torch.nn.functional import pad
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
 from replicas.sampling.choice import SamplingBatch, choose
-from replicas.sampling.selection import Selection, select
+from replicas.sampling.selection import Selection, every_draft, select
 from replicas.stopwatch import Stopwatch
 
 _NO_TOKEN = -1
+_RAGGED = 0.75
+"""Share of the tokens of equally long rows from which on all are checked as if they were."""
 
 
 class NotFinite(ArithmeticError):
@@ -87,16 +89,10 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     masks = _masks(rows, proposal)
     starts = [len(content) - 1 for content in rows.contents]
     layout = target.backend.step_layout(rows.table, starts, k + 1)
-    noise = None
-    if rows.sampling.any_sampled:
-        # Logits at position p choose the token of position p + 1.
-        noise = rows.sampling.noise(layout.positions + 1, target.vocab)
-    window, cells = layout.window(0, k + 1), None
-    if rows.verify_tokens is not None and proposal.log_probabilities is not None:
-        budget = min(rows.verify_tokens, sum(proposal.lens))
-        cells = select(proposal.log_probabilities, proposal.lens, budget)
-        window = layout.some(cells)
-    chosen, taps = _verify(target, drafter, rows, tokens, window, cells, noise, masks, watch)
+    cells = _cells(rows, proposal)
+    window = layout.window(0, k + 1) if cells is None else layout.some(cells)
+    choosing = _choosing(rows.sampling, layout.positions, cells, target.vocab)
+    chosen, taps = _verify(target, drafter, tokens, window, cells, choosing, masks, watch)
     outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
     if drafter is not None:
         seen = _seen(rows, outcome, k, cells, taps)
@@ -161,14 +157,39 @@ def _masks(rows: StepRows, proposal: Proposal) -> torch.Tensor | None:  # [rows,
     return None if whole is None else whole.to(rows.table.device)
 
 
+def _cells(rows: StepRows, proposal: Proposal) -> Selection | None:
+    """Which tokens the target checks; None: as many of each row."""
+    lens, rated = proposal.lens, proposal.log_probabilities
+    if rows.verify_tokens is not None and rated is not None:
+        return select(rated, lens, min(rows.verify_tokens, sum(lens)))
+    # A device runs shapes that it knows, a host as many tokens as there are.
+    on_host = rows.table.device.type == "cpu"
+    ragged = sum(lens) + len(lens) <= _RAGGED * len(lens) * (1 + max(lens))
+    return every_draft(lens) if ragged and on_host and rows.sampling.whole else None
+
+
+def _choosing(
+    sampling: SamplingBatch,
+    positions: torch.Tensor,  # [rows, 1 + k], int64
+    cells: Selection | None,
+    vocab: int,
+) -> tuple[SamplingBatch, torch.Tensor | None]:
+    """How tokens are chosen at these positions, each a row of its own where they are cells; and the
+    noise, [sampled, width, vocab]."""
+    if cells is not None:
+        sampling = sampling.take(cells.of_row)
+        positions = positions.reshape(-1)[cells.cells][:, None]
+    # Logits at position p choose the token of position p + 1.
+    return sampling, sampling.noise(positions + 1, vocab) if sampling.any_sampled else None
+
+
 def _verify(
     target: Model,
     drafter: Drafter | None,
-    rows: StepRows,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
     window: Layout,
     cells: Selection | None,
-    noise: torch.Tensor | None,  # [sampled, 1 + k, vocab]
+    choosing: tuple[SamplingBatch, torch.Tensor | None],
     masks: torch.Tensor | None,  # [rows, 1 + k, vocab]
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
@@ -183,17 +204,13 @@ def _verify(
     if masks is not None:
         masks = masks.flatten(0, 1) if cells is None else masks.flatten(0, 1)[cells.cells]
         out.logits += masks
+    sampling, noise = choosing
+    logits = out.logits.view(count, width, -1) if cells is None else out.logits[:, None]
+    picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)
     if cells is None:
-        logits = out.logits.view(count, width, -1)
-        chosen = _of_numbers(choose(logits, rows.sampling, noise), logits, rows.sampling)
-        return chosen.tolist(), out.taps
-    if noise is not None:
-        noise = noise.flatten(0, 1)[cells.cells][:, None]
-    logits = out.logits[:, None]
-    sampling = rows.sampling.take(cells.of_row)
-    picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)[:, 0]
+        return picked.tolist(), out.taps
     chosen = tokens.new_full((count * width,), _NO_TOKEN)
-    chosen.index_copy_(0, cells.cells, picked)
+    chosen.index_copy_(0, cells.cells, picked[:, 0])
     return chosen.view(count, width).tolist(), out.taps
 
 

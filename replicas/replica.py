@@ -6,14 +6,13 @@ nothing: which rows run, when and how far ahead is the pool's business.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from replicas.calibration import calibrate
+from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel, buckets
 from replicas.drafters import Drafter, Seen
@@ -114,8 +113,7 @@ class Replica:
         check_memory(config, files, resolve_device(config.device))
         replica = cls(load_pair(config, files), config)
         if config.calibrate:
-            timings = calibrate(replica, *replica.planned)
-            replica.spec = dataclasses.replace(replica.spec, timings=timings)
+            replica.spec = calibrated(replica, *replica.planned)
         return replica
 
     @torch.inference_mode()

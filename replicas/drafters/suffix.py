@@ -68,7 +68,7 @@ class SuffixDrafter:
         self._rows: dict[str, _Row] = {}
         self._corpora: OrderedDict[str, Corpus] = OrderedDict()
         """By salt, the one written last at the end."""
-        self._size = 0
+        self.size = 0
         """Tokens in all of them."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
@@ -80,11 +80,11 @@ class SuffixDrafter:
             return
         corpus = self._corpora.pop(left.salt, None) or Corpus()
         self._corpora[left.salt] = corpus
-        self._size -= len(corpus)
+        self.size -= len(corpus)
         corpus.add(left.history.tokens[left.prompt :])
-        self._size += len(corpus)
-        while self._size > CORPUS_TOKENS:
-            self._size -= len(self._corpora.popitem(last=False)[1])
+        self.size += len(corpus)
+        while self.size > CORPUS_TOKENS:
+            self.size -= len(self._corpora.popitem(last=False)[1])
 
     def observe(self, seen: Seen) -> None:
         for row, tokens in zip(seen.ids, seen.committed, strict=False):

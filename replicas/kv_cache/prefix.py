@@ -51,7 +51,8 @@ class Chain:
     def keys(self, content: Sequence[int], blocks: int) -> list[bytes]:
         """Of the first `blocks` blocks, all full; the content must only ever grow at its end."""
         size, ahead = self._block_size, self._ahead
-        assert blocks * size <= len(content) - ahead, "a block that is not full has no key"
+        most = (len(content) - ahead) // size
+        assert blocks <= max(most, 0), "a block that is not full has no key"
         for index in range(len(self._keys), blocks):
             begin = index * size + ahead if index else 0
             self._last = next_key(self._last, content[begin : (index + 1) * size + ahead])

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.config import ReplicaConfig
+from replicas.drafters.eagle3 import Head, HeadConfig
 from replicas.invariant.ops import can_prepack
 from replicas.memory.buffers import (
     Buffers,
@@ -255,8 +256,10 @@ def _fitting(
 # --------------------------------------------------------------------------- what there is
 
 
-def weight_bytes(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module | Head) -> int:
     """Bytes of parameters and buffers; tied parameters are one."""
+    if isinstance(model, Head):
+        return sum(tensor.nbytes for tensor in model.tensors.values())
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -290,12 +293,17 @@ def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
     """
     target = without_storage(files.target_config, config)
     take_part(target, config, rank=0)
-    draft = None if files.draft_config is None else without_storage(files.draft_config, config)
+    of_draft, draft_bytes = files.draft_config, 0
+    if isinstance(of_draft, HeadConfig):
+        draft_bytes = of_draft.numbers * target.dtype.itemsize
+    elif of_draft is not None:
+        draft = without_storage(of_draft, config)
+        of_draft, draft_bytes = draft.config, weight_bytes(draft)
     return PairShape(
         target=ModelShape.of(target.config),
-        draft=None if draft is None else ModelShape.of(draft.config),
+        draft=None if of_draft is None else ModelShape.of(of_draft),
         target_bytes=weight_bytes(target),
-        draft_bytes=0 if draft is None else weight_bytes(draft),
+        draft_bytes=draft_bytes,
         context_len=files.context_len,
     )
 

@@ -66,8 +66,7 @@ def build(
     """
     shape = ModelShape.of(model.config)
     attention = config.attention_of(model.device)
-    on_host = model.device.type == "cpu" and not config.fixed_shapes(model.device)
-    on_host = on_host and attention == "gather"
+    on_host = computes_on_host(config, model.device)
     cache = PagedCache(
         shape.layers,
         shape.kv_heads,
@@ -97,6 +96,12 @@ def build(
     built = f"{joining}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
+
+
+def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
+    """Whether attention is that of a CPU, whose cache lies by head."""
+    on_cpu = device.type == "cpu" and not config.fixed_shapes(device)
+    return on_cpu and config.attention_of(device) == "gather"
 
 
 def _by_proof(model: PreTrainedModel) -> bool:

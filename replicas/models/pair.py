@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.drafters.eagle3 import Head, HeadConfig, HeadRefused, load_head, read_head
 from replicas.models.gguf import converted
 from replicas.models.names import TINY, ModelRefused, gguf_file
 from replicas.models.paged_model import ATTENTION
@@ -35,7 +36,7 @@ class Pair:
     """A target, maybe a draft, and what the rest must know of them."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | Head | None
     context_len: int
     vocab_size: int
     """Ids in [0, vocab_size) are tokens that a prompt may hold."""
@@ -85,7 +86,7 @@ class PairFiles:
 
     target_config: Any
     draft_config: Any
-    """transformers configs; None without a draft."""
+    """transformers' of models, a HeadConfig of a head; None without a draft."""
     context_len: int
     vocab_size: int
 
@@ -96,12 +97,19 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     Raises PairRefused, or OSError for a name not found.
     """
     target_path = resolve(config.target, "target")
-    draft = config.drafting.model
-    draft_path = None if draft is None else resolve(draft, "draft")
+    name = config.drafting.model
+    draft_path = None if name is None else resolve(name, "draft")
     target_config = _load_config(target_path, config, "target")
     draft_config = None
     vocab_size = target_config.vocab_size
-    if draft_path is not None:
+    if draft_path is not None and config.drafting.method == "eagle3":
+        try:
+            draft_config = read_head(draft_path, target_config)
+        except HeadRefused as error:
+            raise PairRefused(f"speculative.model: {draft_path}: {error}") from None
+        except OSError as error:
+            raise OSError(f"speculative.model: {error}") from error
+    elif draft_path is not None:
         draft_config = _load_config(draft_path, config, "draft")
         vocab_size = _check_vocabularies(target_path, draft_path, config)
         vocab_size = min(vocab_size, target_config.vocab_size, draft_config.vocab_size)
@@ -122,19 +130,28 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     files = files or read_pair(config)
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
     target_path = resolve(config.target, "target", config.dtype)
-    draft = config.drafting.model
-    draft_path = draft and resolve(draft, "draft", config.dtype)
+    name = config.drafting.model
+    draft_path = None if name is None else resolve(name, "draft", config.dtype)
     target = _load_model(
         target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
+    draft: PreTrainedModel | Head | None = None
+    if isinstance(files.draft_config, HeadConfig):
+        assert draft_path is not None
+        try:
+            draft = load_head(draft_path, files.draft_config, target.dtype, device)
+        except HeadRefused as error:
+            raise PairRefused(f"speculative.model: {draft_path}: {error}") from None
+    elif draft_path is not None:
+        # A planted draft always follows the map: acceptance is the target's business.
+        draft = _load_model(draft_path, config, device, 1.0)
     return Pair(
         target=target,
-        # A planted draft always follows the map: acceptance is the target's business.
-        draft=None if draft_path is None else _load_model(draft_path, config, device, 1.0),
+        draft=draft,
         context_len=files.context_len,
         vocab_size=files.vocab_size,
         target_name=config.target,
-        draft_name=draft or "",
+        draft_name=name or "",
         device=device,
         dtype=getattr(torch, config.dtype),
     )

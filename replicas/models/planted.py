@@ -31,7 +31,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from replicas.models.shapes import SHAPES, BadPlantedName, PlantedName, parse_planted
+from replicas.models.shapes import (
+    SHAPES,
+    BadPlantedName,
+    PlantedName,
+    map_shift,
+    parse_planted,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -75,15 +81,6 @@ def planted_config(name: PlantedName) -> Any:
         if kinds:
             config.layer_types = [kinds[i % len(kinds)] for i in range(name.layers)]
     return config
-
-
-def map_shift(vocab: int) -> int:
-    """Ids from a token to its follower: near the golden section and without a common divisor with
-    the vocabulary, so that the map runs through all tokens before it repeats one."""
-    shift = max(1, int(vocab * 0.381966))
-    while math.gcd(shift, vocab) != 1:
-        shift += 1
-    return shift
 
 
 @torch.no_grad()

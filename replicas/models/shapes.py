@@ -8,6 +8,7 @@ Knows nothing of weights: it needs neither torch nor transformers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,15 @@ class PlantedName:
     """Another depth than the shape's."""
     scale: float | None = None
     """The embedding's scale, as an earlier calibration found it; None: calibrate."""
+
+
+def map_shift(vocab: int) -> int:
+    """Ids from a token to its follower: near the golden section and without a common divisor with
+    the vocabulary, so that the map runs through all tokens before it repeats one."""
+    shift = max(1, int(vocab * 0.381966))
+    while math.gcd(shift, vocab) != 1:
+        shift += 1
+    return shift
 
 
 def is_planted(name: str) -> bool:

@@ -25,7 +25,7 @@ from multiprocessing.context import SpawnProcess
 import torch
 import torch.distributed as dist
 
-from replicas.calibration import calibrate
+from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.models.pair import PairRefused, load_pair, read_pair, resolve_device
@@ -148,8 +148,7 @@ def load_parallel(
         if ranks.broken is not None:
             raise ranks.broken
         if config.calibrate:
-            timings = calibrate(parallel, *replica.planned)
-            parallel.spec = dataclasses.replace(parallel.spec, timings=timings)
+            parallel.spec = calibrated(parallel, *replica.planned)
     except BaseException as error:
         for process in processes:
             process.kill()

@@ -91,6 +91,11 @@ class SamplingBatch:
             any_min_p=any(p.min_p > 0.0 for p in hot),
         )
 
+    @property
+    def whole(self) -> bool:
+        """Whether it has all rows, or none is sampled."""
+        return self.rows is None or not self.any_sampled
+
     def take(self, rows: torch.Tensor) -> SamplingBatch:
         """A whole batch with these of its rows, [n], int64, each as often as it is named."""
         if not self.any_sampled:

@@ -52,3 +52,12 @@ def select(
     of_row = torch.div(cells, k + 1, rounding_mode="floor")
     seen = torch.zeros_like(every).index_add_(0, row, torch.ones_like(row))
     return Selection(of_row, cells, seen)
+
+
+def every_draft(draft_lens: Sequence[int]) -> Selection:
+    """All draft tokens of rows that have several numbers of them, on a host."""
+    width = max(draft_lens) + 1
+    of_row = [row for row, length in enumerate(draft_lens) for _ in range(length + 1)]
+    columns = [column for length in draft_lens for column in range(length + 1)]
+    rows = torch.tensor(of_row)
+    return Selection(rows, rows * width + torch.tensor(columns), torch.tensor(draft_lens))

@@ -41,16 +41,19 @@ class ScriptedModel:
         self.backend = HostBackend(self.cache, SHAPE, Arithmetic())
 
     def forward(self, tokens: torch.Tensor, layout: PassLayout, wants: Wants = ALL) -> Output:
+        positions = layout.positions.tolist()
+        assert tokens.shape == (len(positions),)
         rows = len(self.script) or layout.groups[0].tokens.shape[0]
-        assert tokens.shape == layout.positions.shape
-        positions = layout.positions.view(rows, -1)
-        self.fed.append(tokens.view(rows, -1).tolist())
-        self.positions.append(positions.tolist())
-        logits = torch.zeros(*positions.shape, VOCAB)
-        for row, says in enumerate(self.script):
-            for column, position in enumerate(positions[row].tolist()):
-                logits[row, column, says.get(position + 1, 0)] = 1.0
-        logits = logits.flatten(0, 1)
+        begins = list(range(0, len(positions), len(positions) // rows))
+        if layout.step is None:  # rows of several widths: where a position does not follow
+            begins = [i for i, p in enumerate(positions) if i == 0 or p != positions[i - 1] + 1]
+        of_rows = [slice(*ends) for ends in zip(begins, [*begins[1:], None], strict=True)]
+        self.fed.append([tokens.tolist()[one] for one in of_rows])
+        self.positions.append([positions[one] for one in of_rows])
+        logits = torch.zeros(len(positions), VOCAB)
+        for says, one in zip(self.script, of_rows, strict=False):
+            for place in range(len(positions))[one]:
+                logits[place, says.get(positions[place] + 1, 0)] = 1.0
         return Output(logits[wants.logits] if isinstance(wants.logits, torch.Tensor) else logits)
 
 

@@ -71,13 +71,23 @@ class Client:
         self.replica.check_integrity()
         return result
 
-    def steps(self, k: int, n: int = 1, names: list[str] | None = None) -> StepResult:
+    def steps(
+        self, k: int, n: int = 1, names: list[str] | None = None, verify: int | None = None
+    ) -> StepResult:
         rows = tuple(
             StepRow(name, len(self.contents[name]), k, self.blocks[name])
             for name in names or list(self.contents)
         )
         self._batches += 1
-        batch = Batch(self._batches, "r", BatchKind.SPECULATE, rows=rows, draft_len=k, steps=n)
+        batch = Batch(
+            self._batches,
+            "r",
+            BatchKind.SPECULATE,
+            rows=rows,
+            draft_len=k,
+            steps=n,
+            verify_tokens=verify,
+        )
         result = self.replica.step(batch)
         for row in result.rows:
             self.contents[row.sequence_id].extend(row.tokens)

@@ -1,0 +1,215 @@
+"""What drafters gain on a target of your own: tokens per second over plain decoding, by category.
+
+    python -m benchmarks.drafters --target DIR --questions spec_bench.jsonl --json out.json
+
+Each way to draft is a replica of its own; all answer the same questions with the target's chat
+template, in turns of a fraction of a second, so that they meet the same machine. Questions are JSON
+objects, one a line, with `category` and `turns`. Every output is compared with plain decoding's,
+and a few with transformers' own `generate`. Suffix decoding is also timed alone, on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.measured import MeasuredWay, side_by_side
+from cluster.bench.compare import ratio
+from replicas.config import ReplicaConfig
+from replicas.drafters import Ask, Seen, SuffixDrafter
+from replicas.models.pair import resolve
+from replicas.replica import Replica
+from replicas.sampling.choice import SamplingBatch
+from replicas.stopwatch import Stopwatch
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request, SamplingParams
+
+COPYING = ("summarization", "rag")
+"""Categories whose answers repeat their prompts."""
+PLAIN = "none"
+
+
+class FreshWay(MeasuredWay):
+    """Its runs do not draft from what earlier runs have answered to the same questions."""
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        salt = uuid4().hex
+        super().begin([replace(request, cache_salt=salt) for request in requests])
+
+
+def asked(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[Request]]:
+    """Questions of both kinds, drawn evenly from their categories."""
+    lines = [json.loads(line) for line in Path(args.questions).read_text().splitlines()]
+    rng = random.Random(args.seed)
+    rng.shuffle(lines)
+    requests: dict[str, list[Request]] = {"copying": [], "other": []}
+    of_category: dict[str, int] = {}
+    for line in lines:
+        category = line["category"]
+        kind = "copying" if category in COPYING else "other"
+        most = args.n // len(COPYING) if kind == "copying" else max(1, args.n // 10)
+        if of_category.get(category, 0) >= most or len(requests[kind]) == args.n:
+            continue
+        turn = [{"role": "user", "content": line["turns"][0]}]
+        encoded = tokenizer.apply_chat_template(
+            turn, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        ids = tuple(encoded["input_ids"])
+        if len(ids) + args.new_tokens > args.context_len:
+            continue
+        of_category[category] = of_category.get(category, 0) + 1
+        name, stop = f"{line['question_id']}", (tokenizer.eos_token_id,)
+        requests[kind].append(Request(name, ids, args.new_tokens, stop_token_ids=stop))
+    return requests
+
+
+def replica_of(args: argparse.Namespace, speculative: dict[str, Any]) -> Replica:
+    return Replica.load(
+        ReplicaConfig(
+            target=args.target,
+            speculative=speculative,
+            device="cpu",
+            context_len=args.context_len,
+            kv_blocks=args.batches[-1] * args.context_len // 16,
+            prefix_sharing=False,
+        )
+    )
+
+
+def identical_to_transformers(
+    args: argparse.Namespace, requests: Sequence[Request], outputs: Sequence[Sequence[int]]
+) -> int:
+    model = AutoModelForCausalLM.from_pretrained(resolve(args.target), dtype=torch.float32)
+    same = 0
+    for request, output in zip(requests, outputs, strict=True):
+        ids = torch.tensor([request.prompt])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=request.max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(request.stop_token_ids),
+            pad_token_id=request.stop_token_ids[0],
+        )
+        same += made[0, len(request.prompt) :].tolist() == list(output)
+    return same
+
+
+def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dict[str, float]:
+    """Microseconds per row and step at so many tokens of context, all of suffix decoding's work;
+    and the megabytes of 1,000 outputs of 256 tokens."""
+    text = [token for content in contents for token in content]
+    while len(text) < length + 2000:
+        text += text
+    drafter, device = SuffixDrafter(), torch.device("cpu")
+    for number in range(1000):
+        begin = number * 37 % (len(text) - 256)
+        drafter.begin("said", [0], "", 0)
+        table = torch.zeros((1, 1), dtype=torch.int64)
+        drafter.observe(Seen(["said"], [[0]], [(0, 0)], table, [text[begin : begin + 256]]))
+        drafter.end("said")
+    rows = [f"{row}" for row in range(8)]
+    table = torch.zeros((8, 1), dtype=torch.int64)
+    content = text[:length]
+    for row in rows:
+        drafter.begin(row, content, "", 0)
+    sampling = SamplingBatch.of([SamplingParams()] * 8, device)
+    watch = Stopwatch(device)
+    steps = 400
+    begun = perf_counter()
+    for step in range(steps):
+        ask = Ask(rows, [content] * 8, [8] * 8, sampling, table)
+        drafter.propose(ask, watch)
+        at = length + 2 * step
+        new = [text[at : at + 2]] * 8
+        drafter.observe(Seen(rows, [content] * 8, [(0, 0)] * 8, table, new, 8))
+    spent_s = perf_counter() - begun
+    return {"suffix_us": 1e6 * spent_s / steps / 8, "suffix_mb_of_1000": drafter.bytes / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", required=True, help="Directory or hub name, with a template.")
+    parser.add_argument("--questions", required=True, help="Questions in JSON, one a line.")
+    parser.add_argument("--n", type=int, default=12, help="Questions of each kind.")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--context-len", type=int, default=1536)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--fixed", type=int, default=4, help="Draft tokens of the fixed way.")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--references", type=int, default=2, help="Outputs of generate to compare.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="File for all figures.")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
+    kinds = asked(args, tokenizer)
+    replicas = {
+        PLAIN: replica_of(args, {"method": "none"}),
+        "suffix, k chosen": replica_of(args, {"method": "suffix"}),
+        f"suffix, k {args.fixed}": replica_of(args, {"method": "suffix"}),
+    }
+    figures: dict[str, Any] = {"settings": vars(args), "ratios": [], "runs": []}
+    outputs: list[list[int]] = []
+    for kind, requests in kinds.items():
+        for batch in args.batches:
+            some = requests[: max(4, len(requests) // 2)] if batch == 1 else requests
+            ways: dict[str, MeasuredWay] = {}
+            for name, replica in replicas.items():
+                k = 0 if name == PLAIN else None if name.endswith("chosen") else args.fixed
+                config = SchedulerConfig(rows_max=batch, draft_len=k)
+                ways[name] = FreshWay(replica, config)
+            expected = ways[PLAIN](some)
+            outputs += expected
+            contenders = side_by_side(ways, some, args.rounds, expected)
+            by_name = {one.name: one for one in contenders}
+            for name in list(ways)[1:]:
+                compared = ratio(contenders, name, PLAIN)
+                assert compared is not None, "both ways run here"
+                way, one = ways[name].figures, by_name[name]
+                row = {
+                    "kind": kind,
+                    "batch": batch,
+                    "way": name,
+                    "over_plain": compared.median,
+                    "tokens_per_s": one.speed,
+                    "plain_tokens_per_s": by_name[PLAIN].speed,
+                    "committed_per_step": way.committed_per_step,
+                    "acceptance": way.acceptance,
+                    "overhead": way.overhead,
+                    "identical": one.identical,
+                    "prompts": one.prompts,
+                }
+                figures["ratios"].append(row)
+                print(
+                    f"{kind}, batch {batch}, {name}: {compared.median:.2f} of plain"
+                    f" ({one.speed:.1f} tokens/s), {way.committed_per_step:.2f} tokens a step,"
+                    f" identical {one.identical} of {one.prompts}",
+                    flush=True,
+                )
+    few = [one for requests in kinds.values() for one in requests[: args.references]]
+    config = SchedulerConfig(rows_max=8, draft_len=None)
+    drafted = FreshWay(replicas["suffix, k chosen"], config)(few)
+    same = identical_to_transformers(args, few, drafted)
+    figures["identical to generate"] = [same, len(few)]
+    print(f"identical to transformers' generate: {same} of {len(few)}")
+    figures |= suffix_alone([*outputs, *(one.prompt for one in few)])
+    print(
+        f"suffix alone: {figures['suffix_us']:.1f} us per row and step at 10,000 tokens,"
+        f" {figures['suffix_mb_of_1000']:.1f} MB for 1,000 outputs"
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The forward pass of a head: what it makes of the target's hidden states, and its one layer.
+
+At position i the layer sees the token at i + 1 beside the target's hidden states at i, or beside
+its own output at i - 1 where the target has none yet; its output says which token comes at i + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding, rms_norm, silu
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from replicas.drafters.eagle3.config import LAYER
+from replicas.drafters.eagle3.weights import Head
+from replicas.invariant.ops import Product
+from replicas.kv_cache import CacheShape, PagedCache
+from replicas.models.paged_model import AttentionBackend
+
+
+class HeadLayer:
+    """A head on a paged cache of its own."""
+
+    def __init__(
+        self,
+        head: Head,
+        embeddings: torch.Tensor,  # [target's vocabulary, target's width], where it has none
+        cache: PagedCache,
+        shape: CacheShape,
+        backend: AttentionBackend,
+        prepack: bool,
+    ) -> None:
+        self.config = config = head.config
+        self.ids, self.shift = head.ids, head.shift
+        self.backend = backend
+        tensors = head.tensors
+        self._norms = {key: value for key, value in tensors.items() if "norm" in key}
+        self._embeddings = tensors.get("embed_tokens.weight", embeddings)
+        self._cache = cache
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim = config.head_dim
+        self._scaling = self._dim**-0.5
+
+        def product(*names: str) -> Product:
+            weights, biases = (
+                [tensors[key] for name in names if (key := f"{name}.{part}") in tensors]
+                for part in ("weight", "bias")
+            )
+            bias = torch.cat(biases) if biases else None
+            return Product.of(
+                weights[0] if len(weights) == 1 else torch.cat(weights), bias, prepack
+            )
+
+        attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
+        self._fc = product("fc")
+        self._qkv = product(*(f"{attention}{one}_proj" for one in "qkv"))
+        self._out = product(attention + "o_proj")
+        self._gate_up = product(mlp + "gate_proj", mlp + "up_proj")
+        self._down = product(mlp + "down_proj")
+        self._lm_head = product("lm_head")
+        rotary: Any = LlamaRotaryEmbedding(config.layer).to(embeddings.device)
+        positions = torch.arange(shape.context_len, device=embeddings.device)[None]
+        cos, sin = rotary(torch.empty(0, dtype=cache.dtype, device=embeddings.device), positions)
+        self._cos, self._sin = cos[0][:, None], sin[0][:, None]  # [context_len, 1, head_dim]
+
+    def fused(self, taps: Sequence[torch.Tensor]) -> torch.Tensor:  # each [tokens, target's width]
+        """What the layer sees of the target, [tokens, width]; `taps` in the config's order."""
+        if self.config.fc_norm:
+            taps = [self._norm(tap, f"fc_norm.{i}") for i, tap in enumerate(taps)]
+        x = torch.cat(list(taps), -1)
+        return self._fc(self._norm(x, "input_norm") if self.config.norm_before_fc else x)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,  # [tokens], int64: those at the next positions, the target's ids
+        hidden: torch.Tensor,  # [tokens, width]
+        layout: Any,
+    ) -> torch.Tensor:  # [tokens, width]
+        """The layer's output, before the last norm; keys and values are written on the way."""
+        embedded = embedding(tokens.clamp(max=self._embeddings.shape[0] - 1), self._embeddings)
+        embedded = self._norm(embedded, LAYER + "input_layernorm")
+        normed = self._norm(hidden, LAYER + "hidden_norm")
+        residual = normed if self.config.norm_before_residual else hidden
+        x = self._qkv(torch.cat((embedded, normed), -1))
+        x = x.view(x.shape[0], -1, self._dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        heads, turned = self._heads, self._heads + self._kv_heads
+        queries, keys, values = x[:, :heads], x[:, heads:turned], x[:, turned:]
+        if self.config.layer.model_type == "qwen3":
+            queries = self._norm(queries, LAYER + "self_attn.q_norm")
+            keys = self._norm(keys, LAYER + "self_attn.k_norm")
+        cos, sin = self._cos[layout.positions], self._sin[layout.positions]
+        both = _rotated(torch.cat((queries, keys), 1), cos, sin)
+        x = torch.cat((both, values), 1)
+        self._cache.write(0, layout.slots, x[:, heads:].view(-1, 2, self._kv_heads, self._dim))
+        attention = self.backend.begin(layout, x.shape[1])
+        x = self._out.added(attention(0, x, self._scaling), residual)
+        gate, up = self._gate_up(self._norm(x, LAYER + "post_attention_layernorm")).chunk(2, -1)
+        return self._down.added(silu(gate).mul_(up), x)
+
+    def logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the layer's output, [tokens, width]: logits, [tokens, vocab], and what the next
+        position sees of it."""
+        normed = self._norm(x, "norm")
+        return self._lm_head(normed), normed if self.config.norm_output else x
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self._norms[f"{name}.weight"]
+        return rms_norm(x, weight.shape, weight, self.config.eps)
+
+
+def _rotated(
+    x: torch.Tensor,  # [tokens, heads, head_dim]
+    cos: torch.Tensor,  # [tokens, 1, head_dim]
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin

@@ -1,0 +1,177 @@
+"""The oracle for drafters: whatever drafts, output is what it is without.
+
+One world has all that a drafter must live through: batches of 1 and 8 whose rows draft 0 to 8
+tokens, shared prefixes of several tenants, rows sent back for want of memory, batches that fail in
+the middle and run again. The drafter of docs/add-a-drafter.md is one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+from cluster.local_engine import LocalEngine
+from replicas.config import ReplicaConfig
+from replicas.drafters import Drafter, SuffixDrafter
+from replicas.models.pair import Pair
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Batch, BatchKind, Request, StepResult
+from tests.oracle.drafter import OracleDrafter
+from tests.oracle.test_prefix import conversations
+from tests.oracle.worlds import sampled
+from tests.reference import plain_greedy
+from tests.replicas.heads import headed_replica, said, save_head
+from tests.tiny_pairs import VOCAB, target_model, tiny_pair
+
+DRAFTERS = ("none", "model", "suffix", "eagle3", "toy", "never", "half", "always")
+ORACLES = {"never": 0.0, "half": 0.5, "always": 1.0}
+TIGHT = 64
+"""Blocks: one sequence of full length."""
+
+
+def toy_drafter() -> Drafter:
+    """That of the documentation."""
+    page = Path(__file__).parents[2] / "docs" / "add-a-drafter.md"
+    match = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert match is not None
+    assert match[1].count("\n") < 40
+    names: dict[str, type] = {}
+    exec(match[1], names)
+    made: Drafter = names["Repeat"]()
+    return made
+
+
+@cache
+def head() -> str:
+    return save_head(Path(mkdtemp()), target_model("llama").config, said(True))
+
+
+def replica_of(
+    drafter: str,
+    sequences: list[list[int]],
+    pair: Pair | None = None,
+    **settings: object,
+) -> Replica:
+    """`sequences` are whole ones: prompt and continuation."""
+    pair = pair or tiny_pair("llama")
+    if drafter == "eagle3":
+        return headed_replica(head(), pair, **settings)
+    config = ReplicaConfig(device="cpu", block_size=4, **settings)
+    made: Drafter | None = None
+    if drafter == "none":
+        pair = replace(pair, draft=None)
+    elif drafter != "model":
+        made = SuffixDrafter() if drafter == "suffix" else toy_drafter()
+        if drafter in ORACLES:
+            made = OracleDrafter(sequences, ORACLES[drafter], VOCAB)
+    return Replica(pair, config, drafter=made)
+
+
+class Failing:
+    """A replica of which every fourth batch of steps fails somewhere, and then runs again."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.spec = replica.spec
+        self._replica = replica
+        self._rng = random.Random(4)
+
+    def step(self, batch: Batch) -> StepResult:
+        if batch.kind is BatchKind.SPECULATE and self._rng.random() < 0.25:
+            left = self._rng.randrange(batch.steps)
+            forward = self._replica._target.forward
+
+            def failing(*args: object) -> object:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise RuntimeError("out of memory")
+                return forward(*args)  # type: ignore[arg-type]
+
+            self._replica._target.forward = failing  # type: ignore[method-assign, assignment]
+            try:
+                return self._replica.step(batch)
+            except RuntimeError:
+                self._replica.check_integrity()
+            finally:
+                self._replica._target.forward = forward  # type: ignore[method-assign]
+        return self._replica.step(batch)
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        self._replica.release(sequence_ids)
+
+
+@cache
+def world(hot: bool) -> tuple[list[Request], list[list[int]]]:
+    """Requests with draft lengths of their own, and their outputs one by one without a drafter."""
+    requests = sampled(conversations(seed=21)) if hot else conversations(seed=21)
+    requests = [replace(one, draft_len=index % 9) for index, one in enumerate(requests)]
+    if not hot:
+        model = target_model("llama")
+        return requests, [plain_greedy(model, one.prompt, one.max_new_tokens) for one in requests]
+    replica = replica_of("none", [], kv_blocks=2048, prefix_sharing=False)
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
+    return requests, [output.tokens for output in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("hot", [False, True], ids=["greedy", "sampled"])
+def test_output_is_that_of_the_target_alone(drafter: str, rows: int, hot: bool) -> None:
+    requests, expected = world(hot)
+    whole = [[*one.prompt, *new] for one, new in zip(requests, expected, strict=True)]
+    replica = replica_of(drafter, whole, kv_blocks=TIGHT)
+    config = SchedulerConfig(rows_max=rows, draft_len=8, kv_reserve=0.0, prefill_tokens_max=24)
+    engine = LocalEngine(Failing(replica), config, check=True)
+    for at, request in enumerate(requests):
+        engine.submit(request)
+        for _ in range(at % 3):
+            engine.advance()
+    engine.run()
+    outputs = [engine.outputs[request.id] for request in requests]
+    assert [output.tokens for output in outputs] == expected
+    replica.check_integrity()
+    assert (replica.residents, replica.free_blocks) == ((), TIGHT)
+    assert sum(output.usage.cached_tokens for output in outputs) > 0
+    assert rows == 1 or engine.scheduler.snapshot().preempted > 0
+    drafted = sum(output.usage.draft_tokens for output in outputs)
+    accepted = sum(output.usage.accepted_tokens for output in outputs)
+    assert (drafted > 0) == (drafter != "none")
+    if drafter in ORACLES:  # it is unsure where one prompt is the beginning of another
+        assert accepted / drafted == pytest.approx(ORACLES[drafter], abs=0.3)
+
+
+def in_bfloat16() -> Pair:
+    pair = copy.deepcopy(tiny_pair("llama"))
+    assert isinstance(pair.draft, torch.nn.Module)
+    pair.target.bfloat16()
+    pair.draft.bfloat16()
+    return replace(pair, dtype=torch.bfloat16)
+
+
+@cache
+def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
+    requests = [replace(one, draft_len=None) for one in world(hot=True)[0][:8]]
+    settings = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
+    replica = replica_of("none", [], in_bfloat16(), **settings)
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
+    return requests, [output.tokens for output in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("drafter", [one for one in DRAFTERS if one not in ("none", "toy")])
+def test_so_it_is_in_bfloat16_with_deterministic_sums(drafter: str) -> None:
+    requests, expected = in_bfloat16_alone()
+    whole = [[*one.prompt, *new] for one, new in zip(requests, expected, strict=True)]
+    settings = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
+    replica = replica_of(drafter, whole, in_bfloat16(), **settings)
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=8, draft_len=5), check=True)
+    assert [output.tokens for output in engine.generate(requests)] == expected

@@ -1,0 +1,281 @@
+"""Proves that an EAGLE-3 head drafts what its equations say, whichever format it comes in and
+however its rows came about, and that a checkpoint that does not fit is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replicas.config import ReplicaConfig
+from replicas.drafters import Ask
+from replicas.drafters.eagle3 import Eagle3Drafter, HeadRefused, load_head, read_head
+from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.load import load_drafter
+from replicas.memory import PairShape, pair_shape, plan_memory
+from replicas.models.paged_model import Wants
+from replicas.replica import Replica
+from replicas.sampling.choice import SamplingBatch
+from replicas.stopwatch import Stopwatch
+from scheduler.messages import SamplingParams
+from tests.reference import plain_greedy
+from tests.replicas.built import built, uneven_model
+from tests.replicas.heads import TARGET_VOCAB, headed_replica, plain_head, said, save_head
+from tests.replicas.test_replica import Client, prompt
+from tests.tiny_pairs import target_model, tiny_pair
+
+CPU = torch.device("cpu")
+TARGET = target_model("llama").config
+WIRINGS = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True, "norm_output": True},
+]
+
+
+def drafts_of(replica: Replica, ids: list[str], k: int) -> tuple[list[list[int]], list[int]]:
+    """What the drafter of a replica proposes now for these residents, and how much of it."""
+    contents = [replica._residents[one].content for one in ids]
+    for one, content in zip(ids, contents, strict=True):
+        replica._blocks.grow(one, len(content) + k)
+    sampling = SamplingBatch.of([SamplingParams()] * len(ids), CPU)
+    table = replica._blocks.table(ids, CPU)
+    ask = Ask(ids, contents, [k] * len(ids), sampling, table, token_most=TARGET_VOCAB)
+    assert replica._drafter is not None
+    with torch.inference_mode():
+        proposal = replica._drafter.propose(ask, Stopwatch(CPU))
+    return proposal.tokens.t().tolist(), list(proposal.lens)
+
+
+def expected(path: str, content: list[int], k: int) -> list[int]:
+    """The same by the equations, on hidden states of transformers' own forward pass."""
+    config = read_head(path, TARGET)
+    head = load_head(path, config, torch.float32, CPU)
+    tensors: dict[str, Any] = dict(head.tensors)
+    if head.ids is not None:
+        tensors["d2t"] = head.ids - torch.arange(config.vocab_size)
+    model = copy.deepcopy(target_model("llama"))  # asking for hidden states changes its layers
+    with torch.no_grad():
+        out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
+    hidden = torch.cat([out.hidden_states[tap][0] for tap in config.taps], -1)
+    embeddings = model.get_input_embeddings().weight.detach()
+    return plain_head(config, tensors, embeddings, hidden, content, k)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("speculators", [False, True])
+@pytest.mark.parametrize("wiring", WIRINGS, ids=lambda one: " ".join(one) or "plain")
+def test_drafts_are_those_of_the_equations(
+    tmp_path: Path, kind: str, speculators: bool, wiring: dict[str, object]
+) -> None:
+    """After prefill in chunks, plain steps, drafting ones, and rows of several lengths."""
+    path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring))
+    replica = headed_replica(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
+    client = Client(replica)
+    client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
+    for k, n in ((0, 2), (3, 2), (0, 1), (2, 3)):
+        client.steps(k, n)
+        drafts, lens = drafts_of(replica, ["a", "b", "c"], 4)
+        assert lens == [4, 4, 4]
+        for name, draft in zip("abc", drafts, strict=True):
+            assert draft == expected(path, client.contents[name], 4), (k, n, name)
+    reference = plain_greedy(target_model("llama"), prompt(23), 60)
+    assert client.new_tokens("a") == reference[: len(client.new_tokens("a"))]
+
+
+def test_equal_vocabularies_need_no_map_and_a_head_may_bring_its_embedding(tmp_path: Path) -> None:
+    whole = said(True, draft_vocab_size=TARGET_VOCAB)
+    path = save_head(tmp_path, TARGET, whole, own_embedding=True)
+    assert load_head(path, read_head(path, TARGET), torch.float32, CPU).ids is None
+    replica = headed_replica(path)
+    client = Client(replica)
+    client.prefill(a=prompt(7))
+    assert drafts_of(replica, ["a"], 3)[0][0] == expected(path, prompt(7), 3)
+
+
+def test_passes_of_fixed_shapes_draft_the_same(tmp_path: Path) -> None:
+    """Also where the head's keys and values lie as on a GPU."""
+    path = save_head(tmp_path, TARGET, said(True, "qwen3"))
+    replica = headed_replica(path, graphs="on", plan_rows=2, plan_draft_len=3)
+    client = Client(replica)
+    client.prefill(a=prompt(7), b=prompt(12))
+    for k in (0, 2, 3):
+        client.steps(k)
+        drafts, _ = drafts_of(replica, ["a", "b"], 3)
+        assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+
+
+def test_a_row_of_one_token_drafts_from_its_second_step_on(tmp_path: Path) -> None:
+    replica = headed_replica(save_head(tmp_path, TARGET, said(True)))
+    client = Client(replica)
+    client.prefill(a=prompt(1), b=prompt(5))
+    assert [row.draft_tokens for row in client.steps(3).rows] == [0, 3]
+    assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
+
+
+def test_a_failed_batch_costs_a_row_one_plain_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_head(tmp_path, TARGET, said(True))
+    replica = headed_replica(path)
+    client = Client(replica)
+    client.prefill(new=60, a=prompt(9), b=prompt(4))
+    client.steps(3)
+    forward, calls = replica._target.forward, []
+
+    def failing(*args: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return forward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica._target, "forward", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            client.steps(3, 5)
+    assert sum(row.draft_tokens for row in client.steps(3).rows) == 0
+    assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
+    drafts, _ = drafts_of(replica, ["a", "b"], 4)
+    assert drafts == [expected(path, client.contents[name], 4) for name in "ab"]
+
+
+@pytest.mark.parametrize("shared", [8, 9, 11])
+def test_a_shared_block_is_one_whose_next_token_is_the_same_too(
+    tmp_path: Path, shared: int
+) -> None:
+    """The head's keys and values of a block's last position depend on the token behind it."""
+    path = save_head(tmp_path, TARGET, said(True))
+    replica = headed_replica(path)
+    client = Client(replica)
+    first = prompt(20)
+    second = [*first[:shared], *((token + 1) % TARGET_VOCAB for token in first[shared:])]
+    client.prefill(a=first)
+    found = client.prefill(b=second).rows[0].reused
+    assert found == (shared - 1) // 4 * 4
+    drafts, _ = drafts_of(replica, ["a", "b"], 4)
+    assert drafts == [expected(path, first, 4), expected(path, second, 4)]
+
+
+def test_trimmed_checks_show_the_head_what_was_accepted(tmp_path: Path) -> None:
+    path = save_head(tmp_path, TARGET, said(True))
+    replica = headed_replica(path)
+    client = Client(replica)
+    client.prefill(new=60, a=prompt(9), b=prompt(4))
+    for budget in (1, 3, 0, 5):
+        client.steps(3, 2, verify=budget)
+        drafts, _ = drafts_of(replica, ["a", "b"], 3)
+        assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+
+
+@pytest.mark.parametrize("join", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_targets_bits_do_not_depend_on_what_is_tapped(join: bool, dtype: torch.dtype) -> None:
+    model, how = built(uneven_model("llama").to(dtype), join)
+    assert (model.decoder is not None) == join, how
+    table = torch.arange(1, 13).view(2, 6)
+    tokens = torch.arange(24)
+    found = []
+    for taps in ((), (0, 1, 2)):
+        model.cache.clear()
+        with torch.inference_mode():
+            layout = model.backend.ranges_layout(table, [(0, 7), (0, 5)])
+            model.forward(tokens[:12], layout, Wants(logits=False, taps=taps))
+            layout = model.backend.step_layout(table, [7, 5], 3).window(0, 3)
+            out = model.forward(tokens[12:18], layout, Wants(taps=taps))
+        assert [tap.shape for tap in out.taps] == [(6, 32)] * len(taps)
+        assert out.logits is not None
+        found.append([out.logits, *(layer.clone() for layer in model.cache._layers)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.parametrize(
+    ("ids", "taps"),
+    [(None, (2, 1, 0)), ([2, 0, 1], (2, 0, 1)), ([1, 0], (2, 1))],
+)
+def test_hidden_states_are_numbered_as_transformers_does(
+    ids: list[int] | None, taps: tuple[int, ...]
+) -> None:
+    """Ids that begin with 1 count layers, and mean what these put out."""
+    keys = {"eagle_aux_hidden_state_layer_ids": ids}
+    assert head_config(said(True, **keys), {"d2t"}, TARGET).taps == taps
+    nested = said(False, eagle_config={"use_aux_hidden_state": True, **keys})
+    assert head_config(nested, {"d2t"}, TARGET).taps == taps
+
+
+def test_what_a_config_does_not_say(tmp_path: Path) -> None:
+    config = head_config(said(True), {"d2t"}, TARGET)
+    assert not config.norm_before_residual
+    assert config.layer.rope_parameters["rope_theta"] == 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("whole", "message"),
+    [
+        (said(True, speculators_model_type="hass"), "speculators_model_type: 'hass'"),
+        (said(False, "gpt2"), "model_type: layers of kind 'gpt2'"),
+        (said(False, num_hidden_layers=2), "num_hidden_layers: 2"),
+        (said(False, hidden_act="gelu"), "hidden_act: 'gelu'"),
+        (said(False, target_hidden_size=64), "target_hidden_size: 64, but the target is 32 wide"),
+        (said(False, hidden_size=64, target_hidden_size=32), "embed_tokens.weight is missing"),
+        (said(False, eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
+        (said(True, eagle_aux_hidden_state_layer_ids=[2, 3]), r"layer_ids: \[2, 3\] of .* 3"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(whole: dict[str, Any], message: str) -> None:
+    with pytest.raises(HeadRefused, match=message):
+        head_config(whole, {"d2t"}, TARGET)
+
+
+@pytest.mark.parametrize("speculators", [False, True])
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"norm.weight": None}, "^norm.weight is missing$"),
+        ({"layers.0.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight is not known"),
+        ({"fc.weight": torch.ones(32, 64)}, r"fc.weight is \[32, 64\], not \[32, 96\]"),
+        ({"d2t": None, "t2d": None}, "d2t is missing: the head has 61 tokens of 97"),
+        ({"d2t": torch.full((61,), 50)}, "d2t leads beyond the target's 97 tokens"),
+        ({"d2t": torch.zeros(61, dtype=torch.int64)}, "t2d does not mark"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, speculators: bool, tensors: dict[str, Any], message: str
+) -> None:
+    path = save_head(tmp_path, TARGET, said(speculators), **tensors)
+    with pytest.raises(HeadRefused, match=message):
+        load_head(path, read_head(path, TARGET), torch.float32, CPU)
+
+
+def test_what_training_left_behind_is_ignored(tmp_path: Path) -> None:
+    left = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(97, 32)}
+    path = save_head(tmp_path, TARGET, said(True), **left)
+    load_head(path, read_head(path, TARGET), torch.float32, CPU)
+
+
+def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> None:
+    path = save_head(tmp_path, TARGET, said(True))
+    replica = headed_replica(path)
+    drafter = replica._drafter
+    assert isinstance(drafter, Eagle3Drafter)
+    config = read_head(path, TARGET)
+    head = load_head(path, config, torch.float32, CPU)
+    pair = dataclasses.replace(tiny_pair("llama"), draft=head)
+    shape: PairShape = pair_shape(pair)
+    assert shape.draft_bytes == 4 * config.numbers
+    settings = ReplicaConfig(device="cpu", block_size=4, kv_blocks=64)
+    plan = plan_memory(settings, shape, CPU, loaded=True)
+    assert shape.draft is not None
+    assert shape.draft.layers == 1
+    loaded = load_drafter(pair, settings, plan)
+    assert isinstance(loaded, Eagle3Drafter)
+    layers = shape.target.layers * shape.target.kv_numbers + shape.draft.kv_numbers
+    assert plan.block_bytes == 4 * 4 * layers

@@ -1,0 +1,182 @@
+"""Proves that one setting picks the drafter, that what contradicts itself is refused by the field's
+name, and that a replica says what drafts and is timed with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from transformers import AutoConfig
+
+from cluster.local_engine import LocalEngine
+from replicas.calibration import calibrate
+from replicas.config import ReplicaConfig, SpeculativeConfig
+from replicas.drafters import ModelDrafter, SuffixDrafter
+from replicas.drafters.eagle3 import Eagle3Drafter
+from replicas.memory import check_memory, pair_shape, pair_shape_of
+from replicas.models.pair import PairRefused, load_pair, read_pair, resolve, resolve_device
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Request, StepTiming
+from tests.replicas.heads import save_head
+from tests.tiny_pairs import tiny_replica
+
+PROMPT = tuple(range(40, 60))
+
+
+def loaded(**settings: object) -> Replica:
+    return Replica.load(ReplicaConfig(**{"device": "cpu", "kv_blocks": 256, **settings}))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random one for the embedded target."""
+    target = AutoConfig.from_pretrained(resolve("tiny"))
+    width = target.hidden_size
+    layer = {"model_type": "llama", "hidden_size": width, "intermediate_size": width}
+    layer |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layer |= {"head_dim": 16, "vocab_size": target.vocab_size}
+    whole = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
+    whole["draft_vocab_size"] = 512
+    return save_head(tmp_path_factory.mktemp("head"), target, whole)
+
+
+# ------------------------------------------------------------------------------ the setting
+
+
+@pytest.mark.parametrize(
+    ("said", "field", "message"),
+    [
+        ({"metod": "suffix"}, ("speculative",), "metod: no such setting; did you mean method?"),
+        ({"method": "sufix"}, ("speculative", "method"), "'draft_model', 'suffix', 'eagle3'"),
+        ({"method": "eagle3"}, ("speculative",), "model: method eagle3 needs one"),
+        ({"method": "suffix", "model": "x"}, ("speculative",), "model: method suffix has none"),
+        (
+            {"method": "suffix", "num_speculative_tokens": 33},
+            ("speculative", "num_speculative_tokens"),
+            "less than or equal to 32",
+        ),
+        (
+            {"method": "none", "num_speculative_tokens": 2},
+            ("speculative",),
+            "num_speculative_tokens: method none drafts nothing",
+        ),
+        (
+            {"method": "suffix", "adaptive": False},
+            ("speculative",),
+            "num_speculative_tokens: needed where adaptive is false",
+        ),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused_by_name(
+    said: dict[str, object], field: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ReplicaConfig(speculative=said)
+    (error,) = refused.value.errors()
+    assert error["loc"] == field
+    assert message in error["msg"]
+
+
+def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
+    model = SpeculativeConfig(method="draft_model", model="x")
+    assert ReplicaConfig(draft="x").drafting == model
+    assert ReplicaConfig(draft=None).drafting.method == "none"
+    assert ReplicaConfig().drafting.model == "tiny"
+    config = ReplicaConfig(speculative=model)
+    assert (config.draft, config.drafting) == ("x", model)
+    for said in (model, SpeculativeConfig(method="suffix"), None):
+        config = ReplicaConfig(speculative=said)
+        assert ReplicaConfig.model_validate(config.model_dump()) == config
+    for said in (model, SpeculativeConfig(method="suffix")):
+        with pytest.raises(ValidationError, match="draft: 'y' contradicts speculative"):
+            ReplicaConfig(draft="y", speculative=said)
+
+
+# ------------------------------------------------------------------------------ the replica
+
+
+def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
+    suffix = loaded(speculative={"method": "suffix", "num_speculative_tokens": 3}, calibrate=False)
+    assert isinstance(suffix._drafter, SuffixDrafter)
+    spec = suffix.spec
+    assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("suffix", "", 3, None)
+    assert not spec.trims_drafts
+    fixed = {"num_speculative_tokens": 4, "adaptive": False}
+    headed = loaded(speculative={"method": "eagle3", "model": head, **fixed}, calibrate=False)
+    assert isinstance(headed._drafter, Eagle3Drafter)
+    spec = headed.spec
+    assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("eagle3", head, 4, 4)
+    plain = loaded(speculative={"method": "none"}, calibrate=False)
+    assert (plain._drafter, plain.spec.drafter, plain.spec.draft_len_max) == (None, "", 0)
+    pair = loaded(speculative={"method": "draft_model", "model": "tiny"}, calibrate=False)
+    assert isinstance(pair._drafter, ModelDrafter)
+    assert (pair.spec.drafter, pair.spec.draft) == ("draft_model", "tiny")
+    tokens = [
+        LocalEngine(one, SchedulerConfig(draft_len=3))
+        .generate([Request("a", PROMPT, 24)])[0]
+        .tokens
+        for one in (suffix, headed, plain, pair)
+    ]
+    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+
+
+def test_a_head_that_is_hardly_ever_right_is_warned_about(
+    head: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = loaded(speculative={"method": "eagle3", "model": head}).spec
+    assert "of first draft tokens right at load" in spec.drafter
+    assert "the wrong head or taps?" in caplog.text
+
+
+def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) -> None:
+    config = ReplicaConfig(device="cpu", speculative={"method": "eagle3", "model": head})
+    files = read_pair(config)
+    assert pair_shape_of(files, config) == pair_shape(load_pair(config, files))
+    check_memory(config, files, resolve_device("cpu"))
+    for name, error in (("/gone", OSError), ("no hub has such a name", OSError)):
+        gone = ReplicaConfig(speculative={"method": "eagle3", "model": name})
+        with pytest.raises(error, match=r"draft: |speculative.model: "):
+            read_pair(gone)
+    other = AutoConfig.from_pretrained(resolve("tiny"))
+    other.hidden_size //= 2
+    other.save_pretrained(tmp_path)
+    with pytest.raises(PairRefused, match=r"speculative\.model: .*: .*but the target is"):
+        read_pair(config.model_copy(update={"target": str(tmp_path)}))
+
+
+def test_a_planted_head_is_right_as_often_as_its_target_follows_the_map() -> None:
+    replica = loaded(
+        target="planted:tiny?acceptance=0.7",
+        speculative={"method": "eagle3", "model": "planted:head"},
+        calibrate=False,
+    )
+    engine = LocalEngine(replica, SchedulerConfig(draft_len=3))
+    outputs = engine.generate([Request(str(one), (one, 7), 60) for one in range(20)])
+    drafted = sum(output.usage.draft_tokens for output in outputs) / 3
+    first = sum(output.usage.accepted_at[0] for output in outputs)
+    assert first / drafted == pytest.approx(0.7, abs=0.12)
+    plain = loaded(target="planted:tiny?acceptance=0.7", draft=None, calibrate=False)
+    alone = LocalEngine(plain, SchedulerConfig(rows_max=1))
+    (again,) = alone.generate([Request("5", (5, 7), 60)])
+    assert again.tokens == outputs[5].tokens
+
+
+def test_trials_are_as_wide_as_they_say_though_the_drafter_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = tiny_replica("llama", drafter=SuffixDrafter())
+    monkeypatch.setattr(SuffixDrafter, "_draft", lambda *_: [])
+    widths = set()
+    forward = replica._target.forward
+
+    def noted(tokens, layout, wants):  # type: ignore[no-untyped-def]
+        if wants.logits is not False:
+            widths.add(tokens.shape[0])
+        return forward(tokens, layout, wants)
+
+    monkeypatch.setattr(replica._target, "forward", noted)
+    timings = [one for one in calibrate(replica) if isinstance(one, StepTiming)]
+    assert {(one.rows, one.draft_len) for one in timings} == {(1, 0), (1, 4), (8, 0), (8, 4)}
+    assert widths == {1, 5, 8, 40}

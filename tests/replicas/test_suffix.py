@@ -1,0 +1,193 @@
+"""Proves that suffix decoding drafts what followed the same tokens before, of the row itself and of
+outputs of the same salt alone, and that what it remembers is bounded and can be taken back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from replicas.drafters import Ask, Seen, SuffixDrafter
+from replicas.drafters import suffix as module
+from replicas.drafters.history import History
+from replicas.sampling.choice import SamplingBatch
+from replicas.stopwatch import Stopwatch
+from scheduler.messages import SamplingParams
+from tests.replicas.test_replica import Client, prompt
+from tests.tiny_pairs import tiny_replica
+
+CPU = torch.device("cpu")
+TABLE = torch.zeros((1, 1), dtype=torch.int64)
+
+
+def drafts_of(drafter: SuffixDrafter, *rows: str, k: int | list[int] = 4) -> list[list[int]]:
+    contents = [drafter._rows[row].history.tokens for row in rows]
+    draft_lens = [k] * len(rows) if isinstance(k, int) else k
+    sampling = SamplingBatch.of([SamplingParams()] * len(rows), CPU)
+    proposal = drafter.propose(Ask(rows, contents, draft_lens, sampling, TABLE), Stopwatch(CPU))
+    assert proposal.tokens.shape == (max(proposal.lens), len(rows))
+    columns = proposal.tokens.t().tolist()
+    return [column[:length] for column, length in zip(columns, proposal.lens, strict=True)]
+
+
+def commit(drafter: SuffixDrafter, row: str, tokens: list[int]) -> None:
+    content = list(drafter._rows[row].history.tokens)
+    drafter.observe(Seen([row], [content], [(0, 0)], TABLE, [tokens]))
+
+
+def said(drafter: SuffixDrafter, tokens: list[int], salt: str = "") -> None:
+    """A row puts this out and leaves."""
+    drafter.begin("said", [0], salt, 0)
+    commit(drafter, "said", tokens)
+    drafter.end("said")
+
+
+def test_a_row_drafts_what_followed_its_last_tokens_before_and_its_own_length() -> None:
+    drafter = SuffixDrafter()
+    drafter.begin("a", [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], "", 0)
+    drafter.begin("b", [1, 2, 9, 9, 1, 2], "", 0)
+    drafter.begin("c", [1, 2, 3, 4, 5], "", 0)
+    drafter.begin("d", [1], "", 0)
+    drafts = drafts_of(drafter, "a", "b", "c", "d", k=8)
+    assert drafts == [[5, 6, 7, 8, 1], [9, 9, 1], [], []], "a match of m tokens, m + 1 of draft"
+    assert drafts_of(drafter, "a", "b", k=[2, 0]) == [[5, 6], []]
+    assert drafts_of(drafter, "c", "d") == [[], []]
+
+
+def test_most_votes_win_and_an_unlikely_token_ends_the_draft() -> None:
+    history = History([1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2])
+    assert history.draft(8, 1) == (pytest.approx(2 / 3 + 1 / 3 + 1 / 3), [3, 5, 1])
+    # Twelve different tokens have followed: the first of them is not worth checking.
+    every = [token for other in range(12) for token in (1, 2, 20 + other, 50 + other)]
+    assert History([*every, 1, 2]).draft(8, 1) == (0.0, [])
+
+
+def test_a_longer_match_counts_more_than_many_short_ones() -> None:
+    history = History([7, 8, 1, 2, 3, 4, 5, 6, 0, 1, 2, 9, 0, 1, 2, 9, 0, 7, 8, 1, 2])
+    assert history.draft(4, 0)[1] == [3, 4, 5, 6]
+
+
+def test_a_loop_goes_on_as_long_as_it_may() -> None:
+    assert History([5, 6] * 20).draft(8, 1) == (8.0, [5, 6] * 4)
+    assert History([5] * 40).draft(3, 1) == (3.0, [5] * 3)
+
+
+def test_outputs_are_drafted_from_after_their_row_has_left_and_never_across_two() -> None:
+    drafter = SuffixDrafter()
+    drafter.begin("a", [9, 1, 2], "", 0)
+    assert drafts_of(drafter, "a") == [[]]
+    said(drafter, [1, 2, 3, 4])
+    said(drafter, [7, 7])
+    assert drafts_of(drafter, "a", k=8) == [[3, 4]]
+    commit(drafter, "a", [5, 7, 7])
+    assert drafts_of(drafter, "a") == [[]]
+
+
+def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice() -> None:
+    drafter = SuffixDrafter()
+    drafter.begin("a", [1, 2, 3, 4], "", 0)
+    drafter.end("a")
+    assert drafter.size == 0
+    drafter.begin("a", [1, 2], "", 0)
+    commit(drafter, "a", [3, 4])
+    drafter.end("a")  # sent back
+    drafter.begin("a", [1, 2, 3, 4], "", 0)
+    commit(drafter, "a", [5])
+    drafter.end("a")
+    drafter.end("stranger")
+    assert drafter.size == len([3, 4]) + 1 + len([5]) + 1, "and the ends of two"
+
+
+def test_nothing_shows_between_salts() -> None:
+    drafter = SuffixDrafter()
+    said(drafter, [1, 2, 3, 4, 5], salt="x")
+    for salt, draft in (("x", [3, 4, 5]), ("y", []), ("", [])):
+        drafter.begin(salt, [1, 2], salt, 0)
+        assert drafts_of(drafter, salt) == [draft]
+
+
+def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GENERATION", 40)
+    monkeypatch.setattr(module, "CORPUS_TOKENS", 100)
+    drafter = SuffixDrafter()
+    drafter.begin("a", [1, 2], "", 0)
+    said(drafter, [1, 2, 3, 4])
+    for _ in range(9):
+        said(drafter, [50, 51, 52])
+    assert drafts_of(drafter, "a", k=8) == [[3, 4]], "a generation ago"
+    for _ in range(12):
+        said(drafter, [50, 51, 52])
+    assert drafts_of(drafter, "a", k=8) == [[]]
+    for number in range(30):
+        said(drafter, [number] * 30, salt=f"{number}")
+        assert drafter.size <= 100
+    drafter.begin("b", [28, 28], "28", 0)
+    assert drafts_of(drafter, "b")[0][:2] == [28, 28]
+    said(drafter, [8] * 1000)
+    assert drafter.size <= 100
+
+
+def test_a_thousand_outputs_are_small() -> None:
+    rng = random.Random(0)
+    drafter = SuffixDrafter()
+    for _ in range(1000):
+        said(drafter, [rng.randrange(50_000) for _ in range(256)])
+    assert drafter.bytes < 16e6
+
+
+def test_a_history_that_was_cut_back_is_as_it_was() -> None:
+    rng = random.Random(1)
+    for _ in range(30):
+        kept = [rng.randrange(5) for _ in range(rng.randrange(0, 900))]
+        cut = History(kept)
+        for _ in range(rng.randrange(1, 4)):
+            cut.extend([rng.randrange(5) for _ in range(rng.randrange(900))])
+        cut.truncate(len(kept))
+        assert cut.draft(8, 1) == History(kept).draft(8, 1)
+        cut.extend([1, 2, 1])
+        assert cut.draft(8, 1) == History([*kept, 1, 2, 1]).draft(8, 1)
+
+
+def test_a_replica_tells_it_all_that_is_committed_and_takes_back_what_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = SuffixDrafter()
+    replica = tiny_replica("llama", drafter=drafter)
+    client = Client(replica)
+    client.prefill(new=40, a=prompt(9), b=prompt(30))
+    for k, n in ((0, 3), (4, 2), (0, 1), (3, 3)):
+        client.steps(k, n)
+        for name, content in client.contents.items():
+            assert list(drafter._rows[name].history.tokens) == content
+    forward, calls = replica._target.forward, []
+
+    def failing(*args: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return forward(*args)
+
+    monkeypatch.setattr(replica._target, "forward", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        client.steps(4, 5)
+    for name, content in client.contents.items():
+        assert list(drafter._rows[name].history.tokens) == content
+
+
+def test_a_step_is_as_wide_as_its_longest_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = SuffixDrafter()
+    replica = tiny_replica("llama", drafter=drafter)
+    client = Client(replica)
+    client.prefill(new=40, a=[1, 2, 3, 4, 1, 2], b=[5, 6, 7])
+    widths = []
+    forward = replica._target.forward
+
+    def noted(tokens: torch.Tensor, *args: object) -> object:
+        widths.append(tokens.shape[0])
+        return forward(tokens, *args)
+
+    monkeypatch.setattr(replica._target, "forward", noted)
+    client.steps(8, names=["b"])
+    client.steps(8, names=["a"])
+    assert widths == [1, 1 + 3], "nothing to say; three tokens after a match of two"
