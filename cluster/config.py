@@ -103,6 +103,7 @@ class IngressConfig(_Settings):
     max_new_tokens: int = Field(256, ge=1, description="Where a request does not say.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
+    messages_max: int = Field(1024, ge=1, description="Turns of one conversation.")
     stop_strings_max: int = Field(16, ge=0, description="Stop strings of one request.")
     stop_string_chars_max: int = Field(256, ge=1, description="Characters of one stop string.")
     request_id_chars_max: int = Field(128, ge=1, description="Characters of a request id.")
@@ -320,10 +321,11 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
 
 def overridden(config: ClusterConfig, args: Mapping[str, Any]) -> ClusterConfig:
     """The same settings, but for those in `args`; short names only. Raises `ConfigError`."""
-    nested = config.model_dump()
+    # What was not said follows what is said now: another target has another drafter.
+    nested = config.model_dump(exclude_unset=True)
     for key, value in args.items():
         section, name = SHORT_NAMES.get(key, ("", key))
-        (nested[section] if section else nested)[name] = _scalar(value)
+        (nested.setdefault(section, {}) if section else nested)[name] = _scalar(value)
     return from_args(nested)
 
 

@@ -87,7 +87,7 @@ def verify(
         )
         for i, prompt in enumerate(prompts)
     ]
-    replica = load_replica(_just_enough(replica_config, scheduler_config, text, requests))
+    replica = load_replica(just_enough(replica_config, scheduler_config, text, requests))
     for request in requests:
         try:
             check_request(request, scheduler_config, replica.spec)
@@ -112,7 +112,7 @@ def verify(
         if difference is not None:
             if sampling.temperature == 0 and replica_config.tensor_parallel == 1:
                 content = (*requests[i].prompt, *reference[: difference.position])
-                difference = _judged(difference, content, replica, replica_config)
+                difference = judged(difference, content, replica, replica_config)
             differences.append(difference)
     return VerifyReport(
         against=against,
@@ -124,7 +124,7 @@ def verify(
     )
 
 
-def _just_enough(
+def just_enough(
     config: ReplicaConfig, scheduler: SchedulerConfig, text: TargetText, requests: Sequence[Request]
 ) -> ReplicaConfig:
     """Memory for these requests only, where none is given: a second copy of the target must fit."""
@@ -150,9 +150,10 @@ def first_difference(prompt: int, expected: Sequence[int], got: Sequence[int]) -
     return None
 
 
-def _judged(
+def judged(
     difference: Difference, content: Sequence[int], replica: Any, config: ReplicaConfig
 ) -> Difference:
+    """The difference with a judgement by float64; `content` ends before it."""
     from replicas.models.reference import judge
 
     if difference.expected is None or difference.got is None:
@@ -202,7 +203,7 @@ def _transformers_model(config: ReplicaConfig) -> Any:
     from replicas.models.pair import resolve, resolve_device
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(config.target),
+        resolve(config.target, weights=config.dtype),
         dtype=getattr(torch, config.dtype),
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
+from replicas.models.names import DEMO, TINY, demo_target
 from replicas.models.shapes import is_planted, parse_planted
 from scheduler.config import DRAFT_LEN_MAX
 
 if TYPE_CHECKING:
     import torch
-
-DEMO = "demo"
-"""The name of the embedded pair, wherever a directory or hub name is asked for."""
 
 
 class SpeculativeConfig(BaseModel):
@@ -29,7 +27,7 @@ class SpeculativeConfig(BaseModel):
         None,
         min_length=1,
         description="Of draft_model and eagle3: a local directory or a hub name; a draft model may"
-        " also be 'demo' or 'planted:SHAPE', a head of a planted target 'planted:head'.",
+        " also be 'tiny' or 'planted:SHAPE', a head of a planted target 'planted:head'.",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -76,15 +74,19 @@ class ReplicaConfig(BaseModel):
     target: str = Field(
         DEMO,
         min_length=1,
-        description="Target: 'demo', a local directory, a hub name or 'planted:SHAPE'.",
+        validate_default=True,
+        description="Target: 'smollm2', 'tiny', a local directory, a hub name, a GGUF file (also as"
+        " REPO:FILE of the hub) or 'planted:SHAPE'. 'demo' is smollm2 where it is installed, else"
+        " tiny.",
     )
     draft: str | None = Field(
         DEMO,
         description="Draft model, likewise; null serves the target without speculation. Short for"
-        " `speculative` with method draft_model.",
+        " `speculative` with method draft_model. 'demo' is what goes with the target: the embedded"
+        " draft for tiny, suffix decoding for others.",
     )
     speculative: SpeculativeConfig | None = Field(
-        None, description="What drafts, and how far; null: the model that `draft` names."
+        None, description="What drafts, and how far; null: what `draft` says."
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where it runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -202,7 +204,10 @@ class ReplicaConfig(BaseModel):
             return self.speculative
         if self.draft is None:
             return SpeculativeConfig(method="none")
-        return SpeculativeConfig(method="draft_model", model=self.draft)
+        if self.draft == DEMO and self.target != TINY:
+            return SpeculativeConfig(method="suffix")
+        model = TINY if self.draft == DEMO else self.draft
+        return SpeculativeConfig(method="draft_model", model=model)
 
     @model_validator(mode="before")
     @classmethod
@@ -220,6 +225,11 @@ class ReplicaConfig(BaseModel):
                 + (f" with model {model!r}" if model else "")
             )
         return {**given, "draft": model}
+
+    @field_validator("target")
+    @classmethod
+    def _demo_has_a_name(cls, name: str) -> str:
+        return demo_target() if name == DEMO else name
 
     @field_validator("target", "draft")
     @classmethod

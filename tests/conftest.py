@@ -13,6 +13,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import pytest
 from hypothesis import HealthCheck, settings
 
+import replicas.config
+
+# The default model depends on what is installed; in tests it is always the tiny pair.
+replicas.config.demo_target = lambda: replicas.config.TINY
+
 # With `--hypothesis-profile explore` each run tries other examples (`make explore`).
 settings.register_profile(
     "explore",

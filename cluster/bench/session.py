@@ -25,7 +25,8 @@ from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Lengths, Workload, engine_request, prompts_of
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
-from replicas.config import DEMO, ReplicaConfig
+from replicas.config import ReplicaConfig
+from replicas.models.names import TINY
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import SamplingParams
 
@@ -59,10 +60,10 @@ class Plan:
 
     def workload(self, target: str, vocab_size: int) -> Workload:
         """Raises BenchError, PromptsError and OSError."""
-        if self.prompts is None and self.prompt_tokens is None and target != DEMO:
+        if self.prompts is None and self.prompt_tokens is None and target != TINY:
             raise BenchError(
                 f"prompts: give --prompts or --prompt-tokens; without them held-out text of the"
-                f" demo pair is used, and the target is {target!r}"
+                f" tiny pair is used, and the target is {target!r}"
             )
         if self.prompt_tokens is not None and vocab_size < 1:
             raise BenchError("prompt_tokens: the server has no replica that tells its vocabulary")
@@ -71,7 +72,7 @@ class Plan:
             self.prompts,
             self.prompt_tokens,
             vocab_size,
-            lambda: TargetText.load(ReplicaConfig()).encoder,
+            lambda: TargetText.load(ReplicaConfig(target=TINY)).encoder,
             self.seed,
         )
         return Workload(
@@ -144,7 +145,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
         {
             "served by": "the engine of this process",
             "target": config.replica.target,
-            "draft": config.replica.draft,
+            "draft": config.replica.drafting.model,
             "device": replica.spec.device,
             "dtype": config.replica.dtype,
             "rows of a group": config.scheduler.rows_max,

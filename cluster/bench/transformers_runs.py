@@ -71,8 +71,8 @@ class Transformers:
     @classmethod
     def load(cls, config: ReplicaConfig) -> Transformers:
         """The models that `config` names; raises OSError for a name not found."""
-        draft = None if config.draft is None else _load(config, resolve(config.draft, "draft"))
-        return cls(_load(config, resolve(config.target)), draft)
+        draft = config.drafting.model
+        return cls(_load(config, config.target), draft and _load(config, draft, "draft"))
 
     @property
     def has_draft(self) -> bool:
@@ -198,9 +198,9 @@ def _listening() -> Iterator[list[str]]:
         logger.handlers, logger.propagate = handlers, propagate
 
 
-def _load(config: ReplicaConfig, path: str) -> Any:
+def _load(config: ReplicaConfig, name: str, role: str = "target") -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path,
+        resolve(name, role, config.dtype),
         dtype=getattr(torch, config.dtype),
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,

@@ -248,13 +248,34 @@ def status(
 
 
 @main.command()
+def chat(
+    system: Annotated[str | None, typer.Option(help="The system's turn.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer, at most.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    address: Address = None,
+    api_key_file: KeyFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Talk with the model of a running server; Ctrl-C stops an answer, Ctrl-D ends."""
+    from cluster.cli.chat import chat as talk
+
+    server = reached_server(address, api_key_file, tls_ca, tls_cert, tls_key)
+    given = given_options(max_new_tokens=max_new_tokens, temperature=temperature)
+    raise typer.Exit(talk(server, system, given))
+
+
+@main.command()
 def demo(
     replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
     grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC proxy.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP proxy.")] = None,
 ) -> None:
-    """Start a cluster with the demo pair, stream answers, compare them, stop everything."""
+    """Start a cluster, stream eight answers, compare them with plain decoding, stop everything."""
     from cluster.cli.demo import run_demo
 
     given = given_options(replicas=replicas, grpc_port=grpc_port, http_port=http_port)

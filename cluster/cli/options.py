@@ -42,7 +42,10 @@ ConfigFile = Annotated[
 ]
 ReplicaCount = Annotated[int | None, typer.Option(min=1, help="Number of replicas.")]
 Target = Annotated[
-    str | None, typer.Option(help="Target: 'demo', a directory or a hub name.", metavar="NAME")
+    str | None,
+    typer.Option(
+        help="Target: 'smollm2', 'tiny', a directory, hub name or GGUF file.", metavar="NAME"
+    ),
 ]
 Draft = Annotated[str | None, typer.Option(help="Draft likewise; 'null' for none.", metavar="NAME")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -92,7 +95,7 @@ def cluster_config(
         config = from_file(path)
         if replica:
             # A section stands for all of itself; the short names come after it, and win.
-            given = {"replica": config.replica.model_dump() | replica} | given
+            given = {"replica": config.replica.model_dump(exclude_unset=True) | replica} | given
         return overridden(config, given)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None

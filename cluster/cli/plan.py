@@ -85,7 +85,7 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     table.columns[1].justify = "right"
     table.add_row("weights of the target", size(pair.target_bytes), config.target)
     if pair.draft is not None:
-        table.add_row("weights of the draft", size(pair.draft_bytes), config.draft)
+        table.add_row("weights of the draft", size(pair.draft_bytes), config.drafting.model)
     per_token = plan.block_bytes // work.block_size
     blocks = f"{plan.kv_blocks:,} blocks of {work.block_size} x {size(per_token)}"
     table.add_row("KV cache", size(plan.kv_bytes), blocks)
@@ -140,7 +140,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
     counted = plan.buffers
     return {
         "target": config.target,
-        "draft": config.draft,
+        "draft": config.drafting.model,
         "device": device.type,
         "dtype": config.dtype,
         "deterministic": config.deterministic,

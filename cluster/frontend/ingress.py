@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from grpc import StatusCode
@@ -27,7 +28,9 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import Piece, TextStream
 from cluster.frontend.wire import (
     Ask,
+    chat_bytes,
     check_message,
+    input_of,
     priority_of,
     refusal_of_error,
     refusal_of_finish,
@@ -252,11 +255,19 @@ class Ingress(HealthService):
             raise Refused(refusal) from None
 
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[int, ...]:
-        if message.WhichOneof("input") == "prompt_token_ids":
-            return tuple(message.prompt_token_ids.ids)
-        if len(message.prompt) <= self._config.ingress.tokenize_inline_bytes:
-            return self._text.encode(message.prompt)
-        return await asyncio.to_thread(self._text.encode, message.prompt)
+        encode: Callable[[], tuple[int, ...]]
+        match input_of(message):
+            case "prompt_token_ids":
+                return tuple(message.prompt_token_ids.ids)
+            case "messages":
+                turns = [{"role": turn.role, "content": turn.content} for turn in message.messages]
+                encode, size = partial(self._text.encode_chat, turns), chat_bytes(message)
+            case _:
+                encode = partial(self._text.encode, message.prompt)
+                size = len(message.prompt)
+        if size <= self._config.ingress.tokenize_inline_bytes:
+            return encode()
+        return await asyncio.to_thread(encode)
 
     async def _pieces(self, call: _Call) -> AsyncIterator[tuple[str, list[int]]]:
         """Text and tokens as they come, with pauses between them, until the end is known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from replicas.config import ReplicaConfig
+from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
 
 
@@ -23,7 +25,8 @@ class TargetText:
     context_len: int
     """Longest content in tokens that the target or the configuration allows."""
     encoder: Any
-    """The transformers tokenizer, which adds the special tokens that the target expects."""
+    """The transformers tokenizer, which adds the special tokens that the target expects and has the
+    chat template."""
     embedding_size: int = 0
     """Rows of the target's embedding, which may have more than the tokenizer has tokens."""
 
@@ -74,3 +77,37 @@ class TargetText:
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt, special tokens such as BOS included."""
         return tuple(self.encoder(text, verbose=False)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Token ids of a conversation of `role` and `content`, up to the assistant's next turn.
+
+        Raises InvalidRequest where the target has no chat template or the template refuses.
+        """
+        if getattr(self.encoder, "chat_template", None) is None:
+            raise InvalidRequest(
+                "messages", "the target has no chat template; send prompt or prompt_token_ids"
+            )
+        # Imported here like transformers, which brings it along.
+        from jinja2 import TemplateError
+
+        try:
+            ids = self.encoder.apply_chat_template(
+                list(messages),
+                add_generation_prompt=True,
+                return_dict=False,
+                tokenizer_kwargs={"verbose": False},
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                "messages", f"the target's chat template refuses them: {error}"
+            ) from None
+        if not ids:
+            raise InvalidRequest("messages", "the target's chat template makes no token of them")
+        return tuple(ids)
+
+    @property
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn of a conversation: the target's own end of text, and the
+        tokenizer's, which chat models end their turns with."""
+        eos = getattr(self.encoder, "eos_token_id", None)
+        return tuple(dict.fromkeys((*self.eos_token_ids, *(() if eos is None else (eos,)))))

@@ -77,7 +77,8 @@ class Ask:
     stop: tuple[str, ...]
     timeout_s: float
     sampled: bool
-    token_ids_given: bool
+    input: str
+    """The field that the prompt came in."""
 
     @property
     def seed(self) -> int | None:
@@ -94,7 +95,7 @@ def refusal_of_reject(reject: Reject, ask: Ask) -> Refusal:
     """A refusal by the pool, in the words of the client's request."""
     message = reject.message
     if reject.field:
-        message = f"{_client_field(reject.field, ask.token_ids_given)}: {message}"
+        message = f"{_client_field(reject.field, ask.input)}: {message}"
     return Refusal(STATUS[reject.code], message, reject.retry_after_s)
 
 
@@ -109,13 +110,17 @@ def refusal_of_finish(finish: Finish, client_id: str) -> Refusal | None:
 
 def rename_field(error: InvalidRequest, message: pb.GenerateRequest) -> InvalidRequest:
     """The error with the field's name in the client's request."""
-    given = message.WhichOneof("input") == "prompt_token_ids"
-    return InvalidRequest(_client_field(error.field, given), error.reason)
+    return InvalidRequest(_client_field(error.field, input_of(message)), error.reason)
 
 
-def _client_field(field: str, token_ids_given: bool) -> str:
-    if field == "prompt" and token_ids_given:
-        return "prompt_token_ids"
+def input_of(message: pb.GenerateRequest) -> str:
+    """The field that the prompt is given in; that of a message without any is `prompt`."""
+    return "messages" if message.messages else message.WhichOneof("input") or "prompt"
+
+
+def _client_field(field: str, given_in: str) -> str:
+    if field == "prompt":
+        return given_in
     return {"committed": "committed_token_ids", "id": "request_id"}.get(field, field)
 
 
@@ -166,9 +171,12 @@ def check_message(message: pb.GenerateRequest, config: ClusterConfig, context_le
 
 
 def _check_input(message: pb.GenerateRequest, config: ClusterConfig) -> None:
-    match message.WhichOneof("input"):
-        case None:
-            raise InvalidRequest("prompt", "either prompt or prompt_token_ids must be given")
+    also = message.WhichOneof("input")
+    if also and message.messages:
+        raise InvalidRequest("messages", f"{also} is given as well; exactly one is allowed")
+    if not (also or message.messages):
+        raise InvalidRequest("prompt", "one of prompt, prompt_token_ids and messages must be given")
+    match input_of(message):
         case "prompt":
             if not message.prompt:
                 raise InvalidRequest("prompt", "must not be empty")
@@ -181,6 +189,20 @@ def _check_input(message: pb.GenerateRequest, config: ClusterConfig) -> None:
                 raise InvalidRequest("prompt_token_ids", "must not be empty")
             if count > most:
                 raise InvalidRequest("prompt_token_ids", f"{count} tokens, at most {most} allowed")
+        case "messages":
+            count, most = len(message.messages), config.ingress.messages_max
+            if count > most:
+                raise InvalidRequest("messages", f"{count} given, at most {most} allowed")
+            if any(not turn.role for turn in message.messages):
+                raise InvalidRequest("messages", "a role must not be empty")
+            size, most = chat_bytes(message), config.ingress.prompt_bytes_max
+            if size > most:
+                raise InvalidRequest("messages", f"{size} bytes, at most {most} allowed")
+
+
+def chat_bytes(message: pb.GenerateRequest) -> int:
+    """Bytes of the conversation in UTF-8."""
+    return sum(len((turn.role + turn.content).encode()) for turn in message.messages)
 
 
 def priority_of(message: pb.GenerateRequest) -> Priority | None:
@@ -203,11 +225,13 @@ def to_ask(
 ) -> Ask:
     """The request that a checked message with these prompt tokens makes; may draw a seed."""
     has = message.HasField
+    given_in = input_of(message)
     sampled = message.temperature > 0
     seed = message.seed if has("seed") else secrets.randbelow(1 << 63) if sampled else 0
     stop_token_ids = tuple(message.stop_token_ids)
     if not message.ignore_eos:
-        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *text.eos_token_ids)))
+        own = text.end_of_turn_ids if given_in == "messages" else text.eos_token_ids
+        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *own)))
     draft_len = message.draft_len if has("draft_len") else None
     if has("speculation") and not message.speculation:
         draft_len = 0
@@ -240,7 +264,7 @@ def to_ask(
         stop=tuple(message.stop),
         timeout_s=message.timeout_s if has("timeout_s") else config.timeout_s,
         sampled=sampled,
-        token_ids_given=message.WhichOneof("input") == "prompt_token_ids",
+        input=given_in,
     )
 
 

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from replicas.config import DEMO, ReplicaConfig
+from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.drafters.eagle3 import Head, HeadConfig, HeadRefused, load_head, read_head
+from replicas.models.gguf import converted
+from replicas.models.names import TINY, ModelRefused, gguf_file
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
 from replicas.models.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
@@ -44,13 +46,20 @@ class Pair:
     dtype: torch.dtype
 
 
-def resolve(name: str, role: str = "target") -> str:
-    """The directory or hub name behind `name`; 'demo' is the embedded pair's model of that role.
+def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
+    """The directory or hub name behind `name`, from which transformers loads.
 
-    Raises OSError for what can only be a directory and is none.
+    Of a GGUF file it has config and tokenizer; with `weights`, the dtype to have them in, also
+    those. Raises OSError for what can only be a directory or file and is none, and PairRefused for
+    a file that cannot be read.
     """
-    if name == DEMO:
+    if name == TINY:
         return str(TARGET_DIR if role == "target" else DRAFT_DIR)
+    try:
+        if not is_planted(name) and (file := gguf_file(name)) is not None:
+            return str(converted(file, weights))
+    except ModelRefused as error:
+        raise PairRefused(f"{role}: {error}") from error
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
     return name
@@ -75,8 +84,6 @@ def resolve_device(name: str) -> torch.device:
 class PairFiles:
     """What is known of a pair before its weights are read."""
 
-    target_path: str
-    draft_path: str | None
     target_config: Any
     draft_config: Any
     """transformers' of models, a HeadConfig of a head; None without a draft."""
@@ -90,8 +97,8 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     Raises PairRefused, or OSError for a name not found.
     """
     target_path = resolve(config.target, "target")
-    draft = config.drafting.model
-    draft_path = None if draft is None else resolve(draft, "draft")
+    name = config.drafting.model
+    draft_path = None if name is None else resolve(name, "draft")
     target_config = _load_config(target_path, config, "target")
     draft_config = None
     vocab_size = target_config.vocab_size
@@ -109,9 +116,7 @@ def read_pair(config: ReplicaConfig) -> PairFiles:
     context_len = _context_len(target_config, config.context_len)
     # Only the target's output counts: a draft that sees more than it was trained for drafts worse.
     check_attention(target_config, context_len)
-    return PairFiles(
-        target_path, draft_path, target_config, draft_config, context_len, int(vocab_size)
-    )
+    return PairFiles(target_config, draft_config, context_len, int(vocab_size))
 
 
 def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
@@ -123,8 +128,10 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     leave_out_cudnn(device)
     # Whatever can be refused is refused before gigabytes of weights are read.
     files = files or read_pair(config)
-    target_path, draft_path = files.target_path, files.draft_path
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
+    target_path = resolve(config.target, "target", config.dtype)
+    name = config.drafting.model
+    draft_path = None if name is None else resolve(name, "draft", config.dtype)
     target = _load_model(
         target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
@@ -144,7 +151,7 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
         context_len=files.context_len,
         vocab_size=files.vocab_size,
         target_name=config.target,
-        draft_name=config.drafting.model or "",
+        draft_name=name or "",
         device=device,
         dtype=getattr(torch, config.dtype),
     )
@@ -208,6 +215,11 @@ def _load_config(path: str, config: ReplicaConfig, role: str) -> Any:
         raise OSError(f"{role}: {error}") from error
     except ValueError as error:
         raise PairRefused(f"{role}: {error}") from error
+    if quantized := getattr(loaded, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise PairRefused(
+            f"{role}: {path} is quantized ({method}); of quantized models GGUF files are served"
+        )
     if getattr(loaded, "is_encoder_decoder", False):
         raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
     return loaded

@@ -157,7 +157,7 @@ import benchmarks.engine, cluster.bench.compare, cluster.bench.engine
 
 
 def test_a_hopeless_draft_is_hardly_ever_right_and_changes_no_output(tmp_path: Path) -> None:
-    random_draft("demo", tmp_path)
+    random_draft("tiny", tmp_path)
     shape = AutoConfig.from_pretrained(tmp_path)
     assert shape.num_hidden_layers == AutoConfig.from_pretrained(DRAFT_DIR).num_hidden_layers
     config = ReplicaConfig(device="cpu", kv_blocks=200, draft=str(tmp_path))

@@ -86,6 +86,9 @@ class Server(lockstep_pb2_grpc.LockstepServicer):
         if self.script.status_at_end is not None:
             context.abort(*self.script.status_at_end)
 
+    def Status(self, _request: pb.StatusRequest, _context: object) -> pb.StatusResponse:
+        return pb.StatusResponse(ready=True, replicas=[pb.ReplicaStatus(target="scripted")])
+
     def Generate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> pb.GenerateResponse:

@@ -39,7 +39,7 @@ def replica() -> Replica:
 
 @cache
 def requests() -> tuple[Request, ...]:
-    tokenizer = AutoTokenizer.from_pretrained(resolve("demo"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny"))
     return tuple(
         Request(f"r{i}", tuple(tokenizer(text).input_ids), NEW[i % len(NEW)])
         for i, text in enumerate(TEXTS * 2)
@@ -48,7 +48,7 @@ def requests() -> tuple[Request, ...]:
 
 @cache
 def greedy_reference() -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(resolve("demo")).eval()
+    model = AutoModelForCausalLM.from_pretrained(resolve("tiny")).eval()
     return [plain_greedy(model, r.prompt, r.max_new_tokens) for r in requests()]
 
 

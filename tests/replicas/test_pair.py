@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def test_a_context_over_the_models_limit_is_refused(tmp_path: Path) -> None:
         load_pair(config(target, None, context_len=257))
 
 
+def test_a_quantized_checkpoint_is_refused_with_its_method(tmp_path: Path) -> None:
+    target = Path(save_model(tmp_path / "t", WORDS, vocab_size=8))
+    settings = json.loads((target / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (target / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(PairRefused, match=r"target: .* is quantized \(gptq\)"):
+        load_pair(config(str(target), None))
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_positions_that_depend_on_batch_mates_are_refused(kind: str) -> None:
     model = LlamaConfig(**_SHAPE)
@@ -114,7 +124,7 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
 
 
 def test_demo_names_the_embedded_pair() -> None:
-    assert resolve("demo", "target") != resolve("demo", "draft")
+    assert resolve("tiny", "target") != resolve("tiny", "draft")
     assert resolve("some/name") == "some/name"
 
 

@@ -172,7 +172,7 @@ def test_bad_names_are_refused_with_the_field(name: str, message: str) -> None:
 
 def test_a_planted_model_goes_with_another_planted_model_of_its_vocabulary_only() -> None:
     with pytest.raises(PairRefused, match="has no tokenizer"):
-        load_pair(config("planted:tiny", "demo"))
+        load_pair(config("planted:tiny", "tiny"))
     with pytest.raises(PairRefused, match="151936 tokens"):
         load_pair(config("planted:tiny", "planted:qwen3-0.6b"))
     pair = load_pair(config("planted:tiny?scale=1", None))

@@ -32,7 +32,7 @@ def loaded(**settings: object) -> Replica:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random one for the embedded target."""
-    target = AutoConfig.from_pretrained(resolve("demo"))
+    target = AutoConfig.from_pretrained(resolve("tiny"))
     width = target.hidden_size
     layer = {"model_type": "llama", "hidden_size": width, "intermediate_size": width}
     layer |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -83,7 +83,7 @@ def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
     model = SpeculativeConfig(method="draft_model", model="x")
     assert ReplicaConfig(draft="x").drafting == model
     assert ReplicaConfig(draft=None).drafting.method == "none"
-    assert ReplicaConfig().drafting.model == "demo"
+    assert ReplicaConfig().drafting.model == "tiny"
     config = ReplicaConfig(speculative=model)
     assert (config.draft, config.drafting) == ("x", model)
     for said in (model, SpeculativeConfig(method="suffix"), None):
@@ -110,9 +110,9 @@ def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
     assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("eagle3", head, 4, 4)
     plain = loaded(speculative={"method": "none"}, calibrate=False)
     assert (plain._drafter, plain.spec.drafter, plain.spec.draft_len_max) == (None, "", 0)
-    pair = loaded(speculative={"method": "draft_model", "model": "demo"}, calibrate=False)
+    pair = loaded(speculative={"method": "draft_model", "model": "tiny"}, calibrate=False)
     assert isinstance(pair._drafter, ModelDrafter)
-    assert (pair.spec.drafter, pair.spec.draft) == ("draft_model", "demo")
+    assert (pair.spec.drafter, pair.spec.draft) == ("draft_model", "tiny")
     tokens = [
         LocalEngine(one, SchedulerConfig(draft_len=3))
         .generate([Request("a", PROMPT, 24)])[0]
@@ -139,7 +139,7 @@ def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) 
         gone = ReplicaConfig(speculative={"method": "eagle3", "model": name})
         with pytest.raises(error, match=r"draft: |speculative.model: "):
             read_pair(gone)
-    other = AutoConfig.from_pretrained(resolve("demo"))
+    other = AutoConfig.from_pretrained(resolve("tiny"))
     other.hidden_size //= 2
     other.save_pretrained(tmp_path)
     with pytest.raises(PairRefused, match=r"speculative\.model: .*: .*but the target is"):

