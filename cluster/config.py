@@ -103,6 +103,7 @@ class IngressConfig(_Settings):
     max_new_tokens: int = Field(256, ge=1, description="Where a request does not say.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
+    sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
     messages_max: int = Field(1024, ge=1, description="Turns of one conversation.")
     stop_strings_max: int = Field(16, ge=0, description="Stop strings of one request.")
     stop_string_chars_max: int = Field(256, ge=1, description="Characters of one stop string.")

@@ -1,10 +1,9 @@
-"""The same service over HTTP: health for load balancers, and unary generation as JSON."""
+"""The HTTP edge: health for load balancers, and unary generation as JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,21 +11,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from grpc import StatusCode
 
-from cluster.frontend.calls import Refusal, Refused, caller_of_http, short
-from cluster.frontend.ingress import Ingress
+from cluster.frontend.admission.control import Caller
+from cluster.frontend.grpc_api.api import whole_answer
+from cluster.frontend.service import FrontendService
+from cluster.frontend.status_codes import MEANINGS, Refusal, Refused
 from protos import lockstep_pb2 as pb
-
-HTTP_STATUS: Mapping[StatusCode, int] = {
-    StatusCode.INVALID_ARGUMENT: 400,
-    StatusCode.UNAUTHENTICATED: 401,
-    StatusCode.PERMISSION_DENIED: 403,
-    StatusCode.ALREADY_EXISTS: 409,
-    StatusCode.RESOURCE_EXHAUSTED: 429,
-    StatusCode.CANCELLED: 499,
-    StatusCode.INTERNAL: 500,
-    StatusCode.UNAVAILABLE: 503,
-    StatusCode.DEADLINE_EXCEEDED: 504,
-}
 
 _BODY_S = 30.0
 """How long a body may take to come in."""
@@ -34,7 +23,7 @@ _PARSE_INLINE_BYTES = 16_384
 """A longer body is parsed on a thread: 100,000 token ids take about 0.15 s."""
 
 
-def http_app(ingress: Ingress) -> FastAPI:
+def http_app(service: FrontendService) -> FastAPI:
     """Routes /healthz (this process lives), /readyz (a replica is ready) and /v1/generate."""
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
     # Long bodies one after the other: several would take longer all together, and more memory.
@@ -46,18 +35,20 @@ def http_app(ingress: Ingress) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
-        ready = await ingress.ready()
+        ready = await service.ready()
         return PlainTextResponse(*(("ready", 200) if ready else ("no replica is ready", 503)))
 
     @app.post("/v1/generate")
     async def generate(request: Request) -> JSONResponse:
         """The fields of GenerateRequest and GenerateResponse, as in the proto."""
         address = request.client.host if request.client else ""
-        caller = caller_of_http(request.headers.items(), address)
+        caller = Caller.from_headers(request.headers.items(), address)
         try:
-            ingress.check_caller(caller)
-            message = await _parsed(await _body(request, ingress.message_bytes_max), parsing)
-            answer = await ingress.answer(message, caller)
+            service.check_caller(caller)
+            bytes_max = service.config.ingress.message_bytes_max
+            with service.refusals():
+                message = await _parsed(await _body(request, bytes_max), parsing)
+            answer = await whole_answer(service, message, caller)
         except Refused as refused:
             return _error(refused.refusal)
         return JSONResponse(MessageToDict(answer, preserving_proto_field_name=True))
@@ -81,7 +72,7 @@ async def _body(request: Request, bytes_max: int) -> bytes:
 
 async def _parsed(body: bytes, parsing: asyncio.Lock) -> pb.GenerateRequest:
     """Raises Refused for what is no request in JSON."""
-    # How many ids are too many is known to the ingress, which takes messages only.
+    # How many ids are too many is known to the service, which takes messages only.
     if len(body) <= _PARSE_INLINE_BYTES:
         return _message(body)
     async with parsing:
@@ -106,10 +97,10 @@ def _invalid(reason: str) -> Refused:
 
 
 def _error(refusal: Refusal) -> JSONResponse:
-    content: dict[str, Any] = {"code": refusal.code.name, "message": short(refusal.message)}
+    content: dict[str, Any] = {"code": refusal.code.name, "message": refusal.short_message}
     headers = dict(refusal.headers)
     if refusal.code is StatusCode.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(
-        {"error": content}, status_code=HTTP_STATUS.get(refusal.code, 500), headers=headers
+        {"error": content}, status_code=MEANINGS[refusal.code].http, headers=headers
     )

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from cluster.client import AsyncClient, Client
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
-from tests.cluster.frontend.test_ingress import INVALID
+from tests.cluster.frontend.test_grpc_api import INVALID
 from tests.integration.conftest import Expected, RunningCluster
 
 pytestmark = pytest.mark.ray

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from google.protobuf.json_format import ParseDict
-from grpc import StatusCode
 
 from cluster.config import from_args
 from cluster.frontend.admission.keys import add
-from cluster.frontend.http import HTTP_STATUS, http_app
-from cluster.frontend.wire import STATUS
+from cluster.frontend.http import http_app
 from tests.cluster.fakes import perfect
-from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, ingress
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 
 
 class Answer:
@@ -80,8 +78,8 @@ def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
     body = json.dumps({"prompt": PROMPT, "max_new_tokens": 60}).encode()
 
     async def test() -> None:
-        async with ingress(config=from_args({"keys_file": str(keys)})) as made:
-            app = http_app(made)
+        async with frontend(config=from_args({"keys_file": str(keys)})) as made:
+            app = http_app(made.service)
             headers = {"authorization": f"Bearer {key}"}
             good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
             assert good.status == 200
@@ -106,8 +104,8 @@ def test_http_without_keys_serves_this_machine_only() -> None:
     body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
 
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
+        async with frontend() as made:
+            app = http_app(made.service)
             assert (await http(app, body)).status == 200
             assert (await http(app, body, client="::1")).status == 200
             for client in ("192.0.2.7", None):
@@ -152,8 +150,8 @@ def test_http_without_keys_serves_this_machine_only() -> None:
 )
 def test_http_refuses_any_bad_body_as_such(body: bytes) -> None:
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
+        async with frontend() as made:
+            app = http_app(made.service)
             answer = await http(app, body, parts=3)
             assert answer.status == 400
             error = json.loads(answer.body)["error"]
@@ -175,8 +173,8 @@ def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("cluster.frontend.http.ParseDict", parse)
 
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
+        async with frontend() as made:
+            app = http_app(made.service)
             for ids, unknown, status in ((5, {}, 400), (20_000, {}, 400), (20_000, {"a": 1}, 400)):
                 fields = {"prompt": "x", "committed_token_ids": [5] * ids, "max_new_tokens": 1}
                 answer = await http(app, json.dumps(fields | unknown).encode())
@@ -194,8 +192,8 @@ def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("cluster.frontend.http._BODY_S", 0.1)
 
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
+        async with frontend() as made:
+            app = http_app(made.service)
             sent: list[dict[str, Any]] = []
             first = [{"type": "http.request", "body": b"{", "more_body": True}]
 
@@ -220,7 +218,3 @@ def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
             assert Answer(sent).status == 400
 
     asyncio.run(test())
-
-
-def test_every_status_of_ours_has_one_over_http() -> None:
-    assert set(STATUS.values()) - {StatusCode.OK} <= set(HTTP_STATUS)
