@@ -137,6 +137,16 @@ class ServerConfig(_Settings):
     grpc_port: int = Field(9000, ge=1, le=65535)
     http_host: str = Field("127.0.0.1", min_length=1)
     http_port: int = Field(8000, ge=1, le=65535)
+    http_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names, in lower case and without port, by which HTTP clients may call this "
+        "server where there are no API keys; addresses and localhost always are.",
+    )
+    http_origins: tuple[str, ...] = Field(
+        (),
+        description="Web pages that may call it, as the browser's Origin says: "
+        "https://chat.example.com.",
+    )
 
 
 class AuthConfig(_Settings):

@@ -99,7 +99,37 @@ class Answer:
         self._meter.answered(self._status.name, first_s, total_s)
         served = [live for live in lives if live.reject is None]
         prompt_tokens = sum(len(live.request.prompt) for live in served)
-        return prompt_tokens + sum(len(live.tokens) for live in served)
+        new_tokens = sum(len(live.tokens) for live in served)
+        self._log(lives, prompt_tokens, new_tokens, first_s, total_s)
+        return prompt_tokens + new_tokens
+
+    def _log(
+        self,
+        lives: Sequence[LiveRequest],
+        prompt_tokens: int,
+        new_tokens: int,
+        first_s: float,
+        total_s: float,
+    ) -> None:
+        """One line for a call that has ended. An id is the client's text: it is quoted."""
+        usages = [live.finish.usage for live in lives if live.finish is not None]
+        steps = sum(usage.steps for usage in usages)
+        committed = sum(usage.accepted_tokens + usage.steps for usage in usages)
+        replicas = dict.fromkeys(name for usage in usages for name in usage.replicas)
+        log.info(
+            "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
+            " first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
+            self.call.request_id or lives[0].pool_id,
+            self._status.name,
+            len(lives),
+            prompt_tokens,
+            sum(usage.cached_tokens for usage in usages),
+            new_tokens,
+            first_s,
+            total_s,
+            committed / steps if steps else 0.0,
+            ",".join(replicas) or "-",
+        )
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         left = len(self._sequences)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from grpc import StatusCode
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.grpc_api.api import whole_answer
+from cluster.frontend.http_errors import refusal_response
+from cluster.frontend.http_guard import HttpGuard
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import MEANINGS, Refusal, Refused
+from cluster.frontend.status_codes import Refusal, Refused
 from protos import lockstep_pb2 as pb
 
 _BODY_S = 30.0
@@ -26,6 +28,11 @@ _PARSE_INLINE_BYTES = 16_384
 def http_app(service: FrontendService) -> FastAPI:
     """Routes /healthz (this process lives), /readyz (a replica is ready) and /v1/generate."""
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(HttpGuard, config=service.config)
+    if origins := service.config.server.http_origins:
+        # The outer one: it answers a browser that asks whether it may send JSON.
+        headers = ["authorization", "content-type"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=headers)
     # Long bodies one after the other: several would take longer all together, and more memory.
     parsing = asyncio.Lock()
 
@@ -50,7 +57,7 @@ def http_app(service: FrontendService) -> FastAPI:
                 message = await _parsed(await _body(request, bytes_max), parsing)
             answer = await whole_answer(service, message, caller)
         except Refused as refused:
-            return _error(refused.refusal)
+            return refusal_response(refused.refusal)
         return JSONResponse(MessageToDict(answer, preserving_proto_field_name=True))
 
     return app
@@ -94,13 +101,3 @@ def _message(body: bytes) -> pb.GenerateRequest:
 
 def _invalid(reason: str) -> Refused:
     return Refused(Refusal(StatusCode.INVALID_ARGUMENT, f"request: {reason}"))
-
-
-def _error(refusal: Refusal) -> JSONResponse:
-    content: dict[str, Any] = {"code": refusal.code.name, "message": refusal.short_message}
-    headers = dict(refusal.headers)
-    if refusal.code is StatusCode.UNAUTHENTICATED:
-        headers["www-authenticate"] = "Bearer"
-    return JSONResponse(
-        {"error": content}, status_code=MEANINGS[refusal.code].http, headers=headers
-    )

@@ -21,7 +21,7 @@ from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http import http_app
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Batch, Priority, Request, StepResult
-from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.fakes import FakeReplica, perfect, tokenizer
 from tests.cluster.frontend import rig
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream, until
 from tests.cluster.frontend.test_http import http
@@ -257,20 +257,22 @@ class Breaking(FakeReplica):
 
 
 MARK = "xyzzyplugh"
+MINE = "it's\nmine"
 
 
 @pytest.mark.parametrize("breaking", [False, True])
 def test_no_log_holds_what_a_client_said_or_was_told(
     breaking: bool, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At any level, from any logger: texts, token ids, keys."""
+    """At any level, from any logger: texts, token ids, keys. Of each request that has ended there
+    is one line with its id, its sizes and its times."""
     caplog.set_level(logging.DEBUG)
     key = add(keys, "alice", "low", tokens_per_minute=10**6)
     if breaking:
         monkeypatch.setattr(rig, "FakeReplica", Breaking)
     prompt = f"the {MARK} of it"
     requests = [
-        pb.GenerateRequest(prompt=prompt, max_new_tokens=20, request_id=MARK, stop=[MARK]),
+        pb.GenerateRequest(prompt=prompt, max_new_tokens=20, request_id=MINE, stop=[MARK]),
         pb.GenerateRequest(prompt=prompt, max_new_tokens=20, temperature=1.0, timeout_s=0.001),
         pb.GenerateRequest(prompt=prompt, top_k=-1),
         pb.GenerateRequest(prompt=prompt * 200_000),
@@ -309,7 +311,16 @@ def test_no_log_holds_what_a_client_said_or_was_told(
         line = logging.Formatter().format(record)
         for secret in (MARK, key, key[4:], *told):
             assert secret not in line, record.name
-    assert caplog.records, "something was logged at all"
+    lines = [record.getMessage() for record in caplog.records if record.msg.startswith("request ")]
+    status = "INTERNAL" if breaking else "OK"
+    of_mine = [line for line in lines if line.startswith(f"request id={MINE!r} status={status} ")]
+    size = len(tokenizer().encode(prompt).ids)
+    new = 0 if breaking else 20
+    assert len(of_mine) == 2
+    assert all(
+        f" prompt_tokens={size} cached_tokens=0 new_tokens={new} " in line for line in of_mine
+    )
+    assert sum(f"id={MINE!r} status=CANCELLED" in line for line in lines) == 1
 
 
 def test_refused_calls_are_counted_by_status(keys: Path) -> None:

@@ -21,6 +21,8 @@ from cluster.frontend.http import http_app
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 
+JSON = {"content-type": "application/json"}
+
 
 class Answer:
     """What an ASGI application sent."""
@@ -65,7 +67,7 @@ async def http(
         "scheme": "http",
         "server": ("127.0.0.1", 8000),
         "client": None if client is None else (client, 5000),
-        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+        "headers": [(k.encode(), v.encode()) for k, v in (JSON | (headers or {})).items()],
     }
     await app(scope, receive, send)
     return Answer(sent)
@@ -211,10 +213,74 @@ def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
                 "method": "POST",
                 "path": "/v1/generate",
                 "query_string": b"",
-                "headers": [],
+                "headers": [(b"content-type", b"application/json")],
                 "client": ("127.0.0.1", 5000),
             }
             await app(scope, receive, send)
             assert Answer(sent).status == 400
+
+    asyncio.run(test())
+
+
+BODY = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "127.0.0.1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "api.localhost:8000"}, 200),
+        ({"host": "Ours.example.:8000"}, 200),
+        ({"host": "evil.example:8000"}, 421),
+        ({"host": "127.0.0.1.evil.example"}, 421),
+        ({"host": "localhost.evil.example"}, 421),
+        ({"host": "evil.example", "origin": "http://evil.example"}, 421),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),
+        ({"host": "ours.example", "origin": "https://ours.example:443"}, 200),
+        ({"host": "localhost:8000", "origin": "https://page.example"}, 200),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, 403),
+        ({"host": "localhost:8000", "origin": "http://evil.example"}, 403),
+        ({"host": "localhost:8000", "origin": "null"}, 403),
+        ({"host": "localhost:8000", "origin": "http://[x"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": ""}, 415),
+    ],
+    ids=str,
+)
+def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status: int) -> None:
+    server = {"http_hosts": ["ours.example"], "http_origins": ["https://page.example"]}
+
+    async def test() -> None:
+        async with frontend(config=from_args({"server": server})) as made:
+            app = http_app(made.service)
+            answer = await http(app, BODY, headers=headers)
+            assert answer.status == status
+            error = json.loads(answer.body).get("error")
+            named = {421: "host: ", 403: "origin: ", 415: "content-type: "}
+            assert error is None if status == 200 else error["message"].startswith(named[status])
+            shown = answer.headers.get("access-control-allow-origin")
+            assert shown == (headers["origin"] if "page" in headers.get("origin", "") else None)
+            for path in ("/healthz", "/readyz"):
+                probe = await http(app, path=path, headers={"host": "pod-7.cluster"})
+                assert probe.status == 200
+
+    asyncio.run(test())
+
+
+def test_with_keys_any_name_may_be_used_and_no_foreign_page(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    key = {"authorization": f"Bearer {add(path, 'alice')}", "host": "lockstep.example"}
+
+    async def test() -> None:
+        async with frontend(config=from_args({"keys_file": str(path)})) as made:
+            app = http_app(made.service)
+            assert (await http(app, BODY, headers=key)).status == 200
+            foreign = key | {"origin": "https://evil.example"}
+            assert (await http(app, BODY, headers=foreign)).status == 403
 
     asyncio.run(test())
