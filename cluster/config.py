@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.sentences import sentences
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling.autoscaling import AutoscalingConfig
@@ -327,7 +328,7 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(sentences(error, ClusterConfig, SHORT_NAMES)) from None
 
 
 def overridden(config: ClusterConfig, args: Mapping[str, Any]) -> ClusterConfig:
@@ -414,17 +415,3 @@ def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
 
 def _scalar(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("null", "none") else value
-
-
-def _sentence(error: ValidationError) -> str:
-    return "; ".join(
-        ": ".join(
-            part
-            for part in (
-                ".".join(map(str, item["loc"])),
-                item["msg"].lower().removeprefix("value error, "),
-            )
-            if part  # what concerns several sections has no place of its own
-        )
-        for item in error.errors()
-    )

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
-from grpc import StatusCode
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.grpc_api.api import whole_answer
 from cluster.frontend.http_errors import refusal_response
 from cluster.frontend.http_guard import HttpGuard
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refusal, Refused
+from cluster.frontend.status_codes import Refused
+from cluster.sentences import did_you_mean
 from protos import lockstep_pb2 as pb
+from scheduler.errors import InvalidRequest
 
+_FIELDS = frozenset(pb.GenerateRequest.DESCRIPTOR.fields_by_name)
+_NAMED = re.compile(r"Failed to parse ([a-z_]+) field|at GenerateRequest\.(\w+)")
+"""How protobuf names the field that holds a wrong value."""
 _BODY_S = 30.0
 """How long a body may take to come in."""
 _PARSE_INLINE_BYTES = 16_384
@@ -64,21 +69,21 @@ def http_app(service: FrontendService) -> FastAPI:
 
 
 async def _body(request: Request, bytes_max: int) -> bytes:
-    """Raises Refused for a body that is too long or too slow."""
+    """Raises InvalidRequest for a body that is too long or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 body += part
                 if len(body) > bytes_max:
-                    raise _invalid(f"the body has more than {bytes_max} bytes")
+                    raise InvalidRequest("request", f"the body has more than {bytes_max} bytes")
     except TimeoutError:
-        raise _invalid(f"the body did not come within {_BODY_S:.0f} s") from None
+        raise InvalidRequest("request", f"the body did not come within {_BODY_S:.0f} s") from None
     return bytes(body)
 
 
 async def _parsed(body: bytes, parsing: asyncio.Lock) -> pb.GenerateRequest:
-    """Raises Refused for what is no request in JSON."""
+    """Raises InvalidRequest for what is no request in JSON."""
     # How many ids are too many is known to the service, which takes messages only.
     if len(body) <= _PARSE_INLINE_BYTES:
         return _message(body)
@@ -87,17 +92,19 @@ async def _parsed(body: bytes, parsing: asyncio.Lock) -> pb.GenerateRequest:
 
 
 def _message(body: bytes) -> pb.GenerateRequest:
-    """Raises Refused for what is no request in JSON."""
+    """Raises InvalidRequest for what is no request in JSON."""
     try:
         fields = json.loads(body)
         if not isinstance(fields, dict):
-            raise ValueError("expected an object")
+            raise ValueError("the body must be a JSON object")
+        for name in fields:
+            if name not in _FIELDS:
+                raise InvalidRequest(name, f"unknown name{did_you_mean(name, _FIELDS)}")
         return ParseDict(fields, pb.GenerateRequest())
     except (ParseError, ValueError, RecursionError, OverflowError, SystemError) as error:
         # OverflowError comes of an integer that no float can hold; SystemError is what protobuf
         # makes of a name that holds half a surrogate pair.
-        raise _invalid(str(error)) from None
-
-
-def _invalid(reason: str) -> Refused:
-    return Refused(Refusal(StatusCode.INVALID_ARGUMENT, f"request: {reason}"))
+        said = str(error)
+        named = _NAMED.search(said)
+        field = (named[1] or named[2]) if named else "request"
+        raise InvalidRequest(field, said) from None

@@ -27,6 +27,7 @@ def refusal_body(refusal: Refusal) -> dict[str, object]:
 
 
 def error_body(code: str, message: str, status: int, param: str = "") -> dict[str, object]:
+    param = param.encode("utf-8", "replace").decode()
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
 
