@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http import http_app
+from cluster.frontend.http_api.app import http_app
 from cluster.frontend.metrics import FrontendMeter, ray_sink
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText

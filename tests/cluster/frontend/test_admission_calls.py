@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.admission.keys import add
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http import http_app
+from cluster.frontend.http_api.app import http_app
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Batch, Priority, Request, StepResult
 from tests.cluster.fakes import FakeReplica, perfect, tokenizer

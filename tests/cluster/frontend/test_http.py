@@ -17,7 +17,7 @@ from google.protobuf.json_format import ParseDict
 
 from cluster.config import from_args
 from cluster.frontend.admission.keys import add
-from cluster.frontend.http import http_app
+from cluster.frontend.http_api.app import http_app
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 
@@ -40,8 +40,9 @@ async def http(
     headers: dict[str, str] | None = None,
     client: str | None = "127.0.0.1",
     parts: int = 1,
+    gone: asyncio.Event | None = None,
 ) -> Answer:
-    """One request, its body in so many parts."""
+    """One request, its body in so many parts; the client leaves when `gone` is set."""
     size = -(-len(body) // parts) or 1
     chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
     incoming = [
@@ -51,7 +52,10 @@ async def http(
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
-        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
+        if not incoming:
+            await (gone or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+        return incoming.pop(0)
 
     async def send(message: Any) -> None:
         sent.append(dict(message))
@@ -59,7 +63,7 @@ async def http(
     scope = {
         "type": "http",
         "http_version": "1.1",
-        "method": "POST" if path == "/v1/generate" else "GET",
+        "method": "GET" if path in ("/healthz", "/readyz", "/v1/models") else "POST",
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
@@ -191,7 +195,7 @@ def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyP
         threads.append(threading.current_thread())
         return ParseDict(*args)
 
-    monkeypatch.setattr("cluster.frontend.http.ParseDict", parse)
+    monkeypatch.setattr("cluster.frontend.http_api.app.ParseDict", parse)
 
     async def test() -> None:
         async with frontend() as made:
@@ -209,7 +213,7 @@ def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyP
 
 
 def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.frontend.http._BODY_S", 0.1)
+    monkeypatch.setattr("cluster.frontend.http_api.body._BODY_S", 0.1)
 
     async def test() -> None:
         async with frontend() as made:

@@ -1,10 +1,12 @@
-"""Errors over HTTP: one shape for all routes, the one of OpenAI's API."""
+"""What all routes share: the caller of a request, and errors in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
 from grpc import StatusCode
 
+from cluster.frontend.admission.control import Caller
 from cluster.frontend.status_codes import MEANINGS, Refusal
 
 _TYPES = {
@@ -14,6 +16,11 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+
+
+def caller_of(request: Request) -> Caller:
+    address = request.client.host if request.client else ""
+    return Caller.from_headers(request.headers.items(), address)
 
 
 def refusal_body(refusal: Refusal) -> dict[str, object]:

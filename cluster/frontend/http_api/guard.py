@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import ClusterConfig
-from cluster.frontend.http_errors import error_response
+from cluster.frontend.http_api.errors import error_response
 
 HEALTH = ("/healthz", "/readyz")
 """Open to every caller by whatever name: they tell nothing of requests."""
