@@ -116,28 +116,6 @@ def test_a_peer_that_speaks_for_others_is_not_this_machine(header: str) -> None:
         open_door().check(caller)
 
 
-def test_without_keys_this_machine_is_served_and_no_other() -> None:
-    open_door().check(HOME)
-    with pytest.raises(Unauthenticated, match="lockstep keys add"):
-        open_door().check(AWAY)
-    with pytest.raises(Unauthenticated):
-        open_door().check(Caller())
-
-
-def test_anyone_is_served_where_the_settings_say_so_in_words() -> None:
-    open_door(allow_anyone=True).check(AWAY)
-
-
-def test_with_keys_this_machine_needs_one_too(keyed: Keyed) -> None:
-    keyed.key("alice")
-    door = keyed.door()
-    with pytest.raises(Unauthenticated, match="authorization"):
-        door.check(HOME)
-    entry = door.check(keyed.caller("alice"))
-    assert entry is not None
-    assert entry.name == "alice"
-
-
 def test_only_one_header_of_the_right_form_opens(keyed: Keyed) -> None:
     keyed.key("alice")
     (good,) = keyed.caller("alice").authorization
