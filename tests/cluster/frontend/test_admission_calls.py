@@ -1,6 +1,6 @@
-"""Proves: the ingress asks every caller who he is, counts what he uses, and logs nothing he says.
+"""Proves: the frontend asks every caller for its key, counts what it uses, and logs nothing of what it says.
 
-The ingress talks to a pool and a fake replica in the same event loop; contexts are fakes.
+The frontend talks to a pool and a fake replica in the same event loop; contexts are fakes.
 """
 
 from __future__ import annotations

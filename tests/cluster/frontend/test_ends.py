@@ -1,6 +1,6 @@
 """Proves: each end of a call is told, counted and continued for what it was.
 
-The ingress talks to a pool in the same event loop. Where an end must come at a certain token, there
+The frontend talks to a pool in the same event loop. Where an end must come at a certain token, there
 is no replica, and the test says what the pool would have said.
 """
 
@@ -36,7 +36,7 @@ UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
 
 
 async def asked(made: GrpcApi) -> LiveRequest:
-    """The one request that the ingress has."""
+    """The one request that the frontend has."""
     lives = made.service._router.links[0]._live
     await until(lambda: len(lives) == 1)
     return next(iter(lives.values()))
@@ -107,7 +107,7 @@ def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
 
 @asynccontextmanager
 async def counting(**settings: int) -> AsyncIterator[tuple[GrpcApi, list[str]]]:
-    """An ingress without replicas, and the statuses of the requests that it has counted."""
+    """A frontend without replicas, and the statuses of the requests that it has counted."""
     counted: list[str] = []
 
     def sink(name: str, _value: float, tags: Mapping[str, str]) -> None:
@@ -198,7 +198,7 @@ def test_a_stop_string_counts_as_served(streaming: bool, monkeypatch: pytest.Mon
             live = await asked(made)
             live.tokens.extend(TOKENS)
             live.changed.set()
-            # The pool knows it as what the ingress has cancelled.
+            # The pool knows it as what the frontend has cancelled.
             await task
             assert live.finish is not None
             assert live.finish.reason is FinishReason.CANCELLED

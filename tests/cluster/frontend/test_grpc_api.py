@@ -163,7 +163,7 @@ def test_a_bad_request_is_refused_with_the_name_of_its_field(
     ],
     ids=["length", "committed", "stop", "prompt"],
 )
-def test_the_ingress_itself_refuses_before_it_decodes(
+def test_the_frontend_itself_refuses_before_it_decodes(
     request_: pb.GenerateRequest, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_args: object) -> None:

@@ -1,6 +1,6 @@
 """Proves: HTTP serves whom gRPC serves, refuses alike, and takes any body for what it is.
 
-Requests are given to the ASGI application in the ingress's own event loop.
+Requests are given to the ASGI application in the frontend's own event loop.
 """
 
 from __future__ import annotations
