@@ -1,4 +1,4 @@
-"""Proves: the frontend asks every caller for its key, counts what it uses, and logs nothing of what it says.
+"""Proves: the frontend serves known callers, counts what they use, and logs nothing that they say.
 
 The frontend talks to a pool and a fake replica in the same event loop; contexts are fakes.
 """

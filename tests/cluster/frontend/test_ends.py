@@ -1,7 +1,7 @@
 """Proves: each end of a call is told, counted and continued for what it was.
 
-The frontend talks to a pool in the same event loop. Where an end must come at a certain token, there
-is no replica, and the test says what the pool would have said.
+The frontend talks to a pool in the same event loop. Where an end must come at a certain token,
+there is no replica, and the test says what the pool would have said.
 """
 
 from __future__ import annotations
