@@ -27,9 +27,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import ClusterConfig, from_args
-from cluster.frontend.http import http_app
-from cluster.frontend.ingress import Ingress
-from cluster.frontend.metrics import IngressMeter, ray_sink
+from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.http_api.app import http_app
+from cluster.frontend.metrics import FrontendMeter, ray_sink
+from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.garbage import collect_seldom
 from cluster.pool.protocol import silence_s
@@ -42,8 +43,8 @@ from scheduler.scaling.shards import shard_of_rank
 
 APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (
-    "cluster.frontend.servicer.add_LockstepServicer_to_server",
-    "cluster.frontend.servicer.add_HealthServicer_to_server",
+    "cluster.frontend.grpc_api.handlers.add_LockstepServicer_to_server",
+    "cluster.frontend.grpc_api.handlers.add_HealthServicer_to_server",
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
 
@@ -156,8 +157,8 @@ class ReplicaDeployment:
             await self._runner.close()
 
 
-class IngressDeployment(Ingress):
-    """The ingress as Serve starts it; gRPC methods by their names, HTTP by the ASGI app."""
+class IngressDeployment(GrpcApi):
+    """The frontend as Serve starts it; gRPC methods by their names, HTTP by the ASGI app."""
 
     def __init__(
         self,
@@ -168,23 +169,24 @@ class IngressDeployment(Ingress):
         # The handle makes the replicas part of the application; requests do not go through it.
         del replicas
         log_to_stderr()
-        super().__init__(
+        service = FrontendService(
             config,
             ray_pools(config),
             load_text(config.replica),
             name=serve.get_replica_context().replica_id.unique_id,
-            meter=IngressMeter(ray_sink()),
+            meter=FrontendMeter(ray_sink()),
         )
-        self.start()
+        super().__init__(service)
+        service.start()
 
     def check_health(self) -> None:
-        self.check()
+        self.service.check()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return http_app(self)
+        return http_app(self.service)
 
     async def __del__(self) -> None:
-        if hasattr(self, "_link"):
+        if hasattr(self, "service"):
             await self.close()
 
 

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.sentences import sentences
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling.autoscaling import AutoscalingConfig
@@ -103,6 +104,7 @@ class IngressConfig(_Settings):
     max_new_tokens: int = Field(256, ge=1, description="Where a request does not say.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
+    sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
     messages_max: int = Field(1024, ge=1, description="Turns of one conversation.")
     stop_strings_max: int = Field(16, ge=0, description="Stop strings of one request.")
     stop_string_chars_max: int = Field(256, ge=1, description="Characters of one stop string.")
@@ -136,6 +138,16 @@ class ServerConfig(_Settings):
     grpc_port: int = Field(9000, ge=1, le=65535)
     http_host: str = Field("127.0.0.1", min_length=1)
     http_port: int = Field(8000, ge=1, le=65535)
+    http_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names, in lower case and without port, by which HTTP clients may call this "
+        "server where there are no API keys; addresses and localhost always are.",
+    )
+    http_origins: tuple[str, ...] = Field(
+        (),
+        description="Web pages that may call it, as the browser's Origin says: "
+        "https://chat.example.com.",
+    )
 
 
 class AuthConfig(_Settings):
@@ -316,7 +328,7 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(sentences(error, ClusterConfig, SHORT_NAMES)) from None
 
 
 def overridden(config: ClusterConfig, args: Mapping[str, Any]) -> ClusterConfig:
@@ -404,17 +416,3 @@ def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
 
 def _scalar(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("null", "none") else value
-
-
-def _sentence(error: ValidationError) -> str:
-    return "; ".join(
-        ": ".join(
-            part
-            for part in (
-                ".".join(map(str, item["loc"])),
-                item["msg"].lower().removeprefix("value error, "),
-            )
-            if part  # what concerns several sections has no place of its own
-        )
-        for item in error.errors()
-    )

@@ -1,4 +1,4 @@
-"""The gRPC client, for the command line, the tests and everybody else.
+"""The gRPC client, for the command line, the tests and every other program.
 
 A stream that breaks is continued and a unary call that breaks is repeated, on the same address or
 on the next one, as the `RetryPolicy` says; the output is the one of an undisturbed call. What
@@ -11,33 +11,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2
+import grpc.aio
 
-from cluster.client.channel import OPTIONS, Lanes, Tls, left_s
-from cluster.client.retry import (
-    NO_RETRY,
-    Continuation,
-    RetryPolicy,
-    StreamBroken,
-    with_less_time,
-    with_seed,
-)
+from cluster.client.channel import OPTIONS, Tls
+from cluster.client.core import Ask, Core, Emit, Pause, Plan, Read, Run, Step
+from cluster.client.retry import RetryPolicy
 from protos import lockstep_pb2 as pb
 
-__all__ = ["NO_RETRY", "AsyncClient", "Client", "NotReady", "RetryPolicy", "Tls"]
-
 _DEFAULT = RetryPolicy()
-_STATUS_S = 10.0
+T = TypeVar("T")
 
 
-class NotReady(TimeoutError):
-    """No replica was ready in time."""
+class _Client:
+    """What both clients are made of."""
 
-
-class Client:
-    """Blocking client; safe to share between threads."""
+    _grpc: Any
+    """The module that opens channels."""
 
     def __init__(
         self,
@@ -53,37 +45,29 @@ class Client:
         """
         credentials = None if tls is None else tls.credentials()
 
-        def open_channel(each: str) -> grpc.Channel:
+        def open_channel(each: str) -> Any:
             if credentials is None:
-                return grpc.insecure_channel(each, options=OPTIONS)
-            return grpc.secure_channel(each, credentials, options=OPTIONS)
+                return self._grpc.insecure_channel(each, options=OPTIONS)
+            return self._grpc.secure_channel(each, credentials, options=OPTIONS)
 
-        self._lanes = Lanes(open_channel, address, api_key, retry)
+        self._core = Core(open_channel, address, api_key, retry)
 
     @property
     def retries(self) -> int:
         """How often a call was asked again, over all calls so far."""
-        return self._lanes.retries
+        return self._core.retries
+
+
+class Client(_Client):
+    """Blocking client; safe to share between threads."""
+
+    _grpc = grpc
 
     def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> pb.GenerateResponse:
         """The whole answer. `timeout_s` bounds all attempts together."""
-        lanes = self._lanes
-        attempts = lanes.attempts(request, timeout_s)
-        request = with_seed(request)
-        while True:
-            lane = lanes.current
-            asked = with_less_time(request, attempts.passed_s(time.monotonic()))
-            try:
-                response: pb.GenerateResponse = lane.stub.Generate(
-                    asked, timeout=left_s(attempts, timeout_s), metadata=lanes.metadata
-                )
-            except grpc.RpcError as error:
-                time.sleep(lanes.pause_s(lane, attempts, error, streaming=False))
-            else:
-                lanes.reached = True
-                return response
+        return self._run(self._core.generate(request, timeout_s))
 
     def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
@@ -93,74 +77,29 @@ class Client:
         `end.recovered` counts the continuations; `end.speculation`, `end.replicas` and the times
         of `end` are those of the last one. `timeout_s` bounds all attempts together.
         """
-        lanes = self._lanes
-        attempts = lanes.attempts(request, timeout_s)
-        whole = Continuation(request)
-        while True:
-            lane = lanes.current
-            call = lane.stub.GenerateStream(
-                whole.request(attempts.passed_s(time.monotonic())),
-                timeout=left_s(attempts, timeout_s),
-                metadata=lanes.metadata,
-            )
-            broken: grpc.RpcError = StreamBroken()
-            try:
-                for chunk in call:
-                    if (seen := whole.take(chunk)) is not None:
-                        lanes.reached = True
-                        attempts.progress()
-                        yield seen
-            except grpc.RpcError as error:
-                broken = error
-            finally:
-                call.cancel()
-            if whole.whole:
-                return
-            if whole.ended:
-                raise broken
-            time.sleep(lanes.pause_s(lane, attempts, broken, streaming=True))
+        run = Run(self._core.stream(request, timeout_s))
+        try:
+            while (step := run.step) is not None:
+                if isinstance(step, Emit):
+                    yield step.chunk
+                self._do(run, step)
+        finally:
+            run.close()
 
     def status(self) -> pb.StatusResponse:
         """Of the first address that answers."""
-        failed: grpc.RpcError | None = None
-        for lane in self._lanes:
-            try:
-                status: pb.StatusResponse = lane.stub.Status(
-                    pb.StatusRequest(), timeout=_STATUS_S, metadata=self._lanes.metadata
-                )
-            except grpc.RpcError as error:
-                failed = failed or error
-            else:
-                self._lanes.reached = True
-                return status
-        assert failed is not None
-        raise failed
+        return self._run(self._core.status())
 
     def ready(self) -> bool:
         """Whether a server says that it is ready; False when none can be reached."""
-        request = health_pb2.HealthCheckRequest()
-        for lane in self._lanes:
-            try:
-                answer = lane.health.Check(
-                    request, timeout=_STATUS_S, metadata=self._lanes.metadata
-                )
-            except grpc.RpcError:
-                continue
-            self._lanes.reached = True
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return True
-        return False
+        return self._run(self._core.ready())
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Raises NotReady."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self.ready():
-            if time.monotonic() > deadline_s:
-                raise NotReady(f"no replica was ready within {timeout_s:.0f} s")
-            time.sleep(0.1)
+        self._run(self._core.wait_until_ready(timeout_s))
 
     def close(self) -> None:
-        for lane in self._lanes:
+        for lane in self._core.lanes:
             lane.channel.close()
 
     def __enter__(self) -> Client:
@@ -169,123 +108,63 @@ class Client:
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
+    def _run(self, plan: Plan[T]) -> T:
+        run = Run(plan)
+        while (step := run.step) is not None:
+            self._do(run, step)
+        return run.value
 
-class AsyncClient:
+    def _do(self, run: Run[Any], step: Step) -> None:
+        result: Any = None
+        try:
+            match step:
+                case Ask(method, request, timeout_s):
+                    result = method(request, timeout=timeout_s, metadata=self._core.metadata)
+                case Read(call):
+                    result = next(call, None)
+                case Pause(seconds):
+                    time.sleep(seconds)
+        except grpc.RpcError as error:
+            run.throw(error)
+        else:
+            run.send(result)
+
+
+class AsyncClient(_Client):
     """The same for asyncio."""
 
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        api_key: str | None = None,
-        tls: Tls | None = None,
-        retry: RetryPolicy = _DEFAULT,
-    ) -> None:
-        """As `Client`."""
-        credentials = None if tls is None else tls.credentials()
-
-        def open_channel(each: str) -> grpc.aio.Channel:
-            if credentials is None:
-                return grpc.aio.insecure_channel(each, options=OPTIONS)
-            return grpc.aio.secure_channel(each, credentials, options=OPTIONS)
-
-        self._lanes = Lanes(open_channel, address, api_key, retry)
-
-    @property
-    def retries(self) -> int:
-        """How often a call was asked again, over all calls so far."""
-        return self._lanes.retries
+    _grpc = grpc.aio
 
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> pb.GenerateResponse:
-        lanes = self._lanes
-        attempts = lanes.attempts(request, timeout_s)
-        request = with_seed(request)
-        while True:
-            lane = lanes.current
-            asked = with_less_time(request, attempts.passed_s(time.monotonic()))
-            try:
-                response: pb.GenerateResponse = await lane.stub.Generate(
-                    asked, timeout=left_s(attempts, timeout_s), metadata=lanes.metadata
-                )
-            except grpc.RpcError as error:
-                await asyncio.sleep(lanes.pause_s(lane, attempts, error, streaming=False))
-            else:
-                lanes.reached = True
-                return response
+        return await self._run(self._core.generate(request, timeout_s))
 
     async def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> AsyncIterator[pb.GenerateChunk]:
         """Chunks as they come; closing the generator cancels the request."""
-        lanes = self._lanes
-        attempts = lanes.attempts(request, timeout_s)
-        whole = Continuation(request)
-        while True:
-            lane = lanes.current
-            call = lane.stub.GenerateStream(
-                whole.request(attempts.passed_s(time.monotonic())),
-                timeout=left_s(attempts, timeout_s),
-                metadata=lanes.metadata,
-            )
-            broken: grpc.RpcError = StreamBroken()
-            try:
-                async for chunk in call:
-                    if (seen := whole.take(chunk)) is not None:
-                        lanes.reached = True
-                        attempts.progress()
-                        yield seen
-            except grpc.RpcError as error:
-                broken = error
-            finally:
-                call.cancel()
-            if whole.whole:
-                return
-            if whole.ended:
-                raise broken
-            await asyncio.sleep(lanes.pause_s(lane, attempts, broken, streaming=True))
+        run = Run(self._core.stream(request, timeout_s))
+        try:
+            while (step := run.step) is not None:
+                if isinstance(step, Emit):
+                    yield step.chunk
+                await self._do(run, step)
+        finally:
+            run.close()
 
     async def status(self) -> pb.StatusResponse:
-        """Of the first address that answers."""
-        failed: grpc.RpcError | None = None
-        for lane in self._lanes:
-            try:
-                status: pb.StatusResponse = await lane.stub.Status(
-                    pb.StatusRequest(), timeout=_STATUS_S, metadata=self._lanes.metadata
-                )
-            except grpc.RpcError as error:
-                failed = failed or error
-            else:
-                self._lanes.reached = True
-                return status
-        assert failed is not None
-        raise failed
+        return await self._run(self._core.status())
 
     async def ready(self) -> bool:
-        """Whether a server says that it is ready; False when none can be reached."""
-        request = health_pb2.HealthCheckRequest()
-        for lane in self._lanes:
-            try:
-                answer = await lane.health.Check(
-                    request, timeout=_STATUS_S, metadata=self._lanes.metadata
-                )
-            except grpc.RpcError:
-                continue
-            self._lanes.reached = True
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return True
-        return False
+        return await self._run(self._core.ready())
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Raises NotReady."""
-        deadline_s = time.monotonic() + timeout_s
-        while not await self.ready():
-            if time.monotonic() > deadline_s:
-                raise NotReady(f"no replica was ready within {timeout_s:.0f} s")
-            await asyncio.sleep(0.1)
+        await self._run(self._core.wait_until_ready(timeout_s))
 
     async def close(self) -> None:
-        for lane in self._lanes:
+        for lane in self._core.lanes:
             await lane.channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
@@ -293,3 +172,26 @@ class AsyncClient:
 
     async def __aexit__(self, *_exc: object) -> None:
         await self.close()
+
+    async def _run(self, plan: Plan[T]) -> T:
+        run = Run(plan)
+        while (step := run.step) is not None:
+            await self._do(run, step)
+        return run.value
+
+    async def _do(self, run: Run[Any], step: Step) -> None:
+        result: Any = None
+        try:
+            match step:
+                case Ask(method, request, timeout_s, stream):
+                    call = method(request, timeout=timeout_s, metadata=self._core.metadata)
+                    result = call if stream else await call
+                case Read(call):
+                    chunk = await call.read()
+                    result = None if chunk is grpc.aio.EOF else chunk
+                case Pause(seconds):
+                    await asyncio.sleep(seconds)
+        except grpc.RpcError as error:
+            run.throw(error)
+        else:
+            run.send(result)

@@ -19,25 +19,18 @@ from protos import lockstep_pb2 as pb
 RETRY_AFTER = "retry-after"
 """Key in the trailing metadata of RESOURCE_EXHAUSTED; seconds."""
 
-_DIED = (
-    "actor died",
-    "actor is dead",
-    "actor is unavailable",
-    "actor is temporarily unavailable",
-    "worker died",
-    "node died",
-    "rst_stream",
-    "goaway",
-    "stream removed",
-    "connection reset",
-    "socket closed",
-    "broken pipe",
+FINAL = "lockstep-final"
+"""Key in the trailing metadata of an error that the server itself has decided on: the same request
+would meet it again."""
+_BREAKS = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+    # Of a proxy that knows no application yet, or no longer.
+    grpc.StatusCode.NOT_FOUND,
 )
-"""What INTERNAL, UNKNOWN and CANCELLED say, in lower case, when a process or a connection on the
-way has died. Serve's proxy passes on Ray's words when the ingress dies."""
-
-_REFUSED = "http2 header with status: 4"
-"""What gRPC makes of an HTTP proxy that refuses the call itself."""
+"""What a dead process or a broken connection looks like, depending on what was on the way."""
 
 
 @dataclass(frozen=True)
@@ -73,64 +66,59 @@ _LAST_S = 0.01
 """With less of its own time left a call is not asked again."""
 
 
-class StreamBroken(grpc.RpcError):  # type: ignore[misc]
-    """A stream ended with status OK but without its last chunk. Has what every RpcError has."""
+class _OwnError(grpc.RpcError):  # type: ignore[misc]
+    """An error that no server has sent, with what every RpcError has."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__()
+        self._code, self._details = code, details
 
     def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
+        return self._code
 
     def details(self) -> str:
-        return "the stream ended before its last chunk"
+        return self._details
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
 
-class OutOfTime(grpc.RpcError):  # type: ignore[misc]
-    """The call's own time was over when its connection broke. Has what every RpcError has."""
+class StreamBroken(_OwnError):
+    """A stream ended with status OK but without its last chunk."""
+
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.UNAVAILABLE, "the stream ended before its last chunk")
+
+
+class OutOfTime(_OwnError):
+    """The call's own time was over when its connection broke."""
 
     def __init__(self, broken: grpc.RpcError) -> None:
-        super().__init__()
-        self._broken = broken
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-
-    def details(self) -> str:
-        return f"no time was left to ask again after {self._broken.code().name}"
-
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
+        super().__init__(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            f"no time was left to ask again after {broken.code().name}",
+        )
 
 
-def broke(error: grpc.RpcError, streaming: bool) -> bool:
-    """Whether the error tells of a dead process or connection, not of the request.
+def is_repeatable(error: grpc.RpcError) -> bool:
+    """Whether the error tells of a dead process or connection, not of the request."""
+    return error.code() in _BREAKS and _trailing(error, FINAL) is None
 
-    For errors without an `end`: in a stream the server's own INTERNAL always comes with one. A
-    unary answer has no place for it, so there the words decide.
-    """
-    code = error.code()
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND):
-        # A proxy that knows no application yet, or no longer, says NOT_FOUND; we never do.
-        return True
-    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED):
-        said = (error.details() or "").lower()
-        if _REFUSED in said:
-            return False
-        silent = streaming and code is not grpc.StatusCode.UNKNOWN
-        return silent or any(words in said for words in _DIED)
-    return False
+
+def _trailing(error: grpc.RpcError, name: str) -> str | None:
+    """A value of the error's trailing metadata."""
+    for key, value in error.trailing_metadata() or ():
+        if key == name:
+            return str(value)
+    return None
 
 
 def retry_after_s(error: grpc.RpcError) -> float | None:
     """What the server asks for in the trailing metadata, in seconds."""
-    for key, value in error.trailing_metadata() or ():
-        if key == RETRY_AFTER:
-            try:
-                return max(float(value), 0.0)
-            except ValueError:
-                return None
-    return None
+    try:
+        return max(float(_trailing(error, RETRY_AFTER) or ""), 0.0)
+    except ValueError:
+        return None
 
 
 class Attempts:
@@ -171,9 +159,7 @@ class Attempts:
         """Something came: failures are counted anew."""
         self._failures, self._failing_since_s = 0, None
 
-    def pause_s(
-        self, error: grpc.RpcError, now_s: float, *, streaming: bool, reached: bool
-    ) -> float | None:
+    def pause_s(self, error: grpc.RpcError, now_s: float, *, reached: bool) -> float | None:
         """How long to wait before the next attempt; None if there shall be none."""
         policy = self._policy
         self._first = False
@@ -188,7 +174,7 @@ class Attempts:
             pause_s = min(pause_s, 0.5 * max(self._deadline_s - now_s, 0.0))
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and policy.overloaded:
             pause_s += retry_after_s(error) or 0.0
-        elif not broke(error, streaming):
+        elif not is_repeatable(error):
             return None
         patience_s = policy.give_up_s if reached else min(policy.reach_s, policy.give_up_s)
         if self._failures >= policy.attempts_max:
@@ -273,6 +259,6 @@ class Continuation:
 
     @property
     def whole(self) -> bool:
-        """Whether the caller has all there is: an error after that means nothing to him."""
+        """Whether the caller has all there is: an error after that means nothing."""
         reasons = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
         return self._end is not None and self._end.finish_reason in reasons

@@ -1,101 +1,190 @@
-"""What a call brings along, and how it is refused; the same for gRPC and HTTP.
+"""What an edge hands to the service and gets back: a call, and deltas. Knows no protocol.
 
-Knows the transports' headers and statuses, and nothing of what is asked for.
+The fields have the names of the gRPC request, and an error names them so. Token ids stay
+in the edge's own containers until their number is checked: to copy millions of them takes a while.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-from urllib.parse import unquote
+from typing import ClassVar
 
-from grpc import StatusCode
-
+from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
-
-_FORWARDED = frozenset({"forwarded", "x-forwarded-for", "x-real-ip"})
-"""With one of these the peer speaks for somebody else, who may be anywhere."""
-_MESSAGE_CHARS_MAX = 1000
-"""A status message travels in a header, and those are bounded."""
-
-
-class CallContext(Protocol):
-    """The part of a gRPC call's context that is used here."""
-
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
-
-    def peer(self) -> str: ...
-
-    def set_code(self, code: StatusCode) -> None: ...
-
-    def set_details(self, details: str) -> None: ...
-
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None: ...
+from cluster.frontend.status_codes import Refusal
+from scheduler.errors import InvalidRequest
+from scheduler.messages import FinishReason, Priority, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a call gets no answer, as a client sees it."""
+class TextPrompt:
+    field: ClassVar = "prompt"
+    text: str
 
-    code: StatusCode
-    message: str
-    retry_after_s: float = 0.0
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    field: ClassVar = "prompt_token_ids"
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    field: ClassVar = "messages"
+    messages: Sequence[Mapping[str, str]]
+    """Each with `role` and `content`."""
 
     @property
-    def headers(self) -> list[tuple[str, str]]:
-        """Trailing metadata, and headers over HTTP: whoever is told to come back is told when."""
-        if self.code is not StatusCode.RESOURCE_EXHAUSTED:
-            return []
-        return [("retry-after", str(max(1, math.ceil(self.retry_after_s))))]
+    def size(self) -> int:
+        """Bytes in UTF-8."""
+        return sum(len((turn["role"] + turn["content"]).encode()) for turn in self.messages)
 
 
-class Refused(Exception):
-    """Ends a call with a status."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-def refuse(context: CallContext, refusal: Refusal) -> None:
-    """Set the status that the call will end with."""
-    context.set_code(refusal.code)
-    context.set_details(short(refusal.message))
-    if headers := refusal.headers:
-        context.set_trailing_metadata(headers)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """One call: sequences that are admitted, charged, cancelled and ended together.
+
+    There are `choices` sequences for each prompt; sequence i is choice i % choices of prompt
+    i // choices. Choice j samples with seed + j (modulo 2**63), so choice 0 is the one of a call
+    for a single choice.
+    """
+
+    caller: Caller
+    prompts: tuple[Prompt, ...]
+    choices: int = 1
+    stream: bool = False
+    """Deltas as the text is written; else one for each sequence, with all of it."""
+    request_id: str = ""
+    """The client's own name for the call."""
+    priority: Priority | None = None
+    timeout_s: float | None = None
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    draft_len: int | None = None
+    committed_token_ids: Sequence[int] = ()
+    cache_salt: str = ""
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.choices
+
+    @property
+    def sampled(self) -> bool:
+        return self.temperature > 0
 
 
-def short(message: str) -> str:
-    """As much of a message as may go into a header, with nothing that UTF-8 cannot say."""
-    if len(message) > _MESSAGE_CHARS_MAX:
-        message = message[:_MESSAGE_CHARS_MAX] + "..."
-    return message.encode("utf-8", "replace").decode()
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """The last word on one sequence. Times in seconds since the call arrived."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    usage: Usage
+    seed: int | None
+    """Where it was sampled."""
+    stop: str | None
+    """The stop string that ended it."""
+    message: str
+    first_token_s: float
+    total_s: float
+    refusal: Refusal | None
+    """Why it was not served in full. It is the end of the whole call."""
 
 
-def caller_of(context: CallContext) -> Caller:
-    """Who makes this gRPC call."""
-    return _caller(context.invocation_metadata(), _address(context.peer()))
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What comes next of one sequence; with its last delta comes its end."""
+
+    index: int
+    text: str
+    tokens: Sequence[int]
+    end: SequenceEnd | None = None
 
 
-def caller_of_http(headers: Sequence[tuple[str, str]], address: str) -> Caller:
-    """Who makes this HTTP request; names of headers in lower case."""
-    return _caller(headers, address)
+def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> None:
+    """What can be said before tokenizing. Raises InvalidRequest, which names the field."""
+    limits = config.ingress
+    if call.choices < 1:
+        raise InvalidRequest("n", f"must be at least 1, is {call.choices}")
+    if call.sequences > limits.sequences_max:
+        raise InvalidRequest(
+            "n", f"{call.sequences} sequences asked for, at most {limits.sequences_max} allowed"
+        )
+    for prompt in call.prompts:
+        _check_prompt(prompt, config)
+    if call.max_new_tokens is not None and call.max_new_tokens > context_len:
+        raise InvalidRequest(
+            "max_new_tokens",
+            f"{call.max_new_tokens} asked for, the context has {context_len} tokens",
+        )
+    for name, most in (
+        ("committed_token_ids", context_len),
+        ("stop_token_ids", config.scheduler.stop_token_ids_max),
+        ("stop", limits.stop_strings_max),
+    ):
+        if (count := len(getattr(call, name))) > most:
+            raise InvalidRequest(name, f"{count} given, at most {most} allowed")
+    for name, most in (
+        ("request_id", limits.request_id_chars_max),
+        ("cache_salt", limits.cache_salt_chars_max),
+    ):
+        if (count := len(getattr(call, name))) > most:
+            raise InvalidRequest(name, f"{count} characters, at most {most} allowed")
+    for stop in call.stop:
+        if not stop:
+            raise InvalidRequest("stop", "a stop string must not be empty")
+        if len(stop) > limits.stop_string_chars_max:
+            raise InvalidRequest(
+                "stop",
+                f"a string has {len(stop)} characters, at most {limits.stop_string_chars_max} "
+                "allowed",
+            )
+    for name in ("temperature", "top_p", "min_p", "timeout_s"):
+        if not math.isfinite(getattr(call, name) or 0.0):
+            raise InvalidRequest(name, "must be a finite number")
+    if call.committed_token_ids:
+        if call.sequences > 1:
+            raise InvalidRequest("committed_token_ids", "only one sequence can be continued")
+        if call.sampled and call.seed is None:
+            raise InvalidRequest("seed", "a sampled stream can only be continued with its seed")
 
 
-def _caller(headers: Iterable[tuple[str, str | bytes]], address: str) -> Caller:
-    authorization, forwarded = [], False
-    for name, value in headers:
-        if name == "authorization" and isinstance(value, str):
-            authorization.append(value)
-        forwarded |= name in _FORWARDED
-    return Caller(tuple(authorization), address, forwarded)
+def _check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
+    limits = config.ingress
+    match prompt:
+        case TextPrompt(text):
+            size, most, unit = len(text.encode()), limits.prompt_bytes_max, "bytes"
+        case TokenPrompt(ids):
+            size, most, unit = len(ids), config.scheduler.prompt_tokens_max, "tokens"
+        case ChatPrompt(messages):
+            if len(messages) > limits.messages_max:
+                raise InvalidRequest(
+                    "messages", f"{len(messages)} given, at most {limits.messages_max} allowed"
+                )
+            if any(not turn["role"] for turn in messages):
+                raise InvalidRequest("messages", "a role must not be empty")
+            size, most, unit = prompt.size, limits.prompt_bytes_max, "bytes"
+    if not size:
+        raise InvalidRequest(prompt.field, "must not be empty")
+    if size > most:
+        raise InvalidRequest(prompt.field, f"{size} {unit}, at most {most} allowed")
 
 
-def _address(peer: str) -> str:
-    """The IP address in `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`; else empty."""
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return ""
-    return unquote(rest).rpartition(":")[0].strip("[]")
+def call_field(name: str, call: GenerateCall) -> str:
+    """The scheduler's name of a field, as the call has it."""
+    if name == "prompt":
+        return call.prompts[0].field
+    return {"committed": "committed_token_ids", "id": "request_id"}.get(name, name)

@@ -1,4 +1,4 @@
-"""One accepted request as an ingress keeps it, whichever pool serves it."""
+"""One accepted request as a frontend keeps it, whichever pool serves it."""
 
 from __future__ import annotations
 

@@ -245,8 +245,8 @@ class Totals:
         )
 
 
-class IngressMeter:
-    """What an ingress counts; times in seconds."""
+class FrontendMeter:
+    """What a frontend counts; times in seconds."""
 
     def __init__(self, sink: Sink = _nowhere) -> None:
         self._sink = sink

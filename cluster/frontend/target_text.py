@@ -17,7 +17,7 @@ from scheduler.messages import ReplicaSpec
 
 @dataclass(frozen=True)
 class TargetText:
-    """What an ingress must know of the target."""
+    """What a frontend must know of the target."""
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]

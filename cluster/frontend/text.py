@@ -1,7 +1,7 @@
 """From tokens to text: incremental detokenization and stop strings. Pure; knows no request.
 
 Everything here is a function of the tokens alone, never of how they were cut into chunks: the same
-tokens pushed one by one, in one go, or on another ingress give the same text at the same places.
+tokens pushed one by one, in one go, or on another frontend give the same text at the same places.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig, from_args
+from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.in_flight import LiveRequest
-from cluster.frontend.wire import to_status
 from cluster.pool import shard_router as shard_links
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import PoolUnreachable, PoolView

@@ -19,14 +19,15 @@ from grpc_health.v1 import health_pb2
 from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.config import from_args
-from cluster.frontend.ingress import Ingress
+from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import silence_s
 from cluster.pool.ray_pool import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, stream
+from tests.cluster.frontend.rig import frontend as ingress
 from tests.cluster.test_pool import CONFIG, Wire, world
 from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
 
@@ -38,15 +39,15 @@ SLOW_POLLS = from_args({"pool": {"gather_ms": 2, "poll_s": 1000.0, "lease_s": 30
 SILENT_S = silence_s(CONFIG.pool.poll_s)
 
 
-def pool_of(made: Ingress) -> PoolActor:
-    [pool] = made._link._pools
+def pool_of(made: GrpcApi) -> PoolActor:
+    [pool] = made.service._router._pools
     assert isinstance(pool, PoolActor)
     return pool
 
 
-async def stop(made: Ingress, cut: bool = False) -> int:
+async def stop(made: GrpcApi, cut: bool = False) -> int:
     reply = await pool_of(made).stop_accepting(60.0, cut)
-    await made._link.stopping.wait()
+    await made.service._router.stopping.wait()
     return reply.unfinished
 
 
@@ -55,11 +56,14 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
         async with ingress(step_s=0.01, config=SLOW_POLLS) as made:
             context = Context()
             running = asyncio.ensure_future(stream(made, LONG, context))
-            await until(lambda: any(live.tokens for live in made._link.links[0]._live.values()))
+            await until(
+                lambda: any(live.tokens for live in made.service._router.links[0]._live.values())
+            )
             assert await stop(made) == 1
             with pytest.MonkeyPatch.context() as patch:
                 # The ingress knows by itself: nobody is asked, nothing is tokenized.
-                patch.setattr(made, "_link", SimpleNamespace(stopping=made._link.stopping))
+                stopping = SimpleNamespace(stopping=made.service.stopping)
+                patch.setattr(made.service, "_router", stopping)
                 at_the_door = Context()
                 await made.Generate(LONG, at_the_door)
                 assert at_the_door.details == STOPPING
@@ -91,7 +95,7 @@ def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
 
             running = asyncio.ensure_future(read())
             asking = asyncio.ensure_future(made.Generate(LONG, unary))
-            await until(lambda: bool(chunks) and made._link.unfinished == 2)
+            await until(lambda: bool(chunks) and made.service._router.unfinished == 2)
             await stop(made)
             assert not running.done()
             await stop(made, cut=True)
@@ -158,12 +162,12 @@ def test_a_stop_that_was_never_finished_heals() -> None:
     async def test() -> None:
         async with ingress() as made:
             await stop(made)
-            assert not await made.ready()
+            assert not await made.service.ready()
             # The stop is good for a minute from when it was last told.
             pool_of(made)._clock = lambda: time.monotonic() + 61.0
-            while made._link.stopping.is_set():
+            while made.service._router.stopping.is_set():
                 await asyncio.sleep(0.05)
-            assert await made.ready()
+            assert await made.service.ready()
             answer = await made.Generate(LONG, Context())
             assert list(answer.token_ids) == perfect(PROMPT_IDS, 300)
 

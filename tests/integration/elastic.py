@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.client.retry import broke
+from cluster.client.retry import is_repeatable
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
@@ -122,7 +122,7 @@ class ElasticCluster:
             try:
                 return self._stub.Status(pb.StatusRequest(), timeout=60)
             except grpc.RpcError as error:
-                if time.monotonic() > deadline_s or not broke(error, streaming=False):
+                if time.monotonic() > deadline_s or not is_repeatable(error):
                     raise
             time.sleep(0.05)
 

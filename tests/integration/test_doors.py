@@ -130,6 +130,14 @@ def test_without_keys_who_passes_on_a_call_is_not_this_machine(cluster: RunningC
     assert post(cluster.http, body)[0] == 200
 
 
+def test_without_keys_no_web_page_is_served(cluster: RunningCluster) -> None:
+    """Through Serve's proxy, which passes these headers on."""
+    body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+    assert post(cluster.http, body, {"host": "evil.example"})[0] == 421
+    assert post(cluster.http, body, {"origin": "http://evil.example"})[0] == 403
+    assert post(cluster.http, body, {"content-type": "text/plain"})[0] == 415
+
+
 # --------------------------------------------------------------------------- with keys
 
 
@@ -201,7 +209,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
 def post(
     server: str, body: bytes, headers: dict[str, str] | None = None
 ) -> tuple[int, Message, Any]:
-    request = urllib.request.Request(f"{server}/v1/generate", body, headers or {})
+    headers = {"content-type": "application/json"} | (headers or {})
+    request = urllib.request.Request(f"{server}/v1/generate", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=CALL_S) as answer:
             return answer.status, answer.headers, json.load(answer)

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from cluster.client import AsyncClient, Client
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
-from tests.cluster.frontend.test_ingress import INVALID
+from tests.cluster.frontend.test_grpc_api import INVALID
 from tests.integration.conftest import Expected, RunningCluster
 
 pytestmark = pytest.mark.ray
@@ -224,6 +224,29 @@ def test_http(cluster: RunningCluster, expected: Expected) -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
             post(body)
         assert caught.value.code == 400
+
+
+def test_openai(cluster: RunningCluster, client: Client) -> None:
+    """Server-sent events come through Serve's proxy as they are."""
+    plain = client.generate(pb.GenerateRequest(prompt=PROMPTS[0], max_new_tokens=32))
+
+    def post(path: str, **fields: object) -> bytes:
+        body = json.dumps({"model": cluster.config.replica.target, **fields}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{cluster.http}/v1/{path}", body, headers)
+        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
+            read: bytes = answer.read()
+            return read
+
+    asked = {"prompt": PROMPTS[0], "max_tokens": 32, "temperature": 0}
+    assert json.loads(post("completions", **asked))["choices"][0]["text"] == plain.text
+    *events, done, _ = post("completions", **asked, stream=True).decode().split("\n\n")
+    assert done == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == plain.text
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post("chat/completions", messages=[{"role": "user", "content": "x"}])
+    assert json.load(caught.value)["error"]["param"] == "messages"
 
 
 def test_a_second_thread_of_one_client_is_served_too(client: Client) -> None:

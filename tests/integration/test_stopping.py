@@ -25,7 +25,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.client import NO_RETRY, Client
-from cluster.client.retry import broke
+from cluster.client.retry import is_repeatable
 from protos import lockstep_pb2 as pb
 from tests.free_ports import free_port
 from tests.integration.pairs import write_pair
@@ -334,7 +334,7 @@ def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
         streams.join(STOP_S)
         assert streams.errors
         # Who is cut off at once may hear it from Serve's proxy, in its words, or from nobody.
-        assert all(broke(error, streaming=True) for error in streams.errors.values())
+        assert all(is_repeatable(error) for error in streams.errors.values())
         assert not streams.errors.keys() & streams.ends.keys()
 
 

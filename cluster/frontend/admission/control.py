@@ -1,4 +1,4 @@
-"""The door: who may come in, with what priority, and how much of it at once and per minute.
+"""Which caller is served, with what priority, and how much of it at once and per minute.
 
 Knows callers by their API key, or by their address where there are no keys. Knows neither gRPC nor
 HTTP, and nothing of what a request asks for but its size in tokens.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from scheduler.messages import Priority
 
 _RETRY_S = 1.0
 """When one of many requests in flight may have ended; a guess."""
+_FORWARDED = frozenset({"forwarded", "x-forwarded-for", "x-real-ip"})
+"""Headers with which a peer passes on a call of another machine."""
 
 
 class Unauthenticated(LockstepError):
@@ -37,14 +39,24 @@ class NotAllowed(LockstepError):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, as far as the transport tells."""
+    """The caller, as far as the transport tells."""
 
     authorization: Sequence[str] = ()
     """Values of the `authorization` metadata."""
     address: str = ""
     """IP address of the peer without port; empty where the transport does not tell."""
     forwarded: bool = False
-    """Whether a header says that the peer passes on what somebody else has sent."""
+    """Whether a header says that the peer passes on a call of another machine."""
+
+    @classmethod
+    def from_headers(cls, headers: Iterable[tuple[str, str | bytes]], address: str) -> Caller:
+        """Names of headers in lower case; `address` is the peer's."""
+        authorization, forwarded = [], False
+        for name, value in headers:
+            if name == "authorization" and isinstance(value, str):
+                authorization.append(value)
+            forwarded |= name in _FORWARDED
+        return cls(tuple(authorization), address, forwarded)
 
     @property
     def on_loopback(self) -> bool:
@@ -72,8 +84,8 @@ class _Tenant:
 
 
 @dataclass(slots=True)
-class Admission:
-    """One request that was let in. Must be closed, once."""
+class Admitted:
+    """One call that was admitted. Must be closed, once."""
 
     tenant: str
     """The key's name; empty without keys."""
@@ -111,8 +123,8 @@ class Admission:
         self._leave()
 
 
-class Door:
-    """Lets callers in. One per ingress process; each enforces its share of a key's limits."""
+class AdmissionControl:
+    """Admits callers. One per frontend process; each enforces its share of a key's limits."""
 
     def __init__(
         self,
@@ -145,11 +157,14 @@ class Door:
             raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
         return entry
 
-    def admit(self, caller: Caller) -> Admission:
-        """One more request in flight. Raises Unauthenticated and Overloaded."""
+    def admit(self, caller: Caller, sequences: int = 1) -> Admitted:
+        """So many more requests in flight. Raises Unauthenticated, NotAllowed and Overloaded."""
         entry = self.check(caller)
         use = self._of_address(caller.address) if entry is None else self._of_key(entry)
-        if use.in_flight >= use.requests_max:
+        if sequences > use.requests_max:
+            most = use.requests_max
+            raise NotAllowed("n", f"{sequences} sequences asked for, at most {most:.0f} at once")
+        if use.in_flight + sequences > use.requests_max:
             raise Overloaded(
                 f"{use.in_flight} requests of this "
                 f"{'address' if entry is None else 'key'} are in flight already",
@@ -158,14 +173,14 @@ class Door:
         if use.bucket is not None and (wait_s := use.bucket.take(0, self._clock())) > 0:
             # In debt: said now, before its prompt is tokenized.
             raise _used_up(entry.name if entry else "", wait_s)
-        use.in_flight += 1
+        use.in_flight += sequences
 
         def leave() -> None:
-            use.in_flight -= 1
+            use.in_flight -= sequences
             if entry is None and not use.in_flight:
                 self._addresses.pop(caller.address, None)
 
-        return Admission("" if entry is None else entry.name, use, self._clock, leave)
+        return Admitted("" if entry is None else entry.name, use, self._clock, leave)
 
     def _of_address(self, address: str) -> _Tenant:
         if address not in self._addresses:

@@ -22,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cluster.config import ConfigError
+from cluster.sentences import sentences
 from scheduler.messages import Priority
 
 log = logging.getLogger("lockstep.keys")
@@ -97,12 +98,7 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
     try:
         entries = _ENTRIES.validate_python(data)
     except ValidationError as error:
-        raise KeysError(
-            "; ".join(
-                f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
-                for item in error.errors(include_input=False)
-            )
-        ) from None
+        raise KeysError(sentences(error, KeyEntry, values=False)) from None
     for field in ("name", "sha256"):
         values = [getattr(entry, field) for entry in entries]
         for index, value in enumerate(values):

@@ -24,7 +24,7 @@ from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from scheduler.messages import SamplingParams
 from tests.cluster.fakes import CONTEXT, VOCAB
-from tests.cluster.frontend.test_ingress import ingress
+from tests.cluster.frontend.rig import frontend as ingress
 
 
 @asynccontextmanager

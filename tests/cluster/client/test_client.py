@@ -5,6 +5,7 @@ repeated token or a repeated character; what speaks of the request itself is fin
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import threading
 import time
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy
 from cluster.client.channel import OPTIONS
+from cluster.frontend.status_codes import FINAL_HEADER
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from tests.cluster.fakes import SAMPLES, perfect, tokenizer
@@ -186,7 +188,7 @@ def test_an_address_where_nobody_listens_costs_one_attempt(first: Running) -> No
     with Client(["127.0.0.1:1", first.address], retry=QUICK) as client:
         for _ in range(2):
             assert client.generate(pb.GenerateRequest(prompt=PROMPT)).token_ids
-        assert client._lanes.current is client._lanes._lanes[1]
+        assert client.retries == 1
 
 
 def test_tokens_that_the_caller_had_are_continued_too(first: Running) -> None:
@@ -249,12 +251,22 @@ def test_a_connection_that_breaks_behind_the_last_chunk_does_not_matter(first: R
     assert len(first.server.script.asked) == 1
 
 
-def test_a_unary_failure_in_the_servers_own_words_is_final(first: Running) -> None:
-    said = (0, StatusCode.INTERNAL, "the request could not be finished")
-    first.server.script = Script(perfect(PROMPT_IDS, 5), cuts=[said])
-    with Client(first.address, retry=QUICK) as client, pytest.raises(grpc.RpcError):
-        client.generate(pb.GenerateRequest(prompt=PROMPT))
-    assert len(first.server.script.asked) == 1
+@pytest.mark.parametrize("code", [code for code, _ in BREAKS], ids=lambda code: code.name)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_the_server_has_marked_is_final_whatever_its_code(
+    first: Running, code: StatusCode, streaming: bool
+) -> None:
+    cuts = [(0, code, "a reason")] * 3
+    final = Script(perfect(PROMPT_IDS, 5), cuts=list(cuts), trailing=((FINAL_HEADER, "1"),))
+    request = pb.GenerateRequest(prompt=PROMPT)
+    with Client(first.address, retry=QUICK) as client:
+        call = functools.partial(read, client) if streaming else client.generate
+        first.server.script = final
+        with pytest.raises(grpc.RpcError):
+            call(request)
+        first.server.script = unmarked = Script(perfect(PROMPT_IDS, 5), cuts=cuts)
+        call(request)
+    assert (len(final.asked), len(unmarked.asked)) == (1, 4)
 
 
 # --------------------------------------------------------------------------- unary calls

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 
 import grpc
 import pytest
@@ -13,15 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.client import RetryPolicy
-from cluster.client.channel import Lanes
+from cluster.client.core import Core, Run
 from cluster.client.retry import (
     Attempts,
     StreamBroken,
-    broke,
     retry_after_s,
 )
 from protos import lockstep_pb2 as pb
-from tests.cluster.scripted import ACTOR_DIED, BREAKS
+from tests.cluster.scripted import ACTOR_DIED
 
 
 def error_of(
@@ -38,6 +36,12 @@ def error_of(
             return trailing
 
     return Made()
+
+
+def core_with_clock(policy: RetryPolicy) -> tuple[Core, list[float]]:
+    """Without a server: plans are asked for their steps. The clock is the list's number."""
+    clock = [0.0]
+    return Core(grpc.insecure_channel, "localhost:1", None, policy, lambda: clock[0]), clock
 
 
 LOST = error_of(StatusCode.UNAVAILABLE)
@@ -68,7 +72,7 @@ def test_every_call_gives_up_within_its_bounds(
     luck = itertools.cycle(draws)
     attempts = Attempts(policy, 50.0, (deadline_s, None), lambda: next(luck))
     now_s, failures = 50.0, 0
-    while (pause_s := attempts.pause_s(LOST, now_s, streaming=True, reached=True)) is not None:
+    while (pause_s := attempts.pause_s(LOST, now_s, reached=True)) is not None:
         failures += 1
         assert 0 <= pause_s <= longest_s
         now_s += pause_s
@@ -80,10 +84,10 @@ def test_every_call_gives_up_within_its_bounds(
 def test_progress_starts_the_count_of_failures_anew() -> None:
     attempts = Attempts(RetryPolicy(attempts_max=2, backoff_s=0.0), 0.0)
     for now_s in range(0, 1000, 100):
-        assert attempts.pause_s(LOST, now_s, streaming=True, reached=True) is not None
+        assert attempts.pause_s(LOST, now_s, reached=True) is not None
         attempts.progress()
-    assert attempts.pause_s(LOST, 1000, streaming=True, reached=True) is not None
-    assert attempts.pause_s(LOST, 1000, streaming=True, reached=True) is None
+    assert attempts.pause_s(LOST, 1000, reached=True) is not None
+    assert attempts.pause_s(LOST, 1000, reached=True) is None
 
 
 def test_a_server_that_never_answered_is_given_up_sooner() -> None:
@@ -91,7 +95,7 @@ def test_a_server_that_never_answered_is_given_up_sooner() -> None:
         attempts = Attempts(RetryPolicy(give_up_s=60, reach_s=2), 0.0)
         now_s = 0.0
         while now_s < 30.0:
-            if (pause_s := attempts.pause_s(LOST, now_s, streaming=False, reached=reached)) is None:
+            if (pause_s := attempts.pause_s(LOST, now_s, reached=reached)) is None:
                 break
             now_s += pause_s + 0.5
         assert (now_s >= 30.0) == patient
@@ -103,7 +107,7 @@ def test_time_in_which_a_call_is_served_is_no_time_of_failing() -> None:
     attempts = Attempts(RetryPolicy(give_up_s=60), 0.0)
     for now_s in (200.0, 300.0, 450.0):
         assert attempts.served(now_s)
-        assert attempts.pause_s(LOST, now_s, streaming=False, reached=True) is not None
+        assert attempts.pause_s(LOST, now_s, reached=True) is not None
 
 
 @given(lasted_s=st.floats(0, 59.9), draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1))
@@ -116,7 +120,7 @@ def test_attempts_in_a_row_that_fail_slowly_use_up_its_patience(
     luck = itertools.cycle(draws)
     attempts = Attempts(policy, 0.0, (), lambda: next(luck))
     now_s = lasted_s
-    while (pause_s := attempts.pause_s(LOST, now_s, streaming=False, reached=True)) is not None:
+    while (pause_s := attempts.pause_s(LOST, now_s, reached=True)) is not None:
         now_s += pause_s + lasted_s
     # It fails first after one attempt, and the last attempt begins within patience.
     assert now_s <= 2 * lasted_s + policy.give_up_s
@@ -133,26 +137,25 @@ def test_attempts_in_a_row_that_fail_slowly_use_up_its_patience(
     ],
 )
 def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
-    code: StatusCode, lasted_s: float, reached: bool, monkeypatch: pytest.MonkeyPatch
+    code: StatusCode, lasted_s: float, reached: bool
 ) -> None:
-    clock = itertools.chain([0.0], itertools.repeat(lasted_s))
-    monkeypatch.setattr("cluster.client.channel.time.monotonic", lambda: next(clock))
-    lanes = Lanes(grpc.insecure_channel, "localhost:1", None, RetryPolicy())
-    attempts = lanes.attempts(pb.GenerateRequest(prompt="x"), None)
+    core, clock = core_with_clock(RetryPolicy())
+    run = Run(core.generate(pb.GenerateRequest(prompt="x"), None))
+    clock[0] = lasted_s
     with contextlib.suppress(grpc.RpcError):
-        lanes.pause_s(lanes.current, attempts, error_of(code), streaming=False)
-    assert lanes.reached == reached
+        run.throw(error_of(code))
+    assert core._reached == reached
 
 
 def test_overload_is_asked_again_only_by_batch_and_not_before_its_time() -> None:
     full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
-    assert Attempts(RetryPolicy(), 0.0).pause_s(full, 0.0, streaming=True, reached=True) is None
+    assert Attempts(RetryPolicy(), 0.0).pause_s(full, 0.0, reached=True) is None
     patient = RetryPolicy(overloaded=True, backoff_s=0.1)
-    pause_s = Attempts(patient, 0.0).pause_s(full, 0.0, streaming=True, reached=True)
+    pause_s = Attempts(patient, 0.0).pause_s(full, 0.0, reached=True)
     assert pause_s is not None
     assert 3.5 < pause_s <= 3.6
     bounded = Attempts(patient, 0.0, (3.0,))
-    assert bounded.pause_s(full, 0.0, streaming=True, reached=True) is None
+    assert bounded.pause_s(full, 0.0, reached=True) is None
 
 
 @pytest.mark.parametrize(
@@ -165,14 +168,6 @@ def test_retry_after_is_read_with_care(value: str, seconds: float | None) -> Non
     assert retry_after_s(LOST) is None
 
 
-@pytest.mark.parametrize("code", [code for code, _ in BREAKS if code is not StatusCode.UNAVAILABLE])
-def test_a_unary_call_trusts_words_where_a_stream_trusts_the_missing_end(code: StatusCode) -> None:
-    bare = error_of(code, details="division by zero")
-    assert broke(bare, streaming=True) == (code is not StatusCode.UNKNOWN)
-    assert broke(bare, streaming=False) == (code is StatusCode.NOT_FOUND)
-    assert broke(error_of(code, details=ACTOR_DIED), streaming=False)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"attempts_max": 0}, {"give_up_s": -1}, {"backoff_s": float("nan")}, {"backoff_s_max": -0.1}],
@@ -180,13 +175,6 @@ def test_a_unary_call_trusts_words_where_a_stream_trusts_the_missing_end(code: S
 def test_a_policy_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RetryPolicy(**wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("code", [StatusCode.INTERNAL, StatusCode.UNKNOWN])
-def test_a_terminator_that_refuses_the_call_is_not_asked_again(code: StatusCode) -> None:
-    said = error_of(code, details="Received http2 header with status: 400")
-    assert not broke(said, streaming=True)
-    assert not broke(said, streaming=False)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +192,11 @@ def test_a_terminator_that_refuses_the_call_is_not_asked_again(code: StatusCode)
 def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
     begun_s: float, error: grpc.RpcError, says: StatusCode
 ) -> None:
-    policy = RetryPolicy(backoff_s=100.0, backoff_s_max=100.0)
-    lanes = Lanes(grpc.insecure_channel, "localhost:1", None, policy)
-    attempts = Attempts(policy, time.monotonic() + begun_s, (60.0,))
+    core, clock = core_with_clock(RetryPolicy(backoff_s=100.0, backoff_s_max=100.0))
+    run = Run(core.generate(pb.GenerateRequest(prompt="x"), 60.0))
+    clock[0] = -begun_s
     with pytest.raises(grpc.RpcError) as raised:
-        lanes.pause_s(lanes.current, attempts, error, streaming=False)
+        run.throw(error)
     assert raised.value.code() is says
 
 
@@ -220,7 +208,7 @@ def test_a_call_uses_its_own_time_to_its_end(draw: float) -> None:
         attempts = Attempts(policy, 0.0, (5.0,), lambda: draw)
         now_s = broken_s
         for _ in range(policy.attempts_max - 1):
-            pause_s = attempts.pause_s(LOST, now_s, streaming=True, reached=True)
+            pause_s = attempts.pause_s(LOST, now_s, reached=True)
             if pause_s is None:
                 break
             now_s += pause_s
@@ -231,9 +219,9 @@ def test_a_call_uses_its_own_time_to_its_end(draw: float) -> None:
 def test_a_servers_own_pause_is_not_cut_short() -> None:
     full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
     patient = RetryPolicy(overloaded=True, backoff_s=1.0)
-    in_time = Attempts(patient, 0.0, (5.0,)).pause_s(full, 0.0, streaming=True, reached=True)
+    in_time = Attempts(patient, 0.0, (5.0,)).pause_s(full, 0.0, reached=True)
     assert in_time is not None
     assert 3.5 < in_time < 5.0
     late = Attempts(patient, 0.0, (5.0,))
-    assert late.pause_s(full, 1.6, streaming=True, reached=True) is None
+    assert late.pause_s(full, 1.6, reached=True) is None
     assert not late.is_over(1.6)

@@ -17,7 +17,7 @@ from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from tests.cluster.fakes import load_fake_text, tokenizer
-from tests.cluster.frontend.test_ingress import Context, ingress
+from tests.cluster.frontend.rig import Context, frontend
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -39,8 +39,8 @@ def messages(turns: Sequence[tuple[str, str]]) -> list[pb.ChatMessage]:
 
 def test_a_conversation_is_answered_like_the_tokens_of_its_template() -> None:
     async def test() -> None:
-        async with ingress() as made:
-            made._text = TEXT
+        async with frontend() as made:
+            made.service._text = TEXT
             asked = pb.GenerateRequest(messages=messages(TURNS), max_new_tokens=30)
             answer = await made.Generate(asked, Context())
             rendered = "".join(f"<s>{role}: {content}\n" for role, content in TURNS)
@@ -76,8 +76,8 @@ def test_a_target_without_a_template_says_what_to_send() -> None:
 )
 def test_a_bad_conversation_is_refused_by_name(request_: pb.GenerateRequest, reason: str) -> None:
     async def test() -> None:
-        async with ingress(replicas=0) as made:
-            made._text = TEXT
+        async with frontend(replicas=0) as made:
+            made.service._text = TEXT
             context = Context()
             await made.Generate(request_, context)
             assert context.code is StatusCode.INVALID_ARGUMENT

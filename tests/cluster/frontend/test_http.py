@@ -1,6 +1,6 @@
 """Proves: HTTP serves whom gRPC serves, refuses alike, and takes any body for what it is.
 
-Requests are given to the ASGI application in the ingress's own event loop.
+Requests are given to the ASGI application in the frontend's own event loop.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from google.protobuf.json_format import ParseDict
-from grpc import StatusCode
 
 from cluster.config import from_args
 from cluster.frontend.admission.keys import add
-from cluster.frontend.http import HTTP_STATUS, http_app
-from cluster.frontend.wire import STATUS
+from cluster.frontend.http_api.app import http_app
 from tests.cluster.fakes import perfect
-from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, ingress
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
+
+JSON = {"content-type": "application/json"}
 
 
 class Answer:
@@ -40,8 +40,9 @@ async def http(
     headers: dict[str, str] | None = None,
     client: str | None = "127.0.0.1",
     parts: int = 1,
+    gone: asyncio.Event | None = None,
 ) -> Answer:
-    """One request, its body in so many parts."""
+    """One request, its body in so many parts; the client leaves when `gone` is set."""
     size = -(-len(body) // parts) or 1
     chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
     incoming = [
@@ -51,7 +52,10 @@ async def http(
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
-        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
+        if not incoming:
+            await (gone or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+        return incoming.pop(0)
 
     async def send(message: Any) -> None:
         sent.append(dict(message))
@@ -59,7 +63,7 @@ async def http(
     scope = {
         "type": "http",
         "http_version": "1.1",
-        "method": "POST" if path == "/v1/generate" else "GET",
+        "method": "GET" if path in ("/healthz", "/readyz", "/v1/models") else "POST",
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
@@ -67,7 +71,7 @@ async def http(
         "scheme": "http",
         "server": ("127.0.0.1", 8000),
         "client": None if client is None else (client, 5000),
-        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+        "headers": [(k.encode(), v.encode()) for k, v in (JSON | (headers or {})).items()],
     }
     await app(scope, receive, send)
     return Answer(sent)
@@ -80,8 +84,8 @@ def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
     body = json.dumps({"prompt": PROMPT, "max_new_tokens": 60}).encode()
 
     async def test() -> None:
-        async with ingress(config=from_args({"keys_file": str(keys)})) as made:
-            app = http_app(made)
+        async with frontend(config=from_args({"keys_file": str(keys)})) as made:
+            app = http_app(made.service)
             headers = {"authorization": f"Bearer {key}"}
             good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
             assert good.status == 200
@@ -106,8 +110,8 @@ def test_http_without_keys_serves_this_machine_only() -> None:
     body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
 
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
+        async with frontend() as made:
+            app = http_app(made.service)
             assert (await http(app, body)).status == 200
             assert (await http(app, body, client="::1")).status == 200
             for client in ("192.0.2.7", None):
@@ -152,8 +156,8 @@ def test_http_without_keys_serves_this_machine_only() -> None:
 )
 def test_http_refuses_any_bad_body_as_such(body: bytes) -> None:
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
+        async with frontend() as made:
+            app = http_app(made.service)
             answer = await http(app, body, parts=3)
             assert answer.status == 400
             error = json.loads(answer.body)["error"]
@@ -165,6 +169,25 @@ def test_http_refuses_any_bad_body_as_such(body: bytes) -> None:
     asyncio.run(test())
 
 
+def test_a_wrong_field_is_named_with_the_nearest_name() -> None:
+    async def test() -> None:
+        async with frontend() as made:
+            app = http_app(made.service)
+            for fields, param, said in (
+                ({"prompts": "x"}, "prompts", "prompts: unknown name; did you mean prompt?"),
+                ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature: "),
+                ({"prompt": "x", "top_p": 3}, "top_p", "top_p: must be in (0, 1], is 3.0"),
+                ({"prompt_token_ids": {"ids": [9999]}}, "prompt_token_ids", "prompt_token_ids: "),
+            ):
+                answer = await http(app, json.dumps(fields).encode())
+                error = json.loads(answer.body)["error"]
+                assert (answer.status, error["type"]) == (400, "invalid_request_error")
+                assert error["param"] == param
+                assert error["message"].startswith(said)
+
+    asyncio.run(test())
+
+
 def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
@@ -172,30 +195,29 @@ def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyP
         threads.append(threading.current_thread())
         return ParseDict(*args)
 
-    monkeypatch.setattr("cluster.frontend.http.ParseDict", parse)
+    monkeypatch.setattr("cluster.frontend.http_api.app.ParseDict", parse)
 
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
-            for ids, unknown, status in ((5, {}, 400), (20_000, {}, 400), (20_000, {"a": 1}, 400)):
+        async with frontend() as made:
+            app = http_app(made.service)
+            for ids in (5, 20_000):
                 fields = {"prompt": "x", "committed_token_ids": [5] * ids, "max_new_tokens": 1}
-                answer = await http(app, json.dumps(fields | unknown).encode())
-                assert answer.status == status
+                assert (await http(app, json.dumps(fields).encode())).status == 400
             long = {"prompt": "x", "max_new_tokens": 1, "request_id": "y" + " " * 20_000}
             answer = await http(app, json.dumps(long).encode())
             assert json.loads(answer.body)["error"]["message"].startswith("request_id: ")
 
     asyncio.run(test())
     main = threading.main_thread()
-    assert [thread is main for thread in threads] == [True, False, False, False]
+    assert [thread is main for thread in threads] == [True, False, False]
 
 
 def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.frontend.http._BODY_S", 0.1)
+    monkeypatch.setattr("cluster.frontend.http_api.body._BODY_S", 0.1)
 
     async def test() -> None:
-        async with ingress() as made:
-            app = http_app(made)
+        async with frontend() as made:
+            app = http_app(made.service)
             sent: list[dict[str, Any]] = []
             first = [{"type": "http.request", "body": b"{", "more_body": True}]
 
@@ -213,7 +235,7 @@ def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
                 "method": "POST",
                 "path": "/v1/generate",
                 "query_string": b"",
-                "headers": [],
+                "headers": [(b"content-type", b"application/json")],
                 "client": ("127.0.0.1", 5000),
             }
             await app(scope, receive, send)
@@ -222,5 +244,65 @@ def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     asyncio.run(test())
 
 
-def test_every_status_of_ours_has_one_over_http() -> None:
-    assert set(STATUS.values()) - {StatusCode.OK} <= set(HTTP_STATUS)
+BODY = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "127.0.0.1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "api.localhost:8000"}, 200),
+        ({"host": "Ours.example.:8000"}, 200),
+        ({"host": "evil.example:8000"}, 421),
+        ({"host": "127.0.0.1.evil.example"}, 421),
+        ({"host": "localhost.evil.example"}, 421),
+        ({"host": "evil.example", "origin": "http://evil.example"}, 421),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),
+        ({"host": "ours.example", "origin": "https://ours.example:443"}, 200),
+        ({"host": "localhost:8000", "origin": "https://page.example"}, 200),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, 403),
+        ({"host": "localhost:8000", "origin": "http://evil.example"}, 403),
+        ({"host": "localhost:8000", "origin": "null"}, 403),
+        ({"host": "localhost:8000", "origin": "http://[x"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": ""}, 415),
+    ],
+    ids=str,
+)
+def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status: int) -> None:
+    server = {"http_hosts": ["ours.example"], "http_origins": ["https://page.example"]}
+
+    async def test() -> None:
+        async with frontend(config=from_args({"server": server})) as made:
+            app = http_app(made.service)
+            answer = await http(app, BODY, headers=headers)
+            assert answer.status == status
+            error = json.loads(answer.body).get("error")
+            named = {421: "host: ", 403: "origin: ", 415: "content-type: "}
+            assert error is None if status == 200 else error["message"].startswith(named[status])
+            shown = answer.headers.get("access-control-allow-origin")
+            assert shown == (headers["origin"] if "page" in headers.get("origin", "") else None)
+            for path in ("/healthz", "/readyz"):
+                probe = await http(app, path=path, headers={"host": "pod-7.cluster"})
+                assert probe.status == 200
+
+    asyncio.run(test())
+
+
+def test_with_keys_any_name_may_be_used_and_no_foreign_page(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    key = {"authorization": f"Bearer {add(path, 'alice')}", "host": "lockstep.example"}
+
+    async def test() -> None:
+        async with frontend(config=from_args({"keys_file": str(path)})) as made:
+            app = http_app(made.service)
+            assert (await http(app, BODY, headers=key)).status == 200
+            foreign = key | {"origin": "https://evil.example"}
+            assert (await http(app, BODY, headers=foreign)).status == 403
+
+    asyncio.run(test())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from grpc import StatusCode
 
-from cluster.frontend.metrics import METRICS, IngressMeter, PoolMeter
+from cluster.frontend.metrics import METRICS, FrontendMeter, PoolMeter
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode, Submit, Usage
 from scheduler.messages import Request as PoolRequest
 from scheduler.scheduler import Scheduler
@@ -27,10 +27,10 @@ def test_the_meters_emit_the_whole_table() -> None:
     pool.finished(Finish("a", FinishReason.STOP))
     pool.rejected(Reject("a", RejectCode.INVALID, "prompt", "no"))
     pool.observe(scheduler, 1.0)
-    ingress = IngressMeter(sink)
-    ingress.chunk()
-    ingress.refused(StatusCode.UNAUTHENTICATED)
-    ingress.answered("OK", 0.1, 0.2)
+    meter = FrontendMeter(sink)
+    meter.chunk()
+    meter.refused(StatusCode.UNAUTHENTICATED)
+    meter.answered("OK", 0.1, 0.2)
     assert {name: tuple(tags) for name, tags in seen.items()} == {
         name: metric.tags for name, metric in METRICS.items()
     }
@@ -58,11 +58,11 @@ def test_sums_are_written_once() -> None:
     assert written["lockstep_tokens_committed"] == 12
     assert written["lockstep_prompt_tokens"] == 120
     assert reasons == {FinishReason.STOP.value: 2, FinishReason.LENGTH.value: 1}
-    ingress = IngressMeter(sink)
+    meter = FrontendMeter(sink)
     for _ in range(2):
-        ingress.chunk()
-        ingress.chunk()
-        ingress.answered("OK", 0.1, 0.2)
+        meter.chunk()
+        meter.chunk()
+        meter.answered("OK", 0.1, 0.2)
     assert written["lockstep_streamed_chunks"] == 4
 
 

@@ -10,9 +10,8 @@ from dataclasses import fields, replace
 import pytest
 from grpc import StatusCode
 
-from cluster.config import IngressConfig
-from cluster.frontend.target_text import TargetText
-from cluster.frontend.wire import Refusal, refusal_of_finish, to_ask, to_status
+from cluster.frontend.grpc_api.status import to_status
+from cluster.frontend.status_codes import Refusal, refusal_of_finish
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
 from scheduler.draft_length.estimates import Beliefs, LinearCost
@@ -41,13 +40,6 @@ def test_others_are_named_as_the_client_named_them(reason: FinishReason, code: S
     assert unsaid is not None
     assert len(unsaid.message) > len("request mine: ")
     assert "pool-1" not in unsaid.message
-
-
-def test_the_salt_of_a_request_and_the_tenant_of_its_key_reach_the_pool() -> None:
-    text = TargetText(tokenizer=None, eos_token_ids=(), context_len=100, encoder=None)
-    message = pb.GenerateRequest(prompt="x", cache_salt="alice")
-    request = to_ask(message, (1,), text, IngressConfig(), tenant="team").request
-    assert (request.cache_salt, request.tenant) == ("alice", "team")
 
 
 def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:

@@ -1,7 +1,4 @@
-"""Health as grpc.health.v1 asks for it. Open to everybody: it tells nothing of requests.
-
-Knows the pool by its status only.
-"""
+"""Health as grpc.health.v1 asks for it. Open to everybody: it tells nothing of requests."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from contextlib import suppress
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
-from cluster.frontend.calls import CallContext, Refusal, refuse
-from cluster.frontend.servicer import Unparsed
-from cluster.pool.protocol import PoolUnreachable, PoolView
+from cluster.frontend.grpc_api.context import CallContext, refuse
+from cluster.frontend.grpc_api.handlers import Unparsed
+from cluster.frontend.status_codes import Refusal
 from protos import lockstep_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Lockstep"].full_name
@@ -31,19 +28,20 @@ class HealthService:
 
     def __init__(
         self,
-        status: Callable[[], Awaitable[PoolView]],
+        ready: Callable[[], Awaitable[bool]],
         stopping: asyncio.Event,
         watches_max: int,
     ) -> None:
-        """`stopping` is set while the server accepts no new request.
-
-        `status` asks the pool and may raise PoolUnreachable.
-        """
-        self._status = status
+        """`stopping` is set while the server accepts no new request."""
+        self._ready = ready
         self._stopping = stopping
         self._watches_max = watches_max
         self._watches = 0
         self._closing = asyncio.Event()
+
+    def end_watches(self) -> None:
+        """An open watch would hold up the end of this process for the whole grace time."""
+        self._closing.set()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest | Unparsed, grpc_context: CallContext
@@ -91,7 +89,6 @@ class HealthService:
                 last = now
                 yield now
             if self._closing.is_set() or self._stopping.is_set():
-                # An open watch would hold up the end of this process for the whole grace time.
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(_WATCH_S):
@@ -105,13 +102,5 @@ class HealthService:
 
     async def _health(self) -> health_pb2.HealthCheckResponse:
         states = health_pb2.HealthCheckResponse
-        ready = await self.ready()
+        ready = await self._ready()
         return states(status=states.SERVING if ready else states.NOT_SERVING)
-
-    async def ready(self) -> bool:
-        """Whether a replica has its models in memory."""
-        try:
-            view = await self._status()
-        except PoolUnreachable:
-            return False
-        return not view.stopping and any(not replica.draining for replica in view.status.replicas)

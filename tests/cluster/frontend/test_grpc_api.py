@@ -1,6 +1,6 @@
 """Proves: calls are checked, answered and streamed as the proto says, with typed statuses.
 
-The ingress talks to a pool and a fake replica in the same event loop; contexts are fakes.
+The frontend talks to a pool and a fake replica in the same event loop; contexts are fakes.
 """
 
 from __future__ import annotations
@@ -8,101 +8,39 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
-from cluster.config import ClusterConfig, from_args
-from cluster.frontend.health import SERVICE
-from cluster.frontend.ingress import Ingress
-from cluster.frontend.servicer import Unparsed
+from cluster.config import from_args
+from cluster.frontend.grpc_api.handlers import Unparsed
+from cluster.frontend.grpc_api.health import SERVICE
+from cluster.frontend.status_codes import CODES, MEANINGS
 from cluster.pool.actor import PoolActor
-from cluster.worker.worker import ReplicaRunner, _Stop
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, RejectCode, Request
 from scheduler.validation import check_request
-from tests.cluster.fakes import CONTEXT, EOS, VOCAB, FakeReplica, load_fake_text, perfect, tokenizer
-
-CONFIG = from_args({"pool": {"gather_ms": 2}, "ingress": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
-PROMPT = "the quick"
-PROMPT_IDS = tokenizer().encode(PROMPT).ids
-
-
-class Context:
-    """What Serve hands to an RPC, as far as it is used."""
-
-    def __init__(self, authorization: str | None = None, peer: str = "ipv4:127.0.0.1:5000") -> None:
-        self.code: StatusCode | None = None
-        self.details = ""
-        self.trailing: dict[str, str] = {}
-        self._peer = peer
-        self._metadata = [] if authorization is None else [("authorization", authorization)]
-
-    def invocation_metadata(self) -> list[tuple[str, str | bytes]]:
-        return [*self._metadata]
-
-    def peer(self) -> str:
-        return self._peer
-
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
-        self.trailing = dict(trailing_metadata)
-
-    def set_code(self, code: StatusCode) -> None:
-        self.code = code
-
-    def set_details(self, details: str) -> None:
-        self.details = details
-
-
-@asynccontextmanager
-async def ingress(
-    step_s: float = 0.0, config: ClusterConfig = CONFIG, replicas: int = 1
-) -> AsyncIterator[Ingress]:
-    pool = PoolActor(config)
-    runners = [
-        ReplicaRunner(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
-    ]
-    made = Ingress(config, [pool], load_fake_text(ReplicaConfig()), "ingress")
-    async with asyncio.timeout(100):
-        for runner in runners:
-            await runner.start()
-        while len(pool._replicas) < replicas:
-            await asyncio.sleep(0.005)
-        made.start()
-        yield made
-        await made.close()
-        for runner in runners:
-            runner._puller.cancel()
-            runner._jobs.put(_Stop())
-        if pool._ticker is not None:
-            pool._ticker.cancel()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Bounded by the ingress's own time."""
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-async def stream(
-    made: Ingress, request: pb.GenerateRequest, context: Context
-) -> list[pb.GenerateChunk]:
-    return [chunk async for chunk in made.GenerateStream(request, context)]
-
-
-def text_of(tokens: list[int]) -> str:
-    return tokenizer().decode(PROMPT_IDS + tokens)[len(PROMPT) :]
+from tests.cluster.fakes import CONTEXT, EOS, VOCAB, load_fake_text, perfect
+from tests.cluster.frontend.rig import (
+    CONFIG,
+    PROMPT,
+    PROMPT_IDS,
+    Context,
+    frontend,
+    stream,
+    text_of,
+    until,
+)
 
 
 def test_unary_and_stream_give_the_same_answer() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=50, request_id="mine")
             answer = await made.Generate(request, Context())
             chunks = await stream(made, request, Context())
@@ -129,7 +67,7 @@ def test_unary_and_stream_give_the_same_answer() -> None:
 
 def test_token_ids_may_be_given_instead_of_text() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             ids = pb.TokenIds(ids=[5, 6, 7])
             request = pb.GenerateRequest(prompt_token_ids=ids, max_new_tokens=9)
             answer = await made.Generate(request, Context())
@@ -192,7 +130,7 @@ def test_a_bad_request_is_refused_with_the_name_of_its_field(
     request_: pb.GenerateRequest, field: str
 ) -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             unary, streamed = Context(), Context()
             await made.Generate(request_, unary)
             chunks = await stream(made, request_, streamed)
@@ -200,7 +138,7 @@ def test_a_bad_request_is_refused_with_the_name_of_its_field(
                 assert context.code is StatusCode.INVALID_ARGUMENT
                 assert context.details.startswith(f"{field}: ")
             assert chunks == [pb.GenerateChunk()]
-            assert made._link.unfinished == 0
+            assert made.service._router.unfinished == 0
             good = pb.GenerateRequest(prompt="still here", max_new_tokens=3)
             assert len((await made.Generate(good, Context())).token_ids) == 3
 
@@ -225,15 +163,15 @@ def test_a_bad_request_is_refused_with_the_name_of_its_field(
     ],
     ids=["length", "committed", "stop", "prompt"],
 )
-def test_the_ingress_itself_refuses_before_it_decodes(
+def test_the_frontend_itself_refuses_before_it_decodes(
     request_: pb.GenerateRequest, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_args: object) -> None:
         raise AssertionError("nothing of a refused request is decoded")
 
     async def test() -> None:
-        monkeypatch.setattr("cluster.frontend.ingress.TextStream", refuse)
-        async with ingress(replicas=0) as made:
+        monkeypatch.setattr("cluster.frontend.service.TextStream", refuse)
+        async with frontend(replicas=0) as made:
             context = Context()
             await made.Generate(request_, context)
             assert context.code is StatusCode.INVALID_ARGUMENT
@@ -254,10 +192,10 @@ def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The figures come with the pool's answer to the cancel, which is waited for no longer.
-    monkeypatch.setattr("cluster.frontend.ingress._USAGE_WAIT_S", 100.0)
+    monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
 
     async def test() -> None:
-        async with ingress(step_s=0.002) as made:
+        async with frontend(step_s=0.002) as made:
             whole = perfect(PROMPT_IDS, 60)
             text = text_of(whole)
             stop = text[20:23]
@@ -275,7 +213,7 @@ def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
                 assert end.stop == stop
                 assert end.usage.completion_tokens == len(tokens)
                 assert end.speculation.steps > 0
-            while made._link.unfinished:
+            while made.service._router.unfinished:
                 await asyncio.sleep(0.01)
 
     asyncio.run(test())
@@ -283,7 +221,7 @@ def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
 
 def test_stop_tokens_end_the_answer_and_eos_can_be_ignored() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             whole = perfect(PROMPT_IDS, 40)
             stop = whole[10]
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=40, stop_token_ids=[stop])
@@ -296,7 +234,7 @@ def test_stop_tokens_end_the_answer_and_eos_can_be_ignored() -> None:
 
 def test_a_broken_stream_can_be_continued_from_its_tokens() -> None:
     async def test() -> None:
-        async with ingress(step_s=0.002) as made:
+        async with frontend(step_s=0.002) as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=60, stop=["qqqq"])
             whole = await made.Generate(request, Context())
             text, tokens = "", []
@@ -316,7 +254,7 @@ def test_a_broken_stream_can_be_continued_from_its_tokens() -> None:
 
 def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             request = pb.GenerateRequest(prompt="x", max_new_tokens=5, temperature=1.0)
             chunks = await stream(made, request, Context())
             assert chunks[0].seed == chunks[-1].end.seed
@@ -331,14 +269,14 @@ def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
 
 def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
     async def test() -> None:
-        async with ingress(step_s=0.02) as made:
-            [pool] = made._link._pools
+        async with frontend(step_s=0.02) as made:
+            [pool] = made.service._router._pools
             assert isinstance(pool, PoolActor)
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=100.0)
             streamed, unary = Context(), Context()
             streaming = asyncio.ensure_future(stream(made, request, streamed))
             asking = asyncio.ensure_future(made.Generate(request, unary))
-            lives = made._link.links[0]._live
+            lives = made.service._router.links[0]._live
             await until(lambda: len(lives) == 2 and all(live.tokens for live in lives.values()))
             pool._clock = lambda: time.monotonic() + 101.0
             chunks = await streaming
@@ -356,7 +294,7 @@ def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
 @pytest.mark.parametrize("count", [1, 40])
 def test_the_last_tokens_come_with_the_end(count: int) -> None:
     async def test() -> None:
-        async with ingress(step_s=0.002) as made:
+        async with frontend(step_s=0.002) as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=count, ignore_eos=True)
             chunks = await stream(made, request, Context())
             assert all(chunk.token_ids for chunk in chunks)
@@ -368,17 +306,19 @@ def test_the_last_tokens_come_with_the_end(count: int) -> None:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_call_that_is_cancelled_cancels_its_request(streaming: bool) -> None:
     async def test() -> None:
-        async with ingress(step_s=0.01) as made:
+        async with frontend(step_s=0.01) as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
             call = (
                 stream(made, request, Context()) if streaming else made.Generate(request, Context())
             )
             task = asyncio.ensure_future(call)
-            await until(lambda: any(live.tokens for live in made._link.links[0]._live.values()))
+            await until(
+                lambda: any(live.tokens for live in made.service._router.links[0]._live.values())
+            )
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert task.cancelled()
-            await until(lambda: not made._link.unfinished)
+            await until(lambda: not made.service._router.unfinished)
 
     asyncio.run(test())
 
@@ -387,10 +327,10 @@ def test_too_many_requests_are_refused_as_overload() -> None:
     config = from_args({"ingress": {"requests_max": 1}})
 
     async def test() -> None:
-        async with ingress(step_s=0.02, config=config) as made:
+        async with frontend(step_s=0.02, config=config) as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
             first = asyncio.ensure_future(made.Generate(request, Context()))
-            await until(lambda: made._link.unfinished == 1)
+            await until(lambda: made.service._router.unfinished == 1)
             context = Context()
             await made.Generate(request, context)
             assert context.code is StatusCode.RESOURCE_EXHAUSTED
@@ -405,10 +345,10 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     config = from_args({"scheduler": {"waiting_requests_max": 1}})
 
     async def test() -> None:
-        async with ingress(config=config, replicas=0) as made:
+        async with frontend(config=config, replicas=0) as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=4)
             first = asyncio.ensure_future(made.Generate(request, Context()))
-            [pool] = made._link._pools
+            [pool] = made.service._router._pools
             assert isinstance(pool, PoolActor)
             await until(lambda: pool._scheduler.snapshot().waiting == 1)
             unary, streamed = Context(), Context()
@@ -425,7 +365,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 def test_bytes_that_are_no_message_are_refused_as_such() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             calls = [
                 lambda context: made.Generate(Unparsed(7), context),
                 lambda context: _first(made.GenerateStream(Unparsed(7), context)),
@@ -450,7 +390,7 @@ def test_watches_of_anybody_keep_nobody_out() -> None:
     config = from_args({"ingress": {"watches_max": 2}})
 
     async def test() -> None:
-        async with ingress(config=config) as made:
+        async with frontend(config=config) as made:
             watches = [made.Watch(health_pb2.HealthCheckRequest(), Context()) for _ in range(2)]
             for watch in watches:
                 await anext(watch)
@@ -470,7 +410,7 @@ def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:
     states = health_pb2.HealthCheckResponse
 
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             for service in ("", SERVICE):
                 request = health_pb2.HealthCheckRequest(service=service)
                 assert (await made.Check(request, Context())).status == states.SERVING
@@ -480,7 +420,7 @@ def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:
             async for answer in made.Watch(health_pb2.HealthCheckRequest(), Context()):
                 assert answer.status == states.SERVING
                 break
-        async with ingress(replicas=0) as made:
+        async with frontend(replicas=0) as made:
             answer = await made.Check(health_pb2.HealthCheckRequest(), Context())
             assert answer.status == states.NOT_SERVING
 
@@ -489,7 +429,7 @@ def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:
 
 def test_status_counts_what_was_done() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             await made.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=20), Context())
             status = await made.Status(pb.StatusRequest(), Context())
             assert status.ready
@@ -504,8 +444,7 @@ def test_status_counts_what_was_done() -> None:
 
 
 def test_the_table_of_statuses_is_complete() -> None:
-    from cluster.frontend.wire import STATUS
-
-    assert all(reason in STATUS for reason in FinishReason)
-    assert all(code in STATUS for code in RejectCode)
+    assert all(reason in CODES for reason in FinishReason)
+    assert all(code in CODES for code in RejectCode)
+    assert set(CODES.values()) - {StatusCode.OK} <= set(MEANINGS)
     assert load_fake_text(ReplicaConfig()).eos_token_ids[0] == EOS

@@ -1,6 +1,6 @@
-"""Proves: the ingress asks every caller who he is, counts what he uses, and logs nothing he says.
+"""Proves: the frontend serves known callers, counts what they use, and logs nothing that they say.
 
-The ingress talks to a pool and a fake replica in the same event loop; contexts are fakes.
+The frontend talks to a pool and a fake replica in the same event loop; contexts are fakes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from grpc_health.v1 import health_pb2
 
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.admission.keys import add
-from cluster.frontend.http import http_app
-from cluster.frontend.ingress import Ingress
+from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.http_api.app import http_app
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Batch, Priority, Request, StepResult
-from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.frontend import test_ingress
+from tests.cluster.fakes import FakeReplica, perfect, tokenizer
+from tests.cluster.frontend import rig
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream, until
 from tests.cluster.frontend.test_http import http
-from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream, until
 
 AWAY = "ipv4:192.0.2.7:5000"
 REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=8)
@@ -39,7 +39,7 @@ def keyed(path: Path, **sections: Any) -> ClusterConfig:
     return from_args({"auth": {"keys_file": str(path)}, **sections})
 
 
-async def calls(made: Ingress, **caller: str) -> list[Context]:
+async def calls(made: GrpcApi, **caller: str) -> list[Context]:
     """The context after each RPC that needs to know who calls."""
     unary, streamed, status = (Context(**caller) for _ in range(3))
     await made.Generate(REQUEST, unary)
@@ -53,7 +53,7 @@ async def calls(made: Ingress, **caller: str) -> list[Context]:
 
 def test_without_keys_only_this_machine_is_served_and_health_is_open() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             assert {context.code for context in await calls(made)} == {None}
             for context in await calls(made, peer=AWAY):
                 assert context.code is StatusCode.UNAUTHENTICATED
@@ -67,7 +67,7 @@ def test_without_keys_only_this_machine_is_served_and_health_is_open() -> None:
 
 def test_anyone_is_served_if_the_settings_say_so() -> None:
     async def test() -> None:
-        async with ingress(config=from_args({"allow_anyone": True})) as made:
+        async with frontend(config=from_args({"allow_anyone": True})) as made:
             assert {context.code for context in await calls(made, peer=AWAY)} == {None}
 
     asyncio.run(test())
@@ -77,7 +77,7 @@ def test_with_keys_only_who_has_one_is_served_from_wherever_he_calls(keys: Path)
     key = add(keys, "alice")
 
     async def test() -> None:
-        async with ingress(config=keyed(keys)) as made:
+        async with frontend(config=keyed(keys)) as made:
             good = await calls(made, authorization=f"Bearer {key}", peer=AWAY)
             assert {context.code for context in good} == {None}
             for authorization in (None, f"Bearer {key}x", key):
@@ -94,7 +94,7 @@ def test_who_is_not_known_learns_nothing_of_his_request(keys: Path) -> None:
     add(keys, "alice")
 
     async def test() -> None:
-        async with ingress(config=keyed(keys)) as made:
+        async with frontend(config=keyed(keys)) as made:
             for request in (pb.GenerateRequest(), pb.GenerateRequest(prompt="x", top_k=-1)):
                 context = Context()
                 await made.Generate(request, context)
@@ -111,10 +111,10 @@ def test_class_and_tenant_go_to_the_pool(keys: Path, monkeypatch: pytest.MonkeyP
     sent: list[Request] = []
 
     async def test() -> None:
-        async with ingress(config=keyed(keys)) as made:
-            submit = made._link.submit
+        async with frontend(config=keyed(keys)) as made:
+            submit = made.service._router.submit
             monkeypatch.setattr(
-                made._link, "submit", lambda r, t: (sent.append(r), submit(r, t))[1]
+                made.service._router, "submit", lambda r, t: (sent.append(r), submit(r, t))[1]
             )
             for priority in pb.Priority.values():
                 request = pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=priority)
@@ -136,7 +136,7 @@ def test_a_class_above_the_keys_is_denied_by_name(keys: Path) -> None:
     key = add(keys, "alice", "normal")
 
     async def test() -> None:
-        async with ingress(config=keyed(keys)) as made:
+        async with frontend(config=keyed(keys)) as made:
             context = Context(f"Bearer {key}")
             request = pb.GenerateRequest(prompt="x", priority=pb.PRIORITY_HIGH)
             await made.Generate(request, context)
@@ -153,7 +153,7 @@ def test_a_request_pays_for_what_it_used(keys: Path) -> None:
     key = add(keys, "alice", tokens_per_minute=1000)
 
     async def test() -> None:
-        async with ingress(config=keyed(keys)) as made:
+        async with frontend(config=keyed(keys)) as made:
             stop = perfect(PROMPT_IDS, 8)[3]
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, stop_token_ids=[stop])
             used = 0
@@ -162,7 +162,7 @@ def test_a_request_pays_for_what_it_used(keys: Path) -> None:
                 await call(request, context)
                 assert context.code is None
                 used += len(PROMPT_IDS) + perfect(PROMPT_IDS, 8).index(stop) + 1
-            use = made._door._tenants["alice"]
+            use = made.service._admission._tenants["alice"]
             assert use.in_flight == 0
             assert use.bucket is not None
             level = use.bucket._level
@@ -177,10 +177,10 @@ def test_a_used_up_rate_is_refused_with_the_time_to_come_back(keys: Path) -> Non
     key = add(keys, "alice", tokens_per_minute=120)
 
     async def test() -> None:
-        async with ingress(step_s=0.05, config=keyed(keys)) as made:
+        async with frontend(step_s=0.05, config=keyed(keys)) as made:
             big = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=110)
             first = asyncio.ensure_future(made.Generate(big, Context(f"Bearer {key}")))
-            await until(lambda: made._link.unfinished == 1)
+            await until(lambda: made.service._router.unfinished == 1)
             unary, streamed = Context(f"Bearer {key}"), Context(f"Bearer {key}")
             await made.Generate(big, unary)
             await stream(made, big, streamed)
@@ -190,7 +190,7 @@ def test_a_used_up_rate_is_refused_with_the_time_to_come_back(keys: Path) -> Non
                 assert 40 <= int(context.trailing["retry-after"]) <= 60
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-            assert made._door._tenants["alice"].in_flight == 0
+            assert made.service._admission._tenants["alice"].in_flight == 0
 
     asyncio.run(test())
 
@@ -203,8 +203,10 @@ def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with
     authorization = f"Bearer {key}" if with_key else None
 
     async def test() -> None:
-        async with ingress(step_s=0.02, config=config) as made:
-            uses = made._door._tenants if with_key else made._door._addresses
+        async with frontend(step_s=0.02, config=config) as made:
+            uses = (
+                made.service._admission._tenants if with_key else made.service._admission._addresses
+            )
 
             def in_flight() -> int:
                 return sum(use.in_flight for use in uses.values())
@@ -236,7 +238,7 @@ def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with
                 await asyncio.gather(last, return_exceptions=True)
                 held[0].cancel()
                 await asyncio.gather(*held, return_exceptions=True)
-            door = made._door
+            door = made.service._admission
             if with_key:
                 assert door._tenants["alice"].in_flight == 0
             assert door._addresses == {}
@@ -255,20 +257,22 @@ class Breaking(FakeReplica):
 
 
 MARK = "xyzzyplugh"
+MINE = "it's\nmine"
 
 
 @pytest.mark.parametrize("breaking", [False, True])
 def test_no_log_holds_what_a_client_said_or_was_told(
     breaking: bool, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At any level, from any logger: texts, token ids, keys."""
+    """At any level, from any logger: texts, token ids, keys. Of each request that has ended there
+    is one line with its id, its sizes and its times."""
     caplog.set_level(logging.DEBUG)
     key = add(keys, "alice", "low", tokens_per_minute=10**6)
     if breaking:
-        monkeypatch.setattr(test_ingress, "FakeReplica", Breaking)
+        monkeypatch.setattr(rig, "FakeReplica", Breaking)
     prompt = f"the {MARK} of it"
     requests = [
-        pb.GenerateRequest(prompt=prompt, max_new_tokens=20, request_id=MARK, stop=[MARK]),
+        pb.GenerateRequest(prompt=prompt, max_new_tokens=20, request_id=MINE, stop=[MARK]),
         pb.GenerateRequest(prompt=prompt, max_new_tokens=20, temperature=1.0, timeout_s=0.001),
         pb.GenerateRequest(prompt=prompt, top_k=-1),
         pb.GenerateRequest(prompt=prompt * 200_000),
@@ -286,14 +290,14 @@ def test_no_log_holds_what_a_client_said_or_was_told(
 
     async def test() -> None:
         patient = {"failures_max": 1000}
-        async with ingress(config=keyed(keys, actors=patient)) as made:
+        async with frontend(config=keyed(keys, actors=patient)) as made:
             for authorization in (f"Bearer {key}", f"Bearer {key}{MARK}"):
                 for request in requests:
                     answer = await made.Generate(request, Context(authorization))
                     answers.append(list(answer.token_ids))
                     await stream(made, request, Context(authorization))
                 for body in bodies:
-                    app = http_app(made)
+                    app = http_app(made.service)
                     await http(app, body.encode(), headers={"authorization": authorization})
             call = asyncio.ensure_future(stream(made, requests[0], Context(f"Bearer {key}")))
             await asyncio.sleep(0)
@@ -307,7 +311,16 @@ def test_no_log_holds_what_a_client_said_or_was_told(
         line = logging.Formatter().format(record)
         for secret in (MARK, key, key[4:], *told):
             assert secret not in line, record.name
-    assert caplog.records, "something was logged at all"
+    lines = [record.getMessage() for record in caplog.records if record.msg.startswith("request ")]
+    status = "INTERNAL" if breaking else "OK"
+    of_mine = [line for line in lines if line.startswith(f"request id={MINE!r} status={status} ")]
+    size = len(tokenizer().encode(prompt).ids)
+    new = 0 if breaking else 20
+    assert len(of_mine) == 2
+    assert all(
+        f" prompt_tokens={size} cached_tokens=0 new_tokens={new} " in line for line in of_mine
+    )
+    assert sum(f"id={MINE!r} status=CANCELLED" in line for line in lines) == 1
 
 
 def test_refused_calls_are_counted_by_status(keys: Path) -> None:
@@ -315,8 +328,8 @@ def test_refused_calls_are_counted_by_status(keys: Path) -> None:
     counted: list[str] = []
 
     async def test() -> None:
-        async with ingress(config=keyed(keys)) as made:
-            made._meter._sink = lambda name, value, tags: (
+        async with frontend(config=keyed(keys)) as made:
+            made.service._meter._sink = lambda name, value, tags: (
                 counted.append(tags["status"]) if name == "lockstep_calls_refused" else None
             )
             good = f"Bearer {key}"
@@ -326,7 +339,7 @@ def test_refused_calls_are_counted_by_status(keys: Path) -> None:
             await stream(made, pb.GenerateRequest(prompt="x", priority=1), Context(good))
             await made.Generate(REQUEST, Context(good))
             await stream(made, REQUEST, Context(good))
-            await http(http_app(made), b"{}")
+            await http(http_app(made.service), b"{}")
 
     asyncio.run(test())
     assert counted == [

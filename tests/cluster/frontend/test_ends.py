@@ -1,7 +1,7 @@
 """Proves: each end of a call is told, counted and continued for what it was.
 
-The ingress talks to a pool in the same event loop. Where an end must come at a certain token, there
-is no replica, and the test says what the pool would have said.
+The frontend talks to a pool in the same event loop. Where an end must come at a certain token,
+there is no replica, and the test says what the pool would have said.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import pytest
 from grpc import StatusCode
 
 from cluster.config import from_args
+from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.in_flight import LiveRequest
-from cluster.frontend.ingress import Ingress
 from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.test_ingress import (
+from tests.cluster.frontend.rig import (
     CONFIG,
     PROMPT,
     PROMPT_IDS,
     Context,
-    ingress,
+    frontend,
     stream,
     until,
 )
@@ -35,19 +35,19 @@ TOKENS = tokenizer().encode(ANSWER).ids
 UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
 
 
-async def asked(made: Ingress) -> LiveRequest:
-    """The one request that the ingress has."""
-    lives = made._link.links[0]._live
+async def asked(made: GrpcApi) -> LiveRequest:
+    """The one request that the frontend has."""
+    lives = made.service._router.links[0]._live
     await until(lambda: len(lives) == 1)
     return next(iter(lives.values()))
 
 
-def ends(made: Ingress, live: LiveRequest, reason: FinishReason) -> None:
-    made._link.links[0]._finish(Finish(live.pool_id, reason))
+def ends(made: GrpcApi, live: LiveRequest, reason: FinishReason) -> None:
+    made.service._router.links[0]._finish(Finish(live.pool_id, reason))
 
 
 async def streamed(
-    made: Ingress, request: pb.GenerateRequest, tokens: list[int], reason: FinishReason
+    made: GrpcApi, request: pb.GenerateRequest, tokens: list[int], reason: FinishReason
 ) -> tuple[str, list[int], Context]:
     """Text and tokens of a stream that the pool gives these tokens and this end."""
     context = Context()
@@ -70,7 +70,7 @@ def test_what_was_cut_and_continued_is_what_was_never_cut(
     stops: list[str], reason: FinishReason
 ) -> None:
     async def test() -> None:
-        async with ingress(replicas=0) as made:
+        async with frontend(replicas=0) as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=stops)
             whole, tokens, _ = await streamed(made, request, TOKENS, FinishReason.LENGTH)
             assert whole == (ANSWER[:-4] if stops == ["ENDE"] else ANSWER)
@@ -92,7 +92,7 @@ def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
     cut = tokenizer().encode("a \U0001f98a").ids[:-1]
 
     async def test() -> None:
-        async with ingress(replicas=0) as made:
+        async with frontend(replicas=0) as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(cut))
             text, _, context = await streamed(made, request, cut, FinishReason.LENGTH)
             assert context.code is None
@@ -106,8 +106,8 @@ def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
 
 
 @asynccontextmanager
-async def counting(**settings: int) -> AsyncIterator[tuple[Ingress, list[str]]]:
-    """An ingress without replicas, and the statuses of the requests that it has counted."""
+async def counting(**settings: int) -> AsyncIterator[tuple[GrpcApi, list[str]]]:
+    """A frontend without replicas, and the statuses of the requests that it has counted."""
     counted: list[str] = []
 
     def sink(name: str, _value: float, tags: Mapping[str, str]) -> None:
@@ -115,15 +115,15 @@ async def counting(**settings: int) -> AsyncIterator[tuple[Ingress, list[str]]]:
             counted.append(tags["status"])
 
     config = from_args({"scheduler": settings}) if settings else CONFIG
-    async with ingress(config=config, replicas=0) as made:
-        made._meter._sink = sink
+    async with frontend(config=config, replicas=0) as made:
+        made.service._meter._sink = sink
         yield made, counted
 
 
 REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS))
 
 
-async def call(made: Ingress, streaming: bool, context: Context) -> None:
+async def call(made: GrpcApi, streaming: bool, context: Context) -> None:
     await (stream(made, REQUEST, context) if streaming else made.Generate(REQUEST, context))
 
 
@@ -159,7 +159,7 @@ def test_a_refusal_by_the_pool_counts_with_its_status(code: RejectCode, streamin
             context = Context()
             task = asyncio.ensure_future(call(made, streaming, context))
             live = await asked(made)
-            made._link.links[0]._live.pop(live.pool_id)
+            made.service._router.links[0]._live.pop(live.pool_id)
             live.reject = Reject(live.pool_id, code, "prompt", "no")
             live.end()
             await task
@@ -176,7 +176,7 @@ def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
             context = Context()
             task = asyncio.ensure_future(call(made, streaming, context))
             await asked(made)
-            made._link.links[0]._give_up()
+            made.service._router.links[0]._give_up()
             await task
             assert context.code is StatusCode.UNAVAILABLE
             assert counted == ["UNAVAILABLE"]
@@ -186,7 +186,7 @@ def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_stop_string_counts_as_served(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.frontend.ingress._USAGE_WAIT_S", 100.0)
+    monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
 
     async def test() -> None:
         async with counting() as (made, counted):
@@ -198,7 +198,7 @@ def test_a_stop_string_counts_as_served(streaming: bool, monkeypatch: pytest.Mon
             live = await asked(made)
             live.tokens.extend(TOKENS)
             live.changed.set()
-            # The pool knows it as what the ingress has cancelled.
+            # The pool knows it as what the frontend has cancelled.
             await task
             assert live.finish is not None
             assert live.finish.reason is FinishReason.CANCELLED
@@ -246,9 +246,9 @@ def test_many_tokens_become_text_with_others_turns_between(
             await asyncio.sleep(0)
 
     async def test() -> None:
-        monkeypatch.setattr("cluster.frontend.ingress._SLICE_TOKENS", 16)
+        monkeypatch.setattr("cluster.frontend.answer._SLICE_TOKENS", 16)
         monkeypatch.setattr(TextStream, "push", recorded)
-        async with ingress(replicas=0) as made:
+        async with frontend(replicas=0) as made:
             other = asyncio.ensure_future(others())
             committed = tokens if given == "committed" else []
             request = pb.GenerateRequest(

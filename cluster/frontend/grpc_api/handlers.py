@@ -1,7 +1,7 @@
-"""What Serve's gRPC proxy is told of our services: the generated handlers, but tolerant.
+"""What Serve's gRPC proxy registers: the generated handlers, but they take any bytes.
 
 The proxy parses requests, and gRPC answers what does not parse with UNKNOWN, which tells a client
-nothing. With these handlers such bytes reach the ingress as `Unparsed`, and it says what is wrong.
+nothing. With these handlers such bytes reach the frontend as `Unparsed`, which says what is wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proves: the ingress continues an answer behind every token, and with the client before it a
+"""Proves: the frontend continues an answer behind every token, and with the client before it a
 stream that breaks again and again reads like one that did not.
 """
 
@@ -17,16 +17,16 @@ from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.test_ingress import PROMPT, PROMPT_IDS, Context, ingress, stream
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
 from tests.cluster.scripted import ACTOR_DIED, QUICK, joined
 
 
 @pytest.mark.parametrize("which", ["no stop", "a stop that comes", "a stop that only begins"])
-def test_the_ingress_continues_behind_every_token(which: str) -> None:
+def test_the_frontend_continues_behind_every_token(which: str) -> None:
     """Text and tokens after each cut, the one before the first token and the one after the last."""
 
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=40)
             text = (await made.Generate(request, Context())).text
             if which == "a stop that comes":
@@ -47,8 +47,8 @@ def test_the_ingress_continues_behind_every_token(which: str) -> None:
     asyncio.run(test())
 
 
-class BrokenIngress(lockstep_pb2_grpc.LockstepServicer):
-    """A real ingress whose streams break after so many chunks."""
+class BrokenFrontend(lockstep_pb2_grpc.LockstepServicer):
+    """A real frontend whose streams break after so many chunks."""
 
     def __init__(self, made: object, cuts: list[int]) -> None:
         self._made = made
@@ -75,11 +75,11 @@ class BrokenIngress(lockstep_pb2_grpc.LockstepServicer):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_client_and_ingress_together_lose_and_repeat_nothing(temperature: float) -> None:
+def test_client_and_frontend_together_lose_and_repeat_nothing(temperature: float) -> None:
     async def test() -> None:
-        async with ingress(step_s=0.002) as made:
+        async with frontend(step_s=0.002) as made:
             server = grpc.aio.server()
-            broken = BrokenIngress(made, [0, 3, 1, 2, 0, 4])
+            broken = BrokenFrontend(made, [0, 3, 1, 2, 0, 4])
             lockstep_pb2_grpc.add_LockstepServicer_to_server(broken, server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()

@@ -1,0 +1,279 @@
+"""What comes back for one call: the deltas of its sequences, until all have ended.
+
+Made and closed by the service. Knows the pool by its token updates, and no protocol. Logs sizes and
+times of a call, never texts or tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from grpc import StatusCode
+
+from cluster.config import ClusterConfig
+from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
+from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.metrics import FrontendMeter
+from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
+from cluster.frontend.text import Piece, TextStream
+from cluster.pool.protocol import STOPPING
+from cluster.pool.shard_router import ShardLinks
+from scheduler.messages import Finish, FinishReason, Request, Usage
+
+log = logging.getLogger("lockstep.frontend")
+
+_USAGE_WAIT_S = 1.0
+"""How long the end of a sequence with a stop string waits for the pool's figures."""
+_SLICE_TOKENS = 256
+"""So many tokens are made text before other calls have a turn; a few milliseconds at most."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence on its way."""
+
+    index: int
+    live: LiveRequest
+    text: TextStream
+    taken: int
+    """Tokens of `live` that the text has seen."""
+    stop: str | None = None
+    """The stop string that was found."""
+
+
+class Answer:
+    """Iterate over it for the deltas, once; raises Refused for what the pool refuses or loses.
+
+    The iteration ends with the last sequence, or with the first that is not served in full.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        arrived_s: float,
+        router: ShardLinks,
+        meter: FrontendMeter,
+        config: ClusterConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self.call = call
+        self._arrived_s = arrived_s
+        self._router = router
+        self._meter = meter
+        self._config = config.ingress
+        self._clock = clock
+        self._sequences: list[_Sequence] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._status = StatusCode.CANCELLED
+        """How it ended for the client: it has left, unless it was told something else."""
+
+    def submit(self, request: Request, text: TextStream, seen: Piece) -> None:
+        """Hand one more sequence to the pool. `seen`: what `text` made of its committed tokens."""
+        assert request.timeout_s is not None
+        live = self._router.submit(request, request.timeout_s)
+        taken = len(request.committed)
+        self._sequences.append(_Sequence(len(self._sequences), live, text, taken, seen.stop))
+        if seen.stop is not None:
+            self._router.cancel(live)
+
+    def seed(self, index: int) -> int | None:
+        """Of a sequence that is sampled."""
+        sampling = self._sequences[index].live.request.sampling
+        return sampling.seed if self.call.sampled else None
+
+    def close(self) -> int:
+        """Cancel what has not ended. Returns the tokens that all sequences have used."""
+        for task in self._tasks:
+            task.cancel()
+        lives = [sequence.live for sequence in self._sequences]
+        for live in lives:
+            if not live.ended.is_set():
+                self._router.cancel(live)
+        begun_s = [live.first_s for live in lives if live.first_s]
+        first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
+        total_s = self._clock() - self._arrived_s
+        self._meter.answered(self._status.name, first_s, total_s)
+        served = [live for live in lives if live.reject is None]
+        prompt_tokens = sum(len(live.request.prompt) for live in served)
+        new_tokens = sum(len(live.tokens) for live in served)
+        self._log(lives, prompt_tokens, new_tokens, first_s, total_s)
+        return prompt_tokens + new_tokens
+
+    def _log(
+        self,
+        lives: Sequence[LiveRequest],
+        prompt_tokens: int,
+        new_tokens: int,
+        first_s: float,
+        total_s: float,
+    ) -> None:
+        """One line for a call that has ended. An id is the client's text: it is quoted."""
+        usages = [live.finish.usage for live in lives if live.finish is not None]
+        steps = sum(usage.steps for usage in usages)
+        committed = sum(usage.accepted_tokens + usage.steps for usage in usages)
+        replicas = dict.fromkeys(name for usage in usages for name in usage.replicas)
+        log.info(
+            "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
+            " first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
+            self.call.request_id or lives[0].pool_id,
+            self._status.name,
+            len(lives),
+            prompt_tokens,
+            sum(usage.cached_tokens for usage in usages),
+            new_tokens,
+            first_s,
+            total_s,
+            committed / steps if steps else 0.0,
+            ",".join(replicas) or "-",
+        )
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        left = len(self._sequences)
+        source = self._of(self._sequences[0]) if left == 1 else self._merged()
+        try:
+            async for delta in source:
+                refusal = delta.end.refusal if delta.end is not None else None
+                left -= delta.end is not None
+                if refusal is not None:
+                    self._status = refusal.code
+                elif not left:
+                    self._status = StatusCode.OK
+                if self.call.stream:
+                    self._meter.chunk()
+                yield delta
+                if refusal is not None:
+                    return
+        except Refused as refused:
+            self._status = refused.refusal.code
+            raise
+
+    async def _merged(self) -> AsyncIterator[Delta]:
+        """The deltas of several sequences as they come."""
+        ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=1)
+
+        async def pump(sequence: _Sequence) -> None:
+            try:
+                async for delta in self._of(sequence):
+                    await ready.put(delta)
+            except Exception as error:
+                # Raised where the deltas are read.
+                await ready.put(error)
+
+        self._tasks = [asyncio.create_task(pump(sequence)) for sequence in self._sequences]
+        left = len(self._tasks)
+        while left:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.end is not None
+            yield item
+
+    async def _of(self, sequence: _Sequence) -> AsyncIterator[Delta]:
+        """Of one sequence: text and tokens with pauses between, the last ones with the end.
+
+        Without a stream and without stop strings nothing is looked at before the end.
+        """
+        live, streamed = sequence.live, self.call.stream
+        update = live.changed if streamed or self.call.stop else live.ended
+        text, tokens = "", list[int]()
+        while sequence.stop is None and not live.ended.is_set():
+            await update.wait()
+            live.changed.clear()
+            text, tokens = await self._taken(sequence, text, tokens)
+            if not tokens or sequence.stop is not None or live.ended.is_set():
+                continue
+            if streamed:
+                yield Delta(sequence.index, text, tokens)
+                text, tokens = "", []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s()):
+                    await live.ended.wait()
+        text, tokens = await self._taken(sequence, text, tokens)
+        try:
+            rest, end = await self._end(sequence)
+        except Refused:
+            if tokens and streamed:
+                yield Delta(sequence.index, text, tokens)
+            raise
+        yield Delta(sequence.index, text + rest, tokens, end)
+
+    def _pause_s(self) -> float:
+        """Between two deltas of one stream; grows with the streams that share the CPU."""
+        config = self._config
+        return max(config.coalesce_ms / 1000, self._router.unfinished / config.chunks_per_s)
+
+    async def _taken(
+        self, sequence: _Sequence, text: str, tokens: list[int]
+    ) -> tuple[str, list[int]]:
+        """`text` and `tokens` with what came since; a stop string cancels the request."""
+        live = sequence.live
+        while sequence.stop is None and (new := live.tokens[sequence.taken :]):
+            piece = await push_in_slices(sequence.text, new)
+            sequence.taken += piece.tokens
+            text, tokens = text + piece.text, tokens + new[: piece.tokens]
+            if piece.stop is not None:
+                sequence.stop = piece.stop
+                self._router.cancel(live)
+        return text, tokens
+
+    async def _end(self, sequence: _Sequence) -> tuple[str, SequenceEnd]:
+        """The rest of the text, and how the sequence ended. Raises Refused."""
+        live = sequence.live
+        rest, refusal = "", None
+        if sequence.stop is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_USAGE_WAIT_S):
+                    await live.ended.wait()
+            finish = live.finish or Finish(live.pool_id, FinishReason.STOP, Usage())
+        else:
+            finish = self._finish(live)
+            refusal = refusal_of_finish(finish, self.call.request_id)
+            if refusal is None:
+                # Else what is held back stays so: a continuation from these tokens gives it, whole.
+                piece = sequence.text.finish()
+                rest, sequence.stop = piece.text, piece.stop
+        now_s = self._clock()
+        return rest, SequenceEnd(
+            reason=FinishReason.STOP if sequence.stop is not None else finish.reason,
+            prompt_tokens=len(live.request.prompt),
+            completion_tokens=sequence.taken,
+            usage=finish.usage,
+            seed=self.seed(sequence.index),
+            stop=sequence.stop,
+            message=finish.message,
+            first_token_s=(live.first_s or now_s) - self._arrived_s,
+            total_s=now_s - self._arrived_s,
+            refusal=refusal,
+        )
+
+    def _finish(self, live: LiveRequest) -> Finish:
+        """What the pool said of a request that has ended. Raises Refused where it served none."""
+        if live.unreachable:
+            stopping = self._router.stopping.is_set()
+            message = STOPPING if stopping else "the pool does not answer"
+            raise Refused(Refusal(StatusCode.UNAVAILABLE, message))
+        if (reject := live.reject) is not None:
+            name = call_field(reject.field, self.call)
+            message = f"{name}: {reject.message}" if name else reject.message
+            self._meter.refused(CODES[reject.code])
+            raise Refused(Refusal(CODES[reject.code], message, reject.retry_after_s, name))
+        assert live.finish is not None
+        return live.finish
+
+
+async def push_in_slices(text: TextStream, tokens: Sequence[int]) -> Piece:
+    """Push tokens in slices, between which the event loop runs other tasks."""
+    piece = text.push(tokens[:_SLICE_TOKENS])
+    if len(tokens) <= _SLICE_TOKENS or piece.stop is not None:
+        return piece
+    texts, used = [piece.text], piece.tokens
+    while used < len(tokens) and piece.stop is None:
+        await asyncio.sleep(0)
+        piece = text.push(tokens[used : used + _SLICE_TOKENS])
+        texts.append(piece.text)
+        used += piece.tokens
+    return Piece("".join(texts), used, piece.stop)

@@ -1,0 +1,1 @@
+"""The gRPC edge: what Serve's proxy calls, translated for the service and back."""

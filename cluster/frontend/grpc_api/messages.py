@@ -1,0 +1,108 @@
+"""From a GenerateRequest to a call, and from the end of a sequence to an End."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cluster.frontend.admission.control import Caller
+from cluster.frontend.calls import (
+    ChatPrompt,
+    GenerateCall,
+    Prompt,
+    SequenceEnd,
+    TextPrompt,
+    TokenPrompt,
+)
+from protos import lockstep_pb2 as pb
+from scheduler.errors import InvalidRequest
+from scheduler.messages import FinishReason, Priority
+
+_FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+    FinishReason.FAILED: pb.FINISH_REASON_FAILED,
+}
+
+_PRIORITIES: Mapping[int, Priority | None] = {
+    pb.PRIORITY_UNSPECIFIED: None,
+    pb.PRIORITY_HIGH: Priority.HIGH,
+    pb.PRIORITY_NORMAL: Priority.NORMAL,
+    pb.PRIORITY_LOW: Priority.LOW,
+}
+
+
+def to_call(
+    message: pb.GenerateRequest, caller: Caller, stream: bool, bytes_max: int
+) -> GenerateCall:
+    """Raises InvalidRequest for what a call cannot hold."""
+    if (size := message.ByteSize()) > bytes_max:
+        raise InvalidRequest("request", f"{size} bytes, at most {bytes_max} allowed")
+    has = message.HasField
+    try:
+        priority = _PRIORITIES[message.priority]
+    except KeyError:
+        raise InvalidRequest("priority", f"{message.priority} names no class") from None
+    draft_len = message.draft_len if has("draft_len") else None
+    if has("speculation") and not message.speculation:
+        draft_len = 0
+    return GenerateCall(
+        caller=caller,
+        prompts=(_prompt(message),),
+        stream=stream,
+        request_id=message.request_id,
+        priority=priority,
+        timeout_s=message.timeout_s if has("timeout_s") else None,
+        max_new_tokens=message.max_new_tokens if has("max_new_tokens") else None,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if has("top_p") else 1.0,
+        min_p=message.min_p,
+        seed=message.seed if has("seed") else None,
+        stop=message.stop,
+        stop_token_ids=message.stop_token_ids,
+        ignore_eos=message.ignore_eos,
+        draft_len=draft_len,
+        committed_token_ids=message.committed_token_ids,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _prompt(message: pb.GenerateRequest) -> Prompt:
+    """Raises InvalidRequest unless it is given in exactly one form."""
+    form = message.WhichOneof("input")
+    if form and message.messages:
+        raise InvalidRequest("messages", f"{form} is given as well; exactly one is allowed")
+    if message.messages:
+        return ChatPrompt([{"role": one.role, "content": one.content} for one in message.messages])
+    if form == "prompt_token_ids":
+        return TokenPrompt(message.prompt_token_ids.ids)
+    if form == "prompt":
+        return TextPrompt(message.prompt)
+    raise InvalidRequest("prompt", "one of prompt, prompt_token_ids and messages must be given")
+
+
+def to_end(end: SequenceEnd) -> pb.End:
+    usage = end.usage
+    return pb.End(
+        finish_reason=_FINISH_REASONS[end.reason],
+        usage=pb.Usage(
+            prompt_tokens=end.prompt_tokens,
+            completion_tokens=end.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        speculation=pb.Speculation(
+            steps=usage.steps,
+            draft_tokens=usage.draft_tokens,
+            accepted_tokens=usage.accepted_tokens,
+            accepted_at=usage.accepted_at,
+        ),
+        replicas=usage.replicas,
+        recovered=usage.recovered,
+        seed=end.seed,
+        stop=end.stop,
+        first_token_s=end.first_token_s,
+        total_s=end.total_s,
+        message=end.message,
+    )

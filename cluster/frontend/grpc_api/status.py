@@ -1,0 +1,107 @@
+"""What the pool says of itself, as the answer to a Status call."""
+
+from __future__ import annotations
+
+import math
+
+from cluster.frontend.metrics import Totals
+from cluster.pool.protocol import PoolView
+from protos import lockstep_pb2 as pb
+from scheduler.draft_length.estimates import Beliefs, LinearCost
+from scheduler.status import ReplicaStatus
+
+
+def to_status(view: PoolView) -> pb.StatusResponse:
+    status = view.status
+    totals = Totals.of(status)
+    return pb.StatusResponse(
+        ready=not view.stopping and any(not replica.draining for replica in status.replicas),
+        stopping=view.stopping,
+        pool_incarnation=view.incarnation,
+        pool_uptime_s=view.uptime_s,
+        replicas=[_replica(replica) for replica in status.replicas],
+        waiting=status.waiting,
+        running=status.live - status.waiting,
+        requests_finished=sum(status.finished.values()),
+        tokens_committed=totals.committed_tokens,
+        steps=totals.steps,
+        row_steps=totals.row_steps,
+        draft_tokens=totals.draft_tokens,
+        accepted_tokens=totals.accepted_tokens,
+        acceptance=totals.acceptance,
+        group_spread_mean=totals.spread_mean,
+        waiting_tokens=status.waiting_tokens,
+        outstanding_tokens=status.outstanding_tokens,
+        tokens_per_s=status.tokens_per_s,
+        preempted=status.preempted,
+        moved=status.moved,
+        recovered=status.recovered,
+        shards=[
+            *(_shard(shard) for shard in view.shards),
+            *(pb.ShardStatus(name=name, silent=True) for name in view.silent),
+        ],
+        groups=totals.groups,
+        group_spread_sum=totals.spread_sum,
+        kv_positions_own=totals.kv_positions_own,
+        kv_positions_read=totals.kv_positions_read,
+        prefill_tokens=totals.prefill_tokens,
+        reused_tokens=totals.reused_tokens,
+    )
+
+
+def _shard(view: PoolView) -> pb.ShardStatus:
+    status = view.status
+    return pb.ShardStatus(
+        name=view.name,
+        incarnation=view.incarnation,
+        uptime_s=view.uptime_s,
+        serving=sum(not replica.draining for replica in status.replicas),
+        waiting=status.waiting,
+        running=status.live - status.waiting,
+        outstanding_tokens=status.outstanding_tokens,
+        tokens_per_s=status.tokens_per_s,
+    )
+
+
+def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
+    spec = replica.spec
+    return pb.ReplicaStatus(
+        id=replica.id,
+        draining=replica.draining,
+        residents=replica.residents,
+        orders_in_flight=replica.batches_in_flight,
+        kv_blocks=replica.kv_blocks_total,
+        kv_blocks_free=replica.kv_blocks_total - replica.kv_blocks_used,
+        block_size=spec.block_size,
+        context_len=spec.context_len,
+        target=spec.target,
+        draft=spec.draft,
+        device=spec.device,
+        dtype=spec.dtype,
+        vocab_size=spec.vocab_size,
+        attention=spec.attention,
+        arithmetic=spec.arithmetic,
+        beliefs=_beliefs(replica.beliefs),
+    )
+
+
+def _beliefs(beliefs: Beliefs) -> pb.ReplicaBeliefs:
+    return pb.ReplicaBeliefs(
+        draft_len=beliefs.draft_len,
+        steps=beliefs.steps,
+        step_s=beliefs.step_s,
+        trip_s=beliefs.trip_s,
+        acceptance_greedy=beliefs.acceptance_greedy,
+        acceptance_sampled=beliefs.acceptance_sampled,
+        draft=_cost(beliefs.draft),
+        verify=_cost(beliefs.verify),
+        prefill=_cost(beliefs.prefill),
+        verified=beliefs.verified,
+        packed=_cost(beliefs.packed),
+        rest=_cost(beliefs.rest),
+        apart_positions=beliefs.apart_positions if math.isfinite(beliefs.apart_positions) else None,
+    )
+
+
+def _cost(cost: LinearCost) -> pb.LinearCost:
+    return pb.LinearCost(fixed_s=cost.fixed_s, token_s=cost.token_s, kv_s=cost.kv_s)

@@ -1,0 +1,52 @@
+"""What all routes share: the caller of a request, and errors in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from grpc import StatusCode
+
+from cluster.frontend.admission.control import Caller
+from cluster.frontend.status_codes import MEANINGS, Refusal
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def caller_of(request: Request) -> Caller:
+    address = request.client.host if request.client else ""
+    return Caller.from_headers(request.headers.items(), address)
+
+
+def refusal_body(refusal: Refusal) -> dict[str, object]:
+    """`code` is gRPC's name of the status, `param` the field that is wrong or null."""
+    return error_body(
+        refusal.code.name,
+        refusal.short_message,
+        MEANINGS[refusal.code].http,
+        refusal.field,
+    )
+
+
+def error_body(code: str, message: str, status: int, param: str = "") -> dict[str, object]:
+    param = param.encode("utf-8", "replace").decode()
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
+
+
+def error_response(code: str, message: str, status: int, param: str = "") -> JSONResponse:
+    return JSONResponse(error_body(code, message, status, param), status_code=status)
+
+
+def refusal_response(refusal: Refusal) -> JSONResponse:
+    headers = dict(refusal.headers)
+    if refusal.code is StatusCode.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(
+        refusal_body(refusal), status_code=MEANINGS[refusal.code].http, headers=headers
+    )

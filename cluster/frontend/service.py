@@ -1,0 +1,208 @@
+"""The one core behind every protocol: admits a call, tokenizes it and hands it to the pool.
+
+An edge parses a message into a `GenerateCall`, opens it here and translates the deltas of the
+`Answer`. Knows no Ray and no protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from grpc import StatusCode
+
+from cluster.config import ClusterConfig
+from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
+from cluster.frontend.answer import Answer, push_in_slices
+from cluster.frontend.calls import (
+    ChatPrompt,
+    GenerateCall,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    call_field,
+    check_call,
+)
+from cluster.frontend.metrics import FrontendMeter
+from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
+from cluster.frontend.target_text import TargetText
+from cluster.frontend.text import TextStream
+from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
+from cluster.pool.shard_router import ShardLinks
+from scheduler.errors import InvalidRequest, LockstepError, Overloaded
+from scheduler.messages import Priority, Request, SamplingParams
+from scheduler.validation import SEED_MAX, check_request
+
+
+class FrontendService:
+    """All calls of one frontend process. Call `start` on an event loop."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        pools: Sequence[PoolPort],
+        text: TargetText,
+        name: str,
+        meter: FrontendMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pools`: one per shard."""
+        self.config = config
+        self._text = text
+        pool = config.pool
+        self._router = ShardLinks(
+            pools, config.pool_names, name, pool.poll_s, pool.move_s, pool.unreachable_s, clock
+        )
+        self._meter = meter or FrontendMeter()
+        self._clock = clock
+        self._admission = AdmissionControl(config.auth, config.ingress, clock)
+
+    def start(self) -> None:
+        self._router.start()
+
+    def check(self) -> None:
+        """Raises RuntimeError when the loops between frontend and pool have died."""
+        self._router.check()
+
+    async def close(self) -> None:
+        await self._router.close()
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set while the server accepts no new request."""
+        return self._router.stopping
+
+    async def ready(self) -> bool:
+        """Whether a replica has its models in memory."""
+        try:
+            view = await self._router.status()
+        except PoolUnreachable:
+            return False
+        return not view.stopping and any(not replica.draining for replica in view.status.replicas)
+
+    async def status(self) -> PoolView:
+        """What the pool is doing. Raises Refused."""
+        with self.refusals():
+            return await self._router.status()
+
+    def check_caller(self, caller: Caller) -> None:
+        """To be called before a request is parsed: its errors tell of it. Raises Refused."""
+        with self.refusals():
+            self._admission.check(caller)
+
+    @asynccontextmanager
+    async def open(self, call: GenerateCall) -> AsyncIterator[Answer]:
+        """Admit a call and hand it to the pool. Raises Refused.
+
+        On leaving, sequences that have not ended are cancelled.
+        """
+        arrived_s = self._clock()
+        with self.refusals(call):
+            admitted = self._admission.admit(call.caller, call.sequences)
+            try:
+                answer = await self._submit(call, admitted, arrived_s)
+            except BaseException:
+                admitted.close()
+                raise
+        try:
+            yield answer
+        finally:
+            admitted.close(answer.close())
+
+    @contextmanager
+    def refusals(self, call: GenerateCall | None = None) -> Iterator[None]:
+        """Errors become refusals that name the call's fields, and are counted. Raises Refused."""
+        try:
+            yield
+        except Refused as refused:
+            self._meter.refused(refused.refusal.code)
+            raise
+        except LockstepError as error:
+            if isinstance(error, InvalidRequest) and call is not None:
+                error = InvalidRequest(call_field(error.field, call), error.reason)
+            refusal = refusal_of_error(error)
+            self._meter.refused(refusal.code)
+            raise Refused(refusal) from None
+
+    async def _submit(self, call: GenerateCall, admitted: Admitted, arrived_s: float) -> Answer:
+        """All checks of all sequences come before any token is decoded or any request sent."""
+        if self.stopping.is_set():
+            raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
+        check_call(call, self.config, self._text.context_len)
+        priority = admitted.priority(call.priority)
+        unfinished = self._router.unfinished
+        if unfinished + call.sequences > self.config.ingress.requests_max:
+            raise Overloaded(f"{unfinished} requests are in flight already")
+        requests: list[Request] = []
+        for prompt in call.prompts:
+            requests += await self._requests(call, prompt, priority, admitted.tenant)
+        admitted.charge(sum(request.length_max for request in requests))
+        answer = Answer(call, arrived_s, self._router, self._meter, self.config, self._clock)
+        begun = []
+        for request in requests:
+            text = TextStream(self._text.tokenizer, request.prompt, call.stop)
+            begun.append((request, text, await push_in_slices(text, request.committed)))
+        # Without a pause in between: they are submitted together.
+        for request, text, seen in begun:
+            answer.submit(request, text, seen)
+        return answer
+
+    async def _requests(
+        self, call: GenerateCall, prompt: Prompt, priority: Priority, tenant: str
+    ) -> list[Request]:
+        """One for each choice of a prompt; may draw a seed. Raises InvalidRequest."""
+        config = self.config.ingress
+        tokens = await self._tokens(prompt)
+        chat = isinstance(prompt, ChatPrompt)
+        own_ends = self._text.end_of_turn_ids if chat else self._text.eos_token_ids
+        ends = (*call.stop_token_ids, *(() if call.ignore_eos else own_ends))
+        left = max(self._text.context_len - len(tokens), 1)
+        most = call.max_new_tokens
+        seed = call.seed
+        if seed is None:
+            seed = secrets.randbelow(SEED_MAX) if call.sampled else 0
+        sampling = SamplingParams(
+            temperature=call.temperature,
+            top_k=call.top_k,
+            top_p=call.top_p,
+            min_p=call.min_p,
+            seed=seed,
+        )
+        request = Request(
+            id="unsent",
+            prompt=tokens,
+            max_new_tokens=min(config.max_new_tokens, left) if most is None else most,
+            sampling=sampling,
+            stop_token_ids=tuple(dict.fromkeys(ends)),
+            draft_len=call.draft_len,
+            timeout_s=config.timeout_s if call.timeout_s is None else call.timeout_s,
+            committed=tuple(call.committed_token_ids),
+            priority=priority,
+            tenant=tenant,
+            cache_salt=call.cache_salt,
+        )
+        check_request(request, self.config.scheduler, self._text.spec)
+        others = [
+            replace(request, sampling=replace(sampling, seed=(seed + choice) % SEED_MAX))
+            for choice in range(1, call.choices)
+        ]
+        return [request, *others]
+
+    async def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Long texts are tokenized on a thread, off the event loop. Raises InvalidRequest."""
+        encode: Callable[[], tuple[int, ...]]
+        match prompt:
+            case TokenPrompt(ids):
+                return tuple(ids)
+            case TextPrompt(text):
+                encode, size = partial(self._text.encode, text), len(text)
+            case ChatPrompt(messages):
+                encode, size = partial(self._text.encode_chat, messages), prompt.size
+        if size <= self.config.ingress.tokenize_inline_bytes:
+            return encode()
+        return await asyncio.to_thread(encode)

@@ -1,0 +1,104 @@
+"""What pydantic refuses, as sentences: the field, the value, and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+_RULES: Mapping[str, str] = {
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must have a character at least",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+"""By pydantic's type of error; filled in with its context."""
+_KINDS: Mapping[str, str] = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be a text",
+    "tuple": "must be a list",
+    "list": "must be a list",
+    "dict": "must be a mapping",
+    "model": "must be a mapping",
+    "finite": "must be a finite number",
+    "byte": "must be a size in bytes, as 512MiB",
+}
+"""By the first word of the type of error."""
+_VALUE_CHARS_MAX = 80
+
+
+def sentences(
+    error: ValidationError,
+    model: type[BaseModel],
+    more: Iterable[str] = (),
+    values: bool = True,
+) -> str:
+    """One for each error, joined by semicolons.
+
+    `model`: what was validated, or a list of it. `more`: names that are allowed at the top beside
+    its own. `values`: whether a wrong value is shown.
+    """
+    return "; ".join(_sentence(dict(item), model, more, values) for item in error.errors())
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """A question with the nearest name, to stand behind a sentence; empty if none is near."""
+    near = difflib.get_close_matches(name[:_VALUE_CHARS_MAX], list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _sentence(
+    item: dict[str, Any], model: type[BaseModel], more: Iterable[str], values: bool
+) -> str:
+    place: Sequence[str | int] = item["loc"]
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        names = list(_fields(model, place[:-1]))
+        if len(place) == 1:
+            names += more
+        reason = "unknown name" + did_you_mean(str(place[-1]), names)
+    elif kind == "missing":
+        reason = "must be given"
+    elif kind in ("value_error", "assertion_error"):
+        reason = str(context.get("error", item["msg"]))
+    else:
+        rule = _RULES.get(kind) or _KINDS.get(kind.partition("_")[0])
+        limits = {name: _whole(value) for name, value in context.items()}
+        reason = rule.format(**limits) if rule else item["msg"]
+        if values:
+            reason += f", is {_shown(item['input'])}"
+    # What concerns several fields has no place of its own.
+    return ": ".join(part for part in (".".join(map(str, place)), reason) if part)
+
+
+def _whole(value: Any) -> Any:
+    """A limit without a fraction of zero."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _VALUE_CHARS_MAX else text[:_VALUE_CHARS_MAX] + "..."
+
+
+def _fields(model: type[BaseModel], place: Sequence[str | int]) -> Iterable[str]:
+    """Names of the fields of the model at a place inside `model`."""
+    for name in place:
+        if isinstance(name, int):
+            continue
+        field = model.model_fields.get(name)
+        kinds = typing.get_args(field.annotation) or (field.annotation,) if field else ()
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
+            return ()
+        model = inner[0]
+    return model.model_fields

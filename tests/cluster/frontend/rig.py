@@ -1,0 +1,88 @@
+"""A frontend with a pool and fake replicas in one event loop, and what Serve gives to an RPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from grpc import StatusCode
+
+from cluster.config import ClusterConfig, from_args
+from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.service import FrontendService
+from cluster.pool.actor import PoolActor
+from cluster.worker.worker import ReplicaRunner, _Stop
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
+from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
+
+CONFIG = from_args({"pool": {"gather_ms": 2}, "ingress": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
+PROMPT = "the quick"
+PROMPT_IDS = tokenizer().encode(PROMPT).ids
+
+
+class Context:
+    """What Serve hands to an RPC, as far as it is used."""
+
+    def __init__(self, authorization: str | None = None, peer: str = "ipv4:127.0.0.1:5000") -> None:
+        self.code: StatusCode | None = None
+        self.details = ""
+        self.trailing: dict[str, str] = {}
+        self._peer = peer
+        self._metadata = [] if authorization is None else [("authorization", authorization)]
+
+    def invocation_metadata(self) -> list[tuple[str, str | bytes]]:
+        return [*self._metadata]
+
+    def peer(self) -> str:
+        return self._peer
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
+        self.trailing = dict(trailing_metadata)
+
+    def set_code(self, code: StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+
+@asynccontextmanager
+async def frontend(
+    step_s: float = 0.0, config: ClusterConfig = CONFIG, replicas: int = 1
+) -> AsyncIterator[GrpcApi]:
+    pool = PoolActor(config)
+    runners = [
+        ReplicaRunner(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
+    ]
+    made = GrpcApi(FrontendService(config, [pool], load_fake_text(ReplicaConfig()), "frontend"))
+    async with asyncio.timeout(100):
+        for runner in runners:
+            await runner.start()
+        while len(pool._replicas) < replicas:
+            await asyncio.sleep(0.005)
+        made.service.start()
+        yield made
+        await made.close()
+        for runner in runners:
+            runner._puller.cancel()
+            runner._jobs.put(_Stop())
+        if pool._ticker is not None:
+            pool._ticker.cancel()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Bounded by the frontend's own time."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def stream(
+    made: GrpcApi, request: pb.GenerateRequest, context: Context
+) -> list[pb.GenerateChunk]:
+    return [chunk async for chunk in made.GenerateStream(request, context)]
+
+
+def text_of(tokens: list[int]) -> str:
+    return tokenizer().decode(PROMPT_IDS + tokens)[len(PROMPT) :]
