@@ -26,7 +26,7 @@ from pydantic import (
 
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
-from scheduler.scaling.autoscaling import AutoscalingConfig
+from scheduler.scaling import AutoscalingConfig
 
 
 class _Settings(BaseModel):
