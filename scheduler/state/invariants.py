@@ -1,7 +1,6 @@
 """The invariants of the pool's books, asserted. Tests call this after each event.
 
-O(everything), so production never does. It changes nothing, also not what is brought up to date
-only when somebody asks: that would hide what happens where nobody has.
+O(everything), so production never does. It changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def check_pool(pool: Pool) -> None:
     for replica in pool.replicas.values():
         _check_replica(pool, replica)
     takes = sorted((one.load, one.id) for one in pool.replicas.values() if pool.takes_more(one))
-    assert pool.open == takes, "a replica has changed and nobody said so"
+    assert pool.open == takes, "replicas that take more"
     due = {(number, sequence_id) for _, number, sequence_id in pool.deadlines}
     for sequence in pool.sequences.values():
         if sequence.deadline_s is not None and sequence.live:
