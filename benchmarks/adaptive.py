@@ -21,7 +21,6 @@ from random import Random
 
 from benchmarks.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
-from scheduler.batching.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length.estimates import LinearCost
 from scheduler.messages import (
@@ -138,7 +137,7 @@ class VirtualReplica:
 
     def _times(self, batch: Batch) -> StepTimes:
         if batch.kind is BatchKind.PREFILL:
-            spent_s = PREFILL(prefill_tokens(batch), 0)
+            spent_s = PREFILL(batch.prefill_tokens, 0)
             return StepTimes(prefill_s=spent_s, total_s=spent_s)
         rows, longest = len(batch.rows), batch.rows[-1].length
         draft_s, verify_s = _parts(rows, batch.draft_len, longest, self._tile)

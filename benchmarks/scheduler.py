@@ -29,7 +29,6 @@ from statistics import fmean, median
 
 from benchmarks.report import table, write_json
 from cluster.garbage import collect_seldom
-from scheduler.batching.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
@@ -216,7 +215,7 @@ class Load:
 def _times(batch: Batch) -> StepTimes:
     """Like a small GPU's."""
     if batch.kind is BatchKind.PREFILL:
-        spent_s = 1e-3 + 2e-5 * prefill_tokens(batch)
+        spent_s = 1e-3 + 2e-5 * batch.prefill_tokens
         return StepTimes(prefill_s=spent_s, total_s=spent_s)
     draft_s = batch.draft_len * (1e-3 + 1e-5 * len(batch.rows))
     verify_s = 8e-3 + 2e-5 * len(batch.rows) * (batch.draft_len + 1) + 1e-8 * _kv_read(batch)

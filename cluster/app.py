@@ -39,7 +39,7 @@ from cluster.serve_app import ServeApp, began_ray_here
 from cluster.worker.ranks import RankProcess, RayRank, bundles, host_of, without_progress_bars
 from cluster.worker.worker import HostedReplica, ReplicaRunner
 from replicas.config import ReplicaConfig
-from scheduler.scaling.shards import shard_of_rank
+from scheduler.scaling import shard_of_rank
 
 APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (

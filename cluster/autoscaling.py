@@ -24,7 +24,7 @@ from ray.serve.config import AutoscalingPolicy
 
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import PoolView, merged_view
-from scheduler.scaling.autoscaling import (
+from scheduler.scaling import (
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,

@@ -27,7 +27,7 @@ from pydantic import (
 from cluster.sentences import sentences
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
-from scheduler.scaling.autoscaling import AutoscalingConfig
+from scheduler.scaling import AutoscalingConfig
 
 
 class _Settings(BaseModel):

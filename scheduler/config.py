@@ -16,11 +16,11 @@ class SchedulerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a group (the batch size).")
+    rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a batch (the batch size).")
     apart_positions: int | None = Field(
         default=None,
         ge=0,
-        description="A group whose rows read so many KV positions beyond their own is cut in two,"
+        description="A batch whose rows read so many KV positions beyond their own is cut in two,"
         " where rows read as far as the longest. None: by cost, as many as one more step is worth.",
     )
     draft_len: int | None = Field(
@@ -65,8 +65,8 @@ class SchedulerConfig(BaseModel):
         default=4,
         ge=1,
         le=1000,
-        description="Rounds (groups that hold all residents once) that a resident waits at most"
-        " between two steps; the more, the less its length differs from its group's. 1: residents"
+        description="Rounds (batches that hold all residents once) that a resident waits at most"
+        " between two steps; the more, the less its length differs from its batch's. 1: residents"
         " step in order of arrival.",
     )
     prefill_rows_max: int = Field(
@@ -85,13 +85,6 @@ class SchedulerConfig(BaseModel):
         default=True,
         description="While rows step, fill as much at once as takes the time of a step or so, by"
         " measured times; false: prefill_tokens_max.",
-    )
-    gather_batches: int = Field(
-        default=1,
-        ge=0,
-        le=64,
-        description="Decode batches that a few short prompts wait for others to share their prefill"
-        " batch, while other rows run. 0: they never wait.",
     )
     residents_max: int = Field(
         default=256, ge=1, description="Sequences whose KV cache a replica holds at once."

@@ -1,13 +1,12 @@
 """Everything that crosses the scheduler's door: events in, actions out, and what they carry.
 
 All are frozen dataclasses without behaviour, so that Ray, the in-process engine and the simulator
-speak one language; those that every batch needs are records, see `records`. Token ids are plain
-ints, lengths are in tokens, times in seconds.
+speak one language. Token ids are plain ints, lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -55,7 +54,7 @@ class Request:
     """Tokens that an earlier incarnation of the pool delivered; they count as new tokens."""
     priority: Priority = Priority.NORMAL
     tenant: str = ""
-    """Whom the request counts for where tenants share a contended pool."""
+    """The request counts for this one where tenants share a contended pool."""
     cache_salt: str = ""
     """KV blocks are shared only between requests of the same salt."""
     decoding: Any = None
@@ -130,7 +129,7 @@ class Batch:
     prefill: tuple[PrefillRow, ...] = ()
     rows: tuple[StepRow, ...] = ()
     draft_len: int = 0
-    """k of the group: the largest draft_len of its rows."""
+    """k of the batch: the largest draft_len of its rows."""
     steps: int = 1
     """At most so many steps; the replica ends the batch early once a row has finished, or when it
     is interrupted."""
@@ -141,6 +140,21 @@ class Batch:
     trial: bool = False
     """Rows draft as many tokens as they are told, any tokens where the drafter has none: the time
     is what counts."""
+
+    @property
+    def row_ids(self) -> list[str]:
+        """Ids of the sequences that it holds."""
+        return [row.sequence_id for row in self.prefill or self.rows]
+
+    @property
+    def prefill_tokens(self) -> int:
+        """KV positions that it fills, those included that the replica may find filled."""
+        return sum(row.end - row.begin for row in self.prefill)
+
+    @property
+    def spread(self) -> int:
+        """Tokens between the longest and the shortest row of a speculate batch."""
+        return self.rows[-1].length - self.rows[0].length
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +257,7 @@ class ReplicaSpec:
     drafter: str = ""
     """What drafts, for people: the method, and what was found wrong with it when it was loaded."""
     rows_max: int | None = None
-    """Rows of a group that its memory lasts for; None: as many as the config says."""
+    """Rows of a batch that its memory lasts for; None: as many as the config says."""
     prefix_sharing: bool = False
     """Whether it keeps KV blocks of equal prefixes for others."""
     target: str = ""
@@ -260,7 +274,7 @@ class ReplicaSpec:
     trims_drafts: bool = False
     """Whether it obeys a batch's `verify_tokens`."""
     reads_apart: bool = False
-    """Whether a row of a group reads about as far as its own KV goes, not as far as the longest."""
+    """Whether a row of a batch reads about as far as its own KV goes, not as far as the longest."""
     timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
     """Trials that it ran before it joined; what the pool believes of its speed at first."""
 
@@ -274,12 +288,8 @@ class ReplicaSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
-    """What counts against a request, as far as a pool has found out; see `blame`.
-
-    With the request's content it is all that another pool needs to go on looking for who breaks
-    replicas: what tokens have cleared since shows in the content's length [tokens].
-    """
+class FailureRecord:
+    """What counts against a request; `faults` says when. It goes along to another pool."""
 
     failures: int = 0
     """In a row without a new token: batches with it alone that failed, and replicas that died."""
@@ -290,11 +300,22 @@ class Blame:
     kills: int = 0
     """Those of them that died with nothing else in flight."""
     rows_limit: int | None = None
-    """It runs in batches of at most so many rows, of suspects only; None: as all others do."""
+    """In quarantine: it runs in batches of at most so many rows, of rows in quarantine only, with
+    nothing else in flight on the replica. None: it runs as all others do."""
     broke_at: int = 0
-    """Longer content clears it of failures and attempts."""
-    suspect_until: int = 0
-    """Longer content lifts the limit of rows, too; at least `broke_at`."""
+    """Content that is longer [tokens] clears it of failures and attempts."""
+    quarantined_until: int = 0
+    """Content that is longer [tokens] ends the quarantine, too; at least `broke_at`."""
+
+    def at(self, length: int) -> FailureRecord:
+        """The record once the content has so many tokens."""
+        if length <= self.broke_at:
+            return self
+        limit = self.rows_limit if length <= self.quarantined_until else None
+        return replace(self, failures=0, attempts=0, rows_limit=limit)
+
+
+NO_FAILURES = FailureRecord()
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +327,7 @@ class Submit:
     checked: bool = False
     """Such a pool accepted it and knew replicas, so one can serve it. Which ones come back first
     after a restart is chance: it waits for one like those. Never a client's to say."""
-    blame: Blame = Blame()
+    record: FailureRecord = NO_FAILURES
     """What that pool has found out about it. Never a client's to say."""
 
 
@@ -337,8 +358,8 @@ class ReplicaLost:
     """All its residents wait again, with the tokens that they have committed."""
 
     replica_id: str
-    blamed: bool = True
-    """Whether the batch that it ran may have killed it; not so when it has left by itself."""
+    by_batch: bool = True
+    """Whether a batch in flight may have killed it; not so when it has left by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +417,7 @@ class Usage:
     replicas: tuple[str, ...] = ()
     """Replicas that served it, in order of first use."""
     recovered: int = 0
-    """How often it lost its place and was prefilled again: its replica was lost or drained, an
+    """How often it lost its place and was prefilled again: its replica was lost or drained, a
     batch with it failed, it was moved to a lighter replica, or KV blocks ran out."""
 
 
@@ -417,11 +438,11 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
-class Blamed:
-    """A batch or a replica broke with this live request; `blame` goes with it to another pool."""
+class RecordFailure:
+    """A batch or a replica broke with this live request: the record goes along to another pool."""
 
     request_id: str
-    blame: Blame
+    record: FailureRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +460,7 @@ class RejectCode(StrEnum):
     OVERLOADED = "overloaded"
     DUPLICATE = "duplicate"
     STOPPING = "stopping"
-    """Said by whoever drives the scheduler, never by the scheduler itself."""
+    """Said by the process that drives the scheduler, never by the scheduler itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +477,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """End this batch after the step in hand: somebody waits for it, or a row of it has ended.
+    """End this batch after the step in hand: other rows wait for it, or a row of it has ended.
 
     Only a wish: a batch that goes on is right all the same.
     """
@@ -476,4 +497,4 @@ class Release:
     sequence_ids: tuple[str, ...]
 
 
-Action = Dispatch | Interrupt | Emit | Blamed | Finish | Reject | Release
+Action = Dispatch | Interrupt | Emit | RecordFailure | Finish | Reject | Release

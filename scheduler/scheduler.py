@@ -13,24 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from scheduler.batching import rebalancing as balance
-from scheduler.batching.batches import batch_rows
-from scheduler.batching.dispatch import Dispatcher
-from scheduler.batching.placement import best_replica
+from scheduler.batching import Dispatcher, best_replica, lightest, rows_to_move
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length.policy import DraftPolicy, GoodputPolicy
 from scheduler.errors import InvalidRequest
-from scheduler.faults import quarantine as blame
+from scheduler.faults import batch_failed, is_guilty, replica_died
 from scheduler.messages import (
     Action,
-    Batch,
     BatchKind,
-    Blamed,
     Cancel,
     Emit,
     Event,
     Finish,
     FinishReason,
+    RecordFailure,
     Reject,
     RejectCode,
     Release,
@@ -46,10 +42,17 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.state.invariants import check_pool
-from scheduler.state.pool import Pool
-from scheduler.state.replica import Replica
-from scheduler.state.sequence import Answer, Move, Sequence, State, finished_before_start
+from scheduler.state import (
+    Answer,
+    InFlight,
+    Move,
+    Pool,
+    Replica,
+    Sequence,
+    State,
+    check_pool,
+    finished_before_start,
+)
 from scheduler.status import PoolStatus, pool_status
 from scheduler.validation import check_request
 
@@ -144,7 +147,8 @@ class Scheduler:
             self._reject(request, RejectCode.OVERLOADED, "", message)
             return
         sequence = pool.accept(request, now_s)
-        blame.resume(sequence, event.blame)
+        # Tokens that came since it was written count.
+        sequence.record = event.record.at(sequence.length)
         sequence.checked = bool(self._specs) or event.checked
         # A client may be reading the stream of one that carries tokens.
         pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
@@ -152,7 +156,7 @@ class Scheduler:
         if reason is not None:
             self._finish(sequence, reason)
             return
-        replica = best_replica(sequence, pool.open, pool.free, pool.replicas, self.config)
+        replica = best_replica(sequence, pool)
         if replica is not None:
             self._dispatcher.touch(replica.id)
 
@@ -187,21 +191,26 @@ class Scheduler:
         self._pool.drain(replica)
         self._dispatcher.interrupt(replica, self._out)
         self._hand_back(replica)
-        # A sequence that had claimed this replica may fit elsewhere.
+        # A sequence that had reserved this replica may fit elsewhere.
         self._dispatcher.offer_to_all()
 
     def _replica_lost(self, event: ReplicaLost, now_s: float) -> None:
         replica = self._pool.replicas.get(event.replica_id)
         if replica is None:
             return
-        in_flight = replica.rows_in_flight()
-        live = [one for one in in_flight if one.live]
-        batches = dict(replica.batches)
+        flights = list(replica.pipeline.batches.values())
+        rows = [row for one in flights for row in one.rows if row.live]
+        if event.by_batch:
+            replica_died(rows, flights)
         self._pool.lose(replica)
-        if event.blamed:
-            blame.killed(live, len(in_flight), batches)
-            self._fail_the_guilty(live, len(in_flight), "the replicas that ran it died")
-            self._tell_blame(live)
+        if event.by_batch:
+            in_flight = sum(len(one.rows) for one in flights)
+            for sequence in rows:
+                if is_guilty(sequence, in_flight, self.config.failures_max):
+                    deaths = sequence.record.deaths
+                    message = f"the replicas that ran it died, {deaths} in all"
+                    self._finish(sequence, FinishReason.FAILED, message)
+            self._tell_records(rows)
         self._policy.lost(replica.id)
         self._note_specs()
         self._dispatcher.offer_to_all()
@@ -211,11 +220,11 @@ class Scheduler:
         found = self._end_batch(result.replica_id, result.batch_id)
         if found is None:
             return
-        replica, batch = found
+        replica, flight = found
+        batch, sent_s = flight.batch, flight.sent_s
         committed = 0
-        answers = _answers(self._rows_back(replica, batch.id), result)
-        sent_id, sent_s = replica.sent_alone
-        trip_s = now_s - sent_s - result.times.total_s if sent_id == batch.id else None
+        answers = _answers(self._rows_back(replica, flight), result)
+        trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
         self._policy.observe(batch, result, answers, trip_s)
         if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(replica, answers)
@@ -227,7 +236,7 @@ class Scheduler:
                 if row.extras:
                     self._out.append(Emit(sequence.id, len(sequence.committed), (), row.extras))
         replica.figures.note(batch, result, committed)
-        replica.fails.discard(batch.kind)
+        replica.pipeline.failed.discard(batch.kind)
         replica.raise_rows_cap(batch)
         if replica.draining:
             self._hand_back(replica)
@@ -238,15 +247,16 @@ class Scheduler:
         found = self._end_batch(event.replica_id, event.batch_id)
         if found is None:
             return
-        replica, batch = found
-        size = len(batch_rows(batch))
-        rows = self._rows_back(replica, batch.id)
-        # Before they move: a suspect is ready apart from the others.
-        blame.failed(rows, size, replica.id, counts=batch.kind not in replica.fails)
-        replica.fails.add(batch.kind)
+        replica, flight = found
+        batch, failed = flight.batch, replica.pipeline.failed
+        size = len(flight.rows)
+        rows = self._rows_back(replica, flight)
+        # Before they move: a row in quarantine is ready apart from the others.
+        batch_failed(rows, size, replica.id, counts=batch.kind not in failed)
+        failed.add(batch.kind)
         if batch.kind is BatchKind.SPECULATE and size > 1:
             replica.lower_rows_cap(size // 2)
-        guilty = [one for one in rows if blame.is_guilty(one, size, self.config.failures_max)]
+        guilty = [one for one in rows if is_guilty(one, size, self.config.failures_max)]
         back = [one for one in rows if one not in guilty]
         if batch.kind is BatchKind.SPECULATE:
             for sequence in rows:
@@ -258,7 +268,7 @@ class Scheduler:
                 self._pool.move(sequence, Move.FILLED)
         for sequence in guilty:
             self._finish(sequence, FinishReason.FAILED, event.message)
-        self._tell_blame(rows)
+        self._tell_records(rows)
         self._send_back(replica, back)
         if replica.draining:
             self._hand_back(replica)
@@ -291,7 +301,7 @@ class Scheduler:
         waiting = self._pool.waiting
         if len(waiting) >= self.config.waiting_requests_max:
             return f"{len(waiting)} requests wait already"
-        # One that is longer than the whole bound comes in when nobody waits.
+        # One that is longer than the whole bound comes in when no other waits.
         if waiting and waiting.tokens + request.length_max > self.config.waiting_tokens_max:
             return f"requests of {waiting.tokens} tokens wait already"
         return ""
@@ -304,33 +314,27 @@ class Scheduler:
         wait_s = 0.1 * self._pool.expected(self._pool.waiting.tokens_left) / rate
         return min(max(wait_s, _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
 
-    def _fail_the_guilty(self, rows: list[Sequence], in_flight: int, why: str) -> None:
-        for sequence in rows:
-            if blame.is_guilty(sequence, in_flight, self.config.failures_max):
-                message = f"{why}, {sequence.deaths} in all"
-                self._finish(sequence, FinishReason.FAILED, message)
-
-    def _tell_blame(self, rows: list[Sequence]) -> None:
-        self._out.extend(Blamed(one.id, blame.record(one)) for one in rows if one.live)
+    def _tell_records(self, rows: list[Sequence]) -> None:
+        self._out.extend(RecordFailure(one.id, one.record) for one in rows if one.live)
 
     def _note_specs(self) -> None:
         specs = (replica.spec for replica in self._pool.replicas.values())
         self._specs = list(dict.fromkeys(specs))
 
-    def _end_batch(self, replica_id: str, batch_id: int) -> tuple[Replica, Batch] | None:
+    def _end_batch(self, replica_id: str, batch_id: int) -> tuple[Replica, InFlight] | None:
         """Takes a batch out of flight; None for one that is unknown or was answered before."""
         replica = self._pool.replicas.get(replica_id)
         if replica is None:
             return None
-        batch = self._pool.end_batch(replica, batch_id)
-        if batch is None:
+        flight = replica.pipeline.batches.pop(batch_id, None)
+        if flight is None:
             return None
         self._dispatcher.touch(replica_id)
-        return replica, batch
+        return replica, flight
 
-    def _rows_back(self, replica: Replica, batch_id: int) -> list[Sequence]:
+    def _rows_back(self, replica: Replica, flight: InFlight) -> list[Sequence]:
         """The live rows of a batch that has ended; leaving ones are let go."""
-        rows = replica.rows_of.pop(batch_id)
+        rows = flight.rows
         if not replica.rows_in[State.LEAVING]:
             return rows
         live = []
@@ -359,11 +363,12 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
         self._out.append(Finish(sequence.id, reason, sequence.usage(), message))
         replica_id = sequence.replica_id
-        if sequence.claim is not None:
-            self._dispatcher.touch(sequence.claim)
+        if sequence.reservation is not None:
+            self._dispatcher.touch(sequence.reservation)
         if replica_id is not None:
             replica = self._pool.replicas[replica_id]
-            if sequence.batch_id is not None and sequence.batch_id == replica.long:
+            long = replica.pipeline.long_batch()
+            if long is not None and long.batch.id == sequence.batch_id:
                 self._dispatcher.interrupt(replica, self._out)
         if self._pool.finish(sequence, reason) and replica_id is not None:
             self._release(replica_id, sequence.id)
@@ -381,16 +386,16 @@ class Scheduler:
 
     def _hand_back(self, replica: Replica) -> None:
         """A draining replica's rows wait again, but for those that batches hold."""
-        rows = [*replica.partial.values(), *replica.ready, *replica.suspects.values()]
+        rows = [*replica.partial.values(), *replica.ready, *replica.quarantined.values()]
         self._send_back(replica, rows)
 
     def _balance(self, replica: Replica) -> None:
         """Moves ready rows to a replica with far fewer, where that is worth their prefill."""
-        target = balance.lightest(replica, self._pool, self.config)
+        target = lightest(replica, self._pool, self.config)
         if target is None:
             return
         chunk = self._dispatcher.chunk(target)
-        rows = balance.rows_to_move(replica, target, self.config, chunk)
+        rows = rows_to_move(replica, target, self.config, chunk)
         if rows:
             self._pool.moved += len(rows)
             for sequence in rows:
@@ -403,7 +408,7 @@ class Scheduler:
 def _answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
     """These rows of a batch, each with what came back of it."""
     found: Iterable[RowResult] = result.rows
-    # They stand as in the order, unless some are leaving.
+    # They stand as in the batch, unless some are leaving.
     if [row.sequence_id for row in found] != [one.id for one in rows]:
         by_id = {row.sequence_id: row for row in found}
         found = [by_id.get(one.id) or RowResult(one.id) for one in rows]

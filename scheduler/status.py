@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from scheduler.draft_length.estimates import Beliefs
 from scheduler.draft_length.policy import DraftPolicy
 from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
-from scheduler.state.pool import Pool
-from scheduler.state.replica import Replica
+from scheduler.state import Pool, Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,12 @@ class ReplicaStatus:
     accepted_tokens: int
     committed_tokens: int
     spread_mean: float
-    """Tokens between the longest and the shortest row of a group, over its speculate batches."""
+    """Tokens between the longest and the shortest row of a batch, over its speculate batches."""
     kv_positions_own: int
     kv_positions_read: int
     last_times: StepTimes
     groups: int = 0
-    """Speculate batches answered, and the sum of their groups' spreads in tokens."""
+    """Speculate batches answered, and the sum of their spreads in tokens."""
     spread_sum: int = 0
     prefill_tokens: int = 0
     """KV positions that prefill batches computed, and those that sequences found when they came."""
@@ -97,7 +96,7 @@ def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
         spec=replica.spec,
         draining=replica.draining,
         residents=len(replica.residents),
-        batches_in_flight=len(replica.batches),
+        batches_in_flight=len(replica.pipeline),
         kv_blocks_used=replica.blocks_used,
         kv_blocks_total=replica.spec.kv_blocks,
         batches=figures.batches,

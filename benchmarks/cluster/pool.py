@@ -29,7 +29,7 @@ from cluster.pool.shard_router import ShardLinks
 from cluster.transport.line import Door, Line, LineServer, connect
 from cluster.worker.worker import ReplicaRunner
 from scheduler.messages import ReplicaSpec, Request
-from scheduler.scaling.shards import shard_of_rank
+from scheduler.scaling import shard_of_rank
 from scheduler.simulation import reference_output
 
 SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from scheduler.messages import Blame, Finish, Reject, Request, Usage
+from scheduler.messages import FailureRecord, Finish, Reject, Request, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class LiveRequest:
     checked: bool = False
     """Whether a pool that knew replicas has accepted it."""
     cancelled: bool = False
-    blame: Blame = field(default_factory=Blame)
+    record: FailureRecord = field(default_factory=FailureRecord)
     """What pools have found out about it; the next one is told."""
     recovered: int = 0
     earlier: dict[str, Usage] = field(default_factory=dict)

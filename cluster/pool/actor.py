@@ -37,13 +37,13 @@ from cluster.pool.protocol import (
 from cluster.transport.line import connection
 from scheduler.messages import (
     Action,
-    Blamed,
     Cancel,
     Dispatch,
     Emit,
     Event,
     Finish,
     Interrupt,
+    RecordFailure,
     Reject,
     RejectCode,
     Release,
@@ -303,7 +303,7 @@ class PoolActor:
                 if (owner := self._owners.get(request_id)) is not None:
                     self._post(owner.mailbox, (request_id, start, tokens), urgent=start == 0)
                 self._meter.committed(len(tokens))
-            case Blamed(request_id):
+            case RecordFailure(request_id):
                 if (owner := self._owners.get(request_id)) is not None:
                     self._post(owner.mailbox, action)
             case Finish(request_id):

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.pool.ack_queue import Mailbox
 from cluster.pool.protocol import News, ReleaseNote
 from cluster.transport.line import Connection
-from scheduler.messages import Batch, Blamed, Finish, Interrupt, ReplicaSpec
+from scheduler.messages import Batch, Finish, Interrupt, RecordFailure, ReplicaSpec
 
 _LOST_ASKS = 5
 """How often Ray is asked about a process whose connection has ended, in the time between two
@@ -77,7 +77,7 @@ class IngressPeer:
     """One session of an ingress."""
 
     heard_s: float
-    mailbox: Mailbox[News | Blamed | Finish]
+    mailbox: Mailbox[News | RecordFailure | Finish]
     requests: set[str] = field(default_factory=set)
     """Live ones."""
     unfinished: int = 0

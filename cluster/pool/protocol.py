@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
-    Blamed,
     Finish,
     Interrupt,
+    RecordFailure,
     Reject,
     ReplicaSpec,
     StepFailed,
@@ -25,7 +25,7 @@ from scheduler.messages import (
     Submit,
     Usage,
 )
-from scheduler.scaling.shards import merged_status
+from scheduler.scaling import merged_status
 from scheduler.status import PoolStatus
 
 STOPPING = "the server is stopping"
@@ -108,7 +108,7 @@ class NewsReply:
     incarnation: str
     known: bool
     number: int = 0
-    items: tuple[News | Blamed | Finish, ...] = ()
+    items: tuple[News | RecordFailure | Finish, ...] = ()
     first: int = 0
     stopping: bool = False
     """The pool accepts no new request."""

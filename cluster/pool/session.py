@@ -19,16 +19,16 @@ from dataclasses import replace
 from cluster.frontend.in_flight import LiveRequest
 from cluster.pool.protocol import News, NewsReply, PoolLoad, PoolPort, PoolUnreachable, silence_s
 from scheduler.messages import (
-    Blamed,
     Finish,
     FinishReason,
+    RecordFailure,
     Reject,
     RejectCode,
     Request,
     Submit,
     Usage,
 )
-from scheduler.scaling.shards import ShardLoad
+from scheduler.scaling import ShardLoad
 
 log = logging.getLogger("lockstep.ingress")
 
@@ -279,7 +279,7 @@ class PoolLink:
             request,
             accepted_before=live.recovered > 0,
             checked=live.checked,
-            blame=live.blame,
+            record=live.record,
         )
 
     # ------------------------------------------------------------------ from the pool
@@ -328,9 +328,9 @@ class PoolLink:
             acknowledged = number
             if isinstance(item, Finish):
                 self._finish(item)
-            elif isinstance(item, Blamed):
+            elif isinstance(item, RecordFailure):
                 if (live := self._live.get(item.request_id)) is not None:
-                    live.blame = item.blame
+                    live.record = item.record
             else:
                 self._deliver(item)
         return acknowledged

@@ -16,7 +16,7 @@ from cluster.frontend.in_flight import LiveRequest
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.pool.session import PoolLink
 from scheduler.messages import Reject, RejectCode, Request
-from scheduler.scaling.shards import ShardLoad, choose_shard, next_shard
+from scheduler.scaling import ShardLoad, choose_shard, next_shard
 
 log = logging.getLogger("lockstep.ingress")
 

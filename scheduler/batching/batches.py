@@ -1,14 +1,14 @@
-"""Writes batches: which rows with which lengths. Who is in a batch is decided elsewhere."""
+"""Writes batches: which rows with which lengths. Which rows those are is decided elsewhere."""
 
 from __future__ import annotations
 
 from scheduler.draft_length.policy import row_draft_lens
 from scheduler.messages import Batch, BatchKind, PrefillRow, StepRow
-from scheduler.state.sequence import Sequence
+from scheduler.state import Chunk, Sequence
 
 
-def prefill_batch(batch_id: int, replica_id: str, chunks: list[tuple[Sequence, int, int]]) -> Batch:
-    """Fills each of these sequences (sequence, begin, until).
+def prefill_batch(batch_id: int, replica_id: str, chunks: list[Chunk]) -> Batch:
+    """Fills each of these sequences.
 
     One that begins at 0 is new to the replica and comes with all its content.
     """
@@ -68,20 +68,3 @@ def speculate_batch(
         steps=steps,
         verify_tokens=verify_tokens,
     )
-
-
-def batch_rows(batch: Batch) -> list[str]:
-    """Ids of the sequences that a batch holds."""
-    if batch.kind is BatchKind.PREFILL:
-        return [prefill_row.sequence_id for prefill_row in batch.prefill]
-    return [step_row.sequence_id for step_row in batch.rows]
-
-
-def prefill_tokens(batch: Batch) -> int:
-    """KV positions that a batch fills, those included that the replica may find filled."""
-    return sum(row.end - row.begin for row in batch.prefill)
-
-
-def batch_spread(batch: Batch) -> int:
-    """Tokens between the longest and the shortest row of a speculate batch."""
-    return batch.rows[-1].length - batch.rows[0].length

@@ -1,33 +1,66 @@
-"""What each replica does next: fills the pipelines with prefill and speculate batches.
+"""What each replica does next, by rules in this order:
 
-It is told which replicas an event concerns and appends the actions. Knows placement, grouping and
-blocks; nothing of the events that led here.
+| | if | then |
+|---|---|---|
+| 1 | a batch of rows in quarantine is in flight | nothing goes beside it |
+| 2 | rows in quarantine are ready, or one has reserved the replica and fits; others are in flight | those in flight end first |
+| 3 | rows in quarantine are ready; the last batch was not theirs, or no other row is ready | they take a step by themselves |
+| 4 | other rows are ready, nothing is in flight; the last batch was one of rows in quarantine, or the last step failed | the others take one step |
+| 5 | a sequence that waits was passed over too often, or is in quarantine and cannot go yet | it reserves the replica |
+| 6 | prompts can be filled; the last batch was no prefill, or no row is ready | a chunk of prompts |
+| 7 | ready rows are worth a batch | they step; several times if no other row waits |
+| 8 | else | nothing |
 
-A Release that comes from here (KV blocks ran out) stands before the batch that needs its blocks. An
-batch of several steps is interrupted as soon as another goes behind it: somebody waits now.
-"""
+So between two batches of rows in quarantine the others take a step, which shows whether the replica
+works; and prefills take turns with steps, so that neither waits for long.
+
+`_decide` finds the rule and changes nothing; `_apply` does what the rule says. The dispatcher is
+told which replicas an event concerns and appends the actions. It knows nothing of the events. A
+Release that comes from here (KV blocks ran out) stands before the batch that needs the blocks. A
+batch of several steps is interrupted as soon as other rows wait for it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
+
 from scheduler.batching.batches import prefill_batch, speculate_batch
 from scheduler.batching.cutting import part_of
-from scheduler.batching.grouping import may_step
-from scheduler.batching.placement import Choice, best_replica, next_rows, shunned
-from scheduler.batching.prefill import (
-    batches_since,
-    chunks,
-    chunks_at_once,
-    goes_first,
-    oldest_partial,
-    room_for_waiting,
-)
+from scheduler.batching.grouping import choose_rows, groups_needed, is_due, may_step, row_behind
+from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
+from scheduler.batching.prefill import budget_for_waiting, chunks, oldest_partial
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length.policy import DraftPolicy
+from scheduler.faults import excluded
 from scheduler.messages import Action, Batch, BatchKind, Dispatch, Interrupt, Release
-from scheduler.state.pool import Pool
-from scheduler.state.replica import Replica
-from scheduler.state.sequence import Sequence, State
+from scheduler.state import Pool, Replica, Sequence
 from scheduler.validation import blocks_needed
+
+
+class Do(Enum):
+    """What a rule says."""
+
+    NOTHING = "nothing"
+    DRAIN = "end what is in flight"
+    QUARANTINED = "a step of rows in quarantine"
+    OTHERS = "one step of the other rows"
+    RESERVE = "reserve the replica"
+    PREFILL = "a chunk of prompts"
+    STEP = "steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The first rule that holds for a replica."""
+
+    do: Do
+    placement: Placement | None = None
+    """What was looked at for rules 5 and 6; None: nothing waits."""
+    tokens: int = 0
+    """Of the prefill batch."""
+    prompts_wait: bool = False
+    """Whether prompts could be filled, now or after the next step."""
 
 
 class Dispatcher:
@@ -52,7 +85,7 @@ class Dispatcher:
         self._touched = {replica_id: None, **self._touched}
 
     def offer_to_all(self) -> None:
-        """Somebody waits who could go anywhere."""
+        """A sequence waits that could go anywhere."""
         self._offer_to_all = True
 
     def run(self, out: list[Action], now_s: float) -> None:
@@ -60,7 +93,7 @@ class Dispatcher:
         self._out = out
         self._now_s = now_s
         replicas = self._pool.replicas
-        # While batches are made blocks may run out and claims end: then others are touched.
+        # While batches are made blocks may run out and reservations end: then others are touched.
         while self._touched or self._offer_to_all:
             touched, self._touched = self._touched, {}
             for replica_id in touched:
@@ -74,204 +107,161 @@ class Dispatcher:
                     self._fill_pipeline(replicas[replica_id])
 
     def interrupt(self, replica: Replica, out: list[Action]) -> None:
-        """Ends the order of several steps, if one is in flight."""
-        if replica.long is not None:
-            out.append(Interrupt(replica.id, replica.long))
-            replica.long = None
-
-    # ----------------------------------------------------------------- batches
-
-    def _fill_pipeline(self, replica: Replica) -> None:
-        while len(replica.batches) < self._config.batches_in_flight_max:
-            preempted = self._pool.preempted
-            batch = self._next_batch(replica)
-            if batch is None:
-                if self._pool.preempted > preempted:
-                    continue
-                return
-            self.interrupt(replica, self._out)
-            self._pool.add_batch(replica, batch, self._now_s)
-            self._out.append(Dispatch(batch))
-
-    def _next_batch(self, replica: Replica) -> Batch | None:
-        """Suspects first, by themselves. Then free places are filled, in chunks that take turns
-        with steps; see `prefilling`."""
-        if replica.alone is not None:
-            return None
-        self._drop_vain_claim(replica)
-        if replica.batches and self._clears(replica):
-            self.interrupt(replica, self._out)
-            return None
-        if replica.suspects and not (replica.last_alone and replica.ready):
-            return self._step_suspects(replica)
-        broke = BatchKind.SPECULATE in replica.fails
-        if (broke or replica.last_alone) and replica.ready and not replica.batches:
-            # Is it the replica or the row? Others show it before the row comes back. And between
-            # any two batches of suspects those that are none take one step.
-            rows_max = replica.rows_max(self._config.rows_max)
-            return self._step_ready(replica, rows_max, someone_waits=True)
-        pool = self._pool
-        ready, stepping = len(replica.ready), replica.stepping
-        to_fill = False
-        # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
-        if replica.partial or (pool.waiting and replica.load < self._config.residents_max):
-            at_once = chunks_at_once(replica, replica.rows_max(self._config.rows_max))
-            budget = self._prefill_tokens(replica, at_once)
-            choice = self._next_rows(replica, budget)
-            if choice.claim is not None and replica.batches and self._clears(replica):
-                self.interrupt(replica, self._out)
-                return None
-            to_fill = bool(choice.rows or replica.partial)
-            if not choice.rows:
-                replica.gathers_until = None
-            if to_fill:
-                if self._is_earned(replica, choice, budget, at_once) and goes_first(
-                    replica, choice.rows, budget, self._config.gather_batches
-                ):
-                    return self._prefill(replica, choice, budget)
-                # It waits for what is in flight, and no longer than for one step of it.
-                self.interrupt(replica, self._out)
-        else:
-            replica.gathers_until = None
-        rows_max = replica.rows_max(self._config.rows_max)
-        apart = replica.cut and ready and stepping and self._stands_apart(replica, rows_max)
-        if apart or may_step(ready, stepping, replica.joining, len(replica.batches), rows_max):
-            return self._step_ready(replica, rows_max, someone_waits=to_fill)
-        return None
+        """Ends the batch of several steps, if one is in flight."""
+        long = replica.pipeline.long_batch()
+        if long is not None:
+            out.append(Interrupt(replica.id, long.batch.id))
+            long.interrupted = True
 
     def chunk(self, replica: Replica) -> int:
-        """Tokens of the next prefill batch, if it is of one chunk."""
-        return self._prefill_tokens(replica, 1)
-
-    def _prefill_tokens(self, replica: Replica, at_once: int) -> int:
-        """What a batch of so many chunks may fill."""
+        """Tokens of the next prefill batch."""
         begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,
             len(replica.ready) + replica.stepping,
             self._config.prefill_tokens_max,
-            at_once,
-            0 if begun is None else begun.filled,
+            begin=0 if begun is None else begun.filled,
         )
 
-    def _is_earned(self, replica: Replica, choice: Choice, budget: int, at_once: int) -> bool:
-        """Whether as many decode batches went as what would be filled has chunks."""
-        since = max(batches_since(replica), 1)
-        if since >= at_once or not replica.ready:
+    def _fill_pipeline(self, replica: Replica) -> None:
+        self._drop_vain_reservation(replica)
+        while len(replica.pipeline) < self._config.batches_in_flight_max:
+            if not self._apply(replica, self._decide(replica)):
+                return
+
+    # ----------------------------------------------------------------- rules: nothing is changed
+
+    def _decide(self, replica: Replica) -> Decision:
+        pipeline, ready = replica.pipeline, len(replica.ready)
+        if pipeline.quarantined:
+            return Decision(Do.NOTHING)
+        if pipeline.batches and self._quarantine_is_next(replica):
+            return Decision(Do.DRAIN)
+        if replica.quarantined and not (pipeline.last_quarantined and ready):
+            return Decision(Do.QUARANTINED)
+        unsure = pipeline.last_quarantined or BatchKind.SPECULATE in pipeline.failed
+        if ready and unsure and not pipeline.batches:
+            return Decision(Do.OTHERS)
+        placement, tokens, prompts_wait = None, 0, bool(replica.partial)
+        # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
+        if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
+            tokens = self.chunk(replica)
+            budget = budget_for_waiting(replica, tokens, self._config)
+            placement = next_placement(replica, self._pool, budget)
+            if placement.reserve is not None:
+                return Decision(Do.RESERVE, placement)
+            prompts_wait = bool(placement.rows or replica.partial)
+        if prompts_wait and not (ready and pipeline.last_kind is BatchKind.PREFILL):
+            return Decision(Do.PREFILL, placement, tokens)
+        rows_max, joining = replica.rows_max(self._config.rows_max), replica.joining
+        steps = may_step(ready, replica.stepping, joining, len(pipeline), rows_max)
+        return Decision(Do.STEP if steps else Do.NOTHING, placement, prompts_wait=prompts_wait)
+
+    def _quarantine_is_next(self, replica: Replica) -> bool:
+        """Whether rows in quarantine are to go next, here or from the queue."""
+        if replica.quarantined:
             return True
-        if choice.rows and choice.rows[0].rows_limit is not None:
-            return True
-        given = chunks(replica, choice.rows, budget, self._config)
-        tokens = sum(until - begin for _, begin, until in given)
-        return tokens <= self._prefill_tokens(replica, since)
+        if replica.reserved_for is None:
+            return False
+        sequence = self._pool.waiting[replica.reserved_for]
+        return sequence.quarantined and has_room(replica, sequence, self._config)
 
-    def _next_rows(self, replica: Replica, budget: int) -> Choice:
-        """Who of those that wait goes into a prefill batch of so many tokens."""
-        pool = self._pool
-        if not pool.waiting:
-            return Choice()
-        room = room_for_waiting(replica, budget, self._config)
-        choice = next_rows(replica, pool.waiting, pool.open, pool.replicas, self._config, room)
-        for sequence in choice.left:
-            sequence.left += 1
-        if choice.claim is not None:
-            pool.claim(choice.claim, replica)
-        return choice
+    # ----------------------------------------------------------------- what the rules say
 
-    def _drop_vain_claim(self, replica: Replica) -> None:
-        """Who claimed a replica when it was the only one may have failed on it, and there are
-        others now: then it goes to one of them."""
-        if replica.claimed_by is None:
-            return
-        claimant = self._pool.waiting[replica.claimed_by]
-        if shunned(replica, claimant, self._pool.open, self._pool.replicas):
-            self._pool.drop_claim(claimant)
-            self._offer_to_all = True
-
-    def _clears(self, replica: Replica) -> bool:
-        """Whether the replica finishes what is in flight because suspects go next."""
-        if replica.suspects:
-            return True
-        claimant = replica.claimed_by
-        return claimant is not None and self._pool.waiting[claimant].rows_limit is not None
-
-    def _prefill(self, replica: Replica, choice: Choice, budget: int) -> Batch:
-        """Chunks of the chosen rows and of those that were begun."""
-        batch_id = self._new_batch_id()
-        replica.gathers_until = None
-        replica.prefilled_at = replica.ready.batches
-        for sequence, count in choice.overtaken:
-            sequence.overtaken += count
-        given = chunks(replica, choice.rows, budget, self._config)
-        for sequence in choice.rows:
-            if sequence.claim is not None:
-                self.touch(sequence.claim)
-            self._pool.place(sequence, replica)
-        self._pool.fill(replica, given, batch_id)
-        if given[0][0].rows_limit is not None:
-            replica.alone = batch_id
-        return prefill_batch(batch_id, replica.id, given)
-
-    def _step_ready(self, replica: Replica, rows_max: int, someone_waits: bool) -> Batch | None:
-        whole = self._choose(replica, rows_max)
-        rows = self._cut(replica, whole, rows_max)
-        if len(rows) < len(whole):
-            replica.cut = True
-        elif not replica.stepping:
-            replica.cut = False
+    def _apply(self, replica: Replica, decision: Decision) -> bool:
+        """Returns whether anything has changed that may lead to another batch."""
+        placement = decision.placement
+        if placement is not None:
+            for sequence in placement.left:
+                sequence.left += 1
+        match decision.do:
+            case Do.DRAIN:
+                self.interrupt(replica, self._out)
+                return False
+            case Do.RESERVE:
+                assert placement is not None
+                assert placement.reserve is not None
+                self._pool.reserve(placement.reserve, replica)
+                return True
+            case Do.PREFILL:
+                assert placement is not None
+                self._prefill(replica, placement, decision.tokens)
+                return True
+            case Do.QUARANTINED:
+                return self._step(replica, self._rows_in_quarantine(replica), 1)
+            case Do.OTHERS:
+                return self._step(replica, self._next_rows(replica), 1)
+        if decision.prompts_wait:
+            # They wait for what is in flight, and no longer than for one step of it.
+            self.interrupt(replica, self._out)
+        if decision.do is Do.NOTHING:
+            return False
+        rows = self._next_rows(replica)
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
         # first token waits for no second one.
-        alone = not (someone_waits or replica.stepping or replica.prefilling)
+        others = decision.prompts_wait or replica.stepping or replica.prefilling
         steps_most = 1
-        if alone and len(rows) == len(replica.ready) and all(one.committed for one in rows):
+        if not others and len(rows) == len(replica.ready) and all(one.committed for one in rows):
             steps_most = self._config.steps_per_batch_max
         return self._step(replica, rows, steps_most)
 
-    def _choose(self, replica: Replica, rows_max: int) -> list[Sequence]:
-        groups = replica.groups(rows_max)
-        return replica.ready.choose(rows_max, groups, self._config.wait_rounds)
+    def _drop_vain_reservation(self, replica: Replica) -> None:
+        """A sequence that reserved the only replica may have failed on it. If there is another now,
+        it goes there."""
+        if replica.reserved_for is None:
+            return
+        sequence = self._pool.waiting[replica.reserved_for]
+        if excluded(replica, sequence, self._pool):
+            self._pool.drop_reservation(sequence)
+            self._offer_to_all = True
 
-    def _cut(self, replica: Replica, rows: list[Sequence], rows_max: int) -> list[Sequence]:
-        """What is left of a group whose rows lie too far apart to read together, unless somebody
-        cannot wait any longer."""
+    def _prefill(self, replica: Replica, placement: Placement, tokens: int) -> None:
+        """Chunks of the chosen rows and of those that were begun."""
+        for sequence, count in placement.overtaken:
+            sequence.overtaken += count
+        given = chunks(replica, placement.rows, tokens, self._config)
+        for sequence in placement.rows:
+            if sequence.reservation is not None:
+                self.touch(sequence.reservation)
+            self._pool.place(sequence, replica)
+        batch_id = self._new_batch_id()
+        self._pool.fill(replica, given, batch_id)
+        rows = [sequence for sequence, _, _ in given]
+        self._send(replica, prefill_batch(batch_id, replica.id, given), rows)
+
+    def _next_rows(self, replica: Replica) -> list[Sequence]:
+        """Ready rows of near length. Of rows that lie too far apart to be read together only a
+        part, unless one of them is due."""
+        ready, wait_rounds = replica.ready, self._config.wait_rounds
+        rows_max = replica.rows_max(self._config.rows_max)
+        groups = groups_needed(len(ready) + replica.stepping, rows_max)
+        rows = choose_rows(ready, rows_max, groups, wait_rounds)
         apart = self._policy.apart(replica.id)
         if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart:
             return rows
-        ready, groups = replica.ready, replica.groups(rows_max)
-        wait_rounds = self._config.wait_rounds
-        if ready.is_due(wait_rounds, groups):
+        if is_due(ready, groups, wait_rounds):
             return rows
-        anchor = ready.anchor_of(rows, wait_rounds, groups)
+        # Of the parts the one of the row that is behind, or else of the oldest: they take turns.
+        behind = row_behind(ready, groups, wait_rounds)
+        anchor = next(one for one in ready if one in rows) if behind is None else behind
         begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
         return rows[begin:end]
 
-    def _stands_apart(self, replica: Replica, rows_max: int) -> bool:
-        """Whether the next group, where groups are cut, need not wait for any row that steps: it
-        would be cut from all of them."""
-        rows = self._cut(replica, self._choose(replica, rows_max), rows_max)
-        stepping = [one for one in replica.residents.values() if one.state is State.STEPPING]
-        every = sorted([*rows, *stepping], key=lambda one: one.length)
-        lengths = [one.length for one in every]
-        begin, end = part_of(lengths, every.index(rows[0]), self._policy.apart(replica.id))
-        return all(one.state is State.READY for one in every[begin:end])
-
-    def _step_suspects(self, replica: Replica) -> Batch | None:
+    def _rows_in_quarantine(self, replica: Replica) -> list[Sequence]:
+        """The ones that wait longest, no more than each of them may run with."""
         limit = replica.rows_max(self._config.rows_max)
         rows: list[Sequence] = []
-        for sequence in replica.suspects.values():
-            assert sequence.rows_limit is not None
-            limit = min(limit, sequence.rows_limit)
+        for sequence in replica.quarantined.values():
+            assert sequence.record.rows_limit is not None
+            limit = min(limit, sequence.record.rows_limit)
             if len(rows) >= limit:
                 break
             rows.append(sequence)
-        rows.sort(key=lambda one: one.length)
-        batch = self._step(replica, rows, steps_most=1)
-        if batch is not None:
-            replica.alone = batch.id
-        return batch
+        return sorted(rows, key=lambda one: one.length)
 
-    def _step(self, replica: Replica, rows: list[Sequence], steps_most: int) -> Batch | None:
-        """Some steps of these ready rows, by rising length; None if blocks ran out."""
+    def _step(self, replica: Replica, rows: list[Sequence], steps_most: int) -> bool:
+        """Some steps of these ready rows, by rising length. Where blocks run out, a sequence is
+        sent back, if nothing is in flight that may free some."""
         plan = self._policy.plan(replica.id, rows, steps_most)
         draft_len, steps = plan.draft_len, plan.steps
         lacking, growth = _lacking(replica, rows, steps, draft_len)
@@ -279,20 +269,27 @@ class Dispatcher:
             steps = 1
             lacking, growth = _lacking(replica, rows, steps, draft_len)
         if growth > replica.blocks_free:
-            # What is in flight may end and free blocks; and its rows may be the ones to go.
-            if not replica.batches:
-                self._preempt(replica)
-            return None
+            if replica.pipeline.batches:
+                return False
+            self._preempt(replica)
+            return True
         batch_id = self._new_batch_id()
         self._pool.step(replica, rows, lacking, batch_id)
-        return speculate_batch(
+        batch = speculate_batch(
             batch_id, replica.id, rows, draft_len, steps, plan.verify_tokens, plan.least
         )
+        self._send(replica, batch, rows)
+        return True
+
+    def _send(self, replica: Replica, batch: Batch, rows: list[Sequence]) -> None:
+        self.interrupt(replica, self._out)
+        replica.pipeline.send(batch, rows, self._now_s)
+        self._out.append(Dispatch(batch))
 
     def _preempt(self, replica: Replica) -> None:
         """KV blocks ran out: the youngest sequence of the lowest priority waits again with its
-        tokens, in the order of its class. But none goes twice: whoever was sent back once has all
-        blocks that it may need, so it is not the cause, and there is another who is."""
+        tokens, in the order of its class. None goes twice: a sequence that was sent back once has
+        all blocks that it may need, so it is not the cause, and another is."""
         residents = [one for one in replica.residents.values() if not one.preempted]
         assert residents, f"replica {replica.id}: blocks ran out though all are set aside"
         victim = max(residents, key=lambda one: (one.request.priority, one.number))
@@ -300,8 +297,7 @@ class Dispatcher:
         self._pool.preempted += 1
         victim.preempted = True
         self._out.append(Release(replica.id, (victim.id,)))
-        pool = self._pool
-        best = best_replica(victim, pool.open, pool.free, pool.replicas, self._config)
+        best = best_replica(victim, self._pool)
         if best is not None:
             self.touch(best.id)
 

@@ -1,58 +1,54 @@
 """Which replica a waiting sequence goes to, and which sequences a replica takes next.
 
-A sequence is placed at the moment a prefill batch takes it, not before, so that whoever has a
-place first serves it. The rule, in this order:
+A sequence is placed at the moment a prefill batch takes it, not before: the first replica with a
+place serves it. The rule, in this order:
 
-1. Room: the replica is not draining, holds fewer than residents_max sequences, has a place for an
+1. Room: the replica is not draining, holds fewer than residents_max sequences, has a place for a
    batch, and has free blocks for the sequence and for `kv_reserve` of its tokens to come. Blocks
-   stay reserved until the release. Where sequences grow beyond that and blocks run out, the
+   stay set aside until the release. Where sequences grow beyond that and blocks run out, the
    youngest of the lowest priority is sent back; it then waits until all that it may need is free.
 2. Balance: a replica with over `rows_max` residents more than the lightest one with room leaves
-   the sequence to that one. Load goes before length only when the imbalance is that large.
+   the sequence to that one.
 3. Prefix: where replicas share prefixes, one that has the sequence's own may have a resident more
-   for every PREFIX_TOKENS_PER_ROW of its tokens. One that is busy leaves the sequence to another
-   that is better off in this way and also busy, passes_max times at most.
+   for every PREFIX_TOKENS_PER_ROW of its tokens. A replica that is busy leaves the sequence to
+   another that is better off in this way and also busy, passes_max times at most.
 4. Load: the fewest residents, then the lowest id.
 
-A sequence that is suspected of breaking batches (see `blame`) goes with other suspects only, to a
-replica with nothing in flight, and not to one on which it failed while another could hold it. Where
-no other could, it lets all pass that did not fail there while the last prefill of that replica
-failed: if theirs does not, the replica is not to blame.
+The queue (see `queue`) is served from its front, but a sequence that does not fit lets smaller
+ones pass: at most passes_max of them. Then it reserves the first replica that could hold it and has
+no reservation yet; until the sequence is placed, here or elsewhere, that replica takes besides only
+those that are before it in the queue. So one long request holds up one replica, not the cluster,
+and it waits at most until that replica is empty.
 
-The queue (see `waiting`) is served from its front, but a sequence that does not fit lets smaller
-ones pass: at most passes_max of them. Then it claims the first replica that could hold it and that
-has no claim yet; until the sequence fits, here or elsewhere, that replica takes besides only
-those who are before it in the queue.
-So one long request holds up one replica, not the cluster, and it waits at most until that replica
-is empty.
+A sequence in quarantine (see `faults`) goes with others in quarantine only, to a replica with
+nothing in flight, and not to one that is excluded for it. If it cannot go at once, it reserves the
+replica. Where no other replica could hold it, it lets all pass that did not fail here while the
+last prefill of this replica failed: if theirs does not, the replica is not at fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from scheduler.batching.prefill import Room
+from scheduler.batching.prefill import PrefillBudget
 from scheduler.config import SchedulerConfig
+from scheduler.faults import excluded
 from scheduler.messages import BatchKind
-from scheduler.state.replica import Replica
-from scheduler.state.sequence import Sequence
+from scheduler.state import Pool, Replica, Sequence
 
 CANDIDATES_MAX = 16
-"""Replicas with room, lightest first, that are compared for one sequence."""
-
-
+"""Replicas, lightest first, that are compared for one sequence."""
 PREFIX_TOKENS_PER_ROW = 64
 """A shared prefix of so many tokens outweighs one resident more: about what their prefill costs, in
 steps, and what one row more costs over its life."""
-
 SKIPS_FACTOR = 16
 """Bounds the search of a small replica behind requests that only larger ones could hold."""
 
 
 @dataclass(slots=True)
-class Choice:
+class Placement:
     """What a replica takes next; nothing has been changed yet."""
 
     rows: list[Sequence] = field(default_factory=list)
@@ -60,8 +56,8 @@ class Choice:
     """Sequences that do not fit here, and how many of `rows` were behind them."""
     left: list[Sequence] = field(default_factory=list)
     """Sequences that other replicas have the prefix of."""
-    claim: Sequence | None = None
-    """A sequence that was overtaken too often and claims this replica now."""
+    reserve: Sequence | None = None
+    """A sequence that reserves this replica now."""
 
 
 def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> bool:
@@ -69,176 +65,152 @@ def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> b
     return (
         not replica.draining
         and replica.load < config.residents_max
-        and (replica.claimed_by is None or replica.claimed_by == sequence.id)
+        and replica.reserved_for in (None, sequence.id)
         and sequence.length_max <= replica.spec.context_len
         and replica.has_blocks(sequence)
     )
 
 
-def shunned(
-    replica: Replica,
-    sequence: Sequence,
-    open_replicas: Iterable[tuple[int, str]],
-    replicas: Mapping[str, Replica],
-) -> bool:
-    """Whether the sequence failed on this replica and another could hold it."""
-    return replica.id in sequence.shuns and any(
-        other_id not in sequence.shuns and replicas[other_id].could_hold(sequence)
-        for _, other_id in open_replicas
-    )
-
-
-def best_replica(
-    sequence: Sequence,
-    open_replicas: Iterable[tuple[int, str]],
-    free_replicas: Iterable[tuple[int, str]],
-    replicas: Mapping[str, Replica],
-    config: SchedulerConfig,
-) -> Replica | None:
-    """The replica for one sequence, if any has room and a place for a batch now.
-
-    `open_replicas` and `free_replicas` are [(load, id), rising], without and with such a place.
-    """
-    best: Replica | None = None
-    best_rank = (0, 0, "")
-    load_most: int | None = None
+def best_replica(sequence: Sequence, pool: Pool) -> Replica | None:
+    """The replica for one sequence, if any has room and a place for a batch now."""
+    config = pool.config
+    best, best_rank = None, (0, 0, "")
+    lightest: int | None = None
     candidates = 0
-    for load, replica_id in free_replicas:
-        if load_most is not None and load > load_most:
-            break
-        replica = replicas[replica_id]
+    for load, replica_id in pool.open:
+        replica = pool.replicas[replica_id]
         if not has_room(replica, sequence, config):
             continue
-        if load_most is None:
-            # The lightest with room may have no place now: then it is the one to wait for.
-            load_most = config.rows_max + next(
-                lightest
-                for lightest, other_id in open_replicas
-                if lightest == load or has_room(replicas[other_id], sequence, config)
-            )
-            if load > load_most:
-                break
-        lightest = load_most - config.rows_max
-        gain = max(_rows_worth(replica, sequence) - (load - lightest), 0)
-        rank = (-gain, load, replica_id)
+        # The lightest with room may have no place now: then it is the one to wait for.
+        lightest = load if lightest is None else lightest
+        if load > lightest + config.rows_max or candidates == CANDIDATES_MAX:
+            break
+        if len(replica.pipeline) == config.batches_in_flight_max:
+            continue
+        candidates += 1
+        rank = (min(load - _rows_worth(replica, sequence), lightest), load, replica_id)
         if best is None or rank < best_rank:
             best, best_rank = replica, rank
-        candidates += 1
-        if candidates == CANDIDATES_MAX:
-            break
     return best
 
 
-def next_rows(
-    replica: Replica,
-    waiting: Mapping[str, Sequence],
-    open_replicas: Iterable[tuple[int, str]],
-    replicas: Mapping[str, Replica],
-    config: SchedulerConfig,
-    room: Room,
-    again: bool = True,
-) -> Choice:
-    """What this replica takes from the front of the queue for one prefill batch.
+def next_placement(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement:
+    """What this replica takes next: rows in quarantine before all others."""
+    unsound = BatchKind.PREFILL in replica.pipeline.failed
+    placement = _next_quarantined(replica, pool, again=not unsound)
+    if placement.rows or placement.reserve is not None:
+        return placement
+    placement = _next_rows(replica, pool, budget)
+    if unsound and not (placement.rows or placement.reserve is not None or replica.partial):
+        placement = _next_quarantined(replica, pool, again=True)
+    return placement
 
-    `waiting` is the queue by id, front first; waiting_scan_max sequences at most are looked at, not
-    counting SKIPS_FACTOR times as many that an empty replica of this spec could not hold. `room` is
-    what the batch has for them: a row that is begun with what is left ends the batch, and so does
-    one for which nothing is left. `again`: also suspects that failed on this replica, if no other
-    could hold them.
-    """
-    if again and BatchKind.PREFILL in replica.fails:
-        others = next_rows(replica, waiting, open_replicas, replicas, config, room, again=False)
-        # A row that was begun shows it as well.
-        if others.rows or others.claim is not None or replica.partial:
-            return others
-    choice = Choice()
-    rows_most = min(room.rows, config.residents_max - replica.load)
-    if replica.draining or rows_most <= 0:
-        return choice
-    taken = taken_most = 0
-    passed_over: list[tuple[Sequence, int]] = []
-    # Asked once: a lighter replica's load does not change while this one chooses.
-    lighter = _lighter(replica, open_replicas, replicas, config)
-    rivals = _rivals(replica, open_replicas, replicas)
-    looked_at = 0
-    queue: Iterable[Sequence] = waiting.values()
-    claimed = replica.claimed_by
-    if claimed is not None:
-        queue = _as_far_as(claimed, queue)
-    for seen, sequence in enumerate(queue):
-        if len(choice.rows) >= rows_most or looked_at == config.waiting_scan_max:
+
+def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
+    """Waiting rows in quarantine that go here by themselves. `again`: also those that failed on
+    this replica, if no other could hold them."""
+    placement = Placement()
+    config, rows = pool.config, placement.rows
+    rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
+    taken = taken_most = tokens = 0
+    for sequence in pool.waiting.quarantined():
+        if replica.draining or not replica.could_hold(sequence):
+            continue
+        failed_here = replica.id in sequence.excluded_replicas
+        if failed_here and (not again or excluded(replica, sequence, pool)):
+            continue
+        assert sequence.record.rows_limit is not None
+        rows_most = min(rows_most, sequence.record.rows_limit)
+        tokens += sequence.fill
+        fits = len(rows) < rows_most and replica.has_blocks(sequence, taken, taken_most)
+        if rows and (not fits or tokens > config.prefill_tokens_max):
             break
-        if not replica.could_hold(sequence):
-            if seen >= SKIPS_FACTOR * config.waiting_scan_max:
-                break
-            continue
-        looked_at += 1
-        if sequence.rows_limit is not None:
-            failed_here = replica.id in sequence.shuns
-            if failed_here and (not again or shunned(replica, sequence, open_replicas, replicas)):
-                continue
-            if not choice.rows and replica.batches:
-                # Suspects go alone: this replica finishes what it has and then takes this one.
-                if sequence.claim is None and claimed is None:
-                    choice.claim = sequence
-                    break
-                continue
-            if choice.rows and choice.rows[0].rows_limit is None:
-                continue
-            rows_most = min(rows_most, sequence.rows_limit)
-            if len(choice.rows) >= rows_most:
-                break
-        elif choice.rows and choice.rows[0].rows_limit is not None:
-            continue
-        if not replica.has_blocks(sequence, taken, taken_most):
-            passed_over.append((sequence, len(choice.rows)))
-            if sequence.claim is None and claimed is None:
-                if sequence.overtaken >= config.passes_max:
-                    choice.claim = sequence
-                    break
-                rows_most = min(
-                    rows_most, len(choice.rows) + config.passes_max - sequence.overtaken
-                )
-            continue
-        tokens = room.takes(sequence)
-        if sequence.rows_limit is not None and tokens < sequence.fill:
-            # A suspect is filled at once, however long it is.
-            if choice.rows:
-                break
-            tokens = sequence.fill
-        elif tokens < 0:
+        if replica.pipeline.batches or not fits:
+            if replica.reserved_for is None and sequence.reservation is None:
+                placement.reserve = sequence
             break
-        load = replica.load + len(choice.rows)
-        if any(
-            other.load + config.rows_max < load
-            and other.id not in sequence.shuns
-            and has_room(other, sequence, config)
-            for other in lighter
-        ):
-            break
-        if rivals and _is_better_off(sequence, replica, load, rivals, config):
-            choice.left.append(sequence)
-            continue
-        choice.rows.append(sequence)
+        rows.append(sequence)
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
-        if tokens < sequence.fill or len(choice.rows) >= rows_most:
+    return placement
+
+
+def _next_rows(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement:
+    """Other rows that this replica takes from the front of the queue for one prefill batch.
+
+    waiting_scan_max sequences at most are looked at, not counting SKIPS_FACTOR times as many that
+    an empty replica of this spec could not hold. `budget` is what the batch has for them: a row
+    that is begun with what is left ends the batch, and so does one for which nothing is left.
+    """
+    placement = Placement()
+    config = pool.config
+    rows = placement.rows
+    rows_most = min(budget.rows, config.residents_max - replica.load)
+    if replica.draining or rows_most <= 0:
+        return placement
+    taken = taken_most = looked_at = 0
+    passed_over: list[tuple[Sequence, int]] = []
+    # Asked once: the load of other replicas does not change while this one chooses.
+    others = _others(replica, pool)
+    reserved_for = replica.reserved_for
+    for seen, sequence in enumerate(_as_far_as(reserved_for, pool.waiting.values())):
+        if len(rows) >= rows_most or looked_at == config.waiting_scan_max:
             break
-        room = room.less(tokens)
-    choice.overtaken = [
-        (sequence, len(choice.rows) - before)
-        for sequence, before in passed_over
-        if len(choice.rows) > before
+        if seen >= SKIPS_FACTOR * config.waiting_scan_max:
+            break
+        if sequence.quarantined or not replica.could_hold(sequence):
+            continue
+        looked_at += 1
+        if not replica.has_blocks(sequence, taken, taken_most):
+            passed_over.append((sequence, len(rows)))
+            if sequence.reservation is None and reserved_for is None:
+                passes_left = config.passes_max - sequence.overtaken
+                if passes_left <= 0:
+                    placement.reserve = sequence
+                    break
+                rows_most = min(rows_most, len(rows) + passes_left)
+            continue
+        tokens = budget.takes(sequence)
+        load = replica.load + len(rows)
+        if tokens < 0 or _is_lighter(others, sequence, load, config):
+            break
+        if _has_rival(replica, others, sequence, load, config):
+            placement.left.append(sequence)
+            continue
+        rows.append(sequence)
+        taken += replica.blocks_for(sequence)
+        taken_most += replica.blocks_limit(sequence)
+        if tokens < sequence.fill:
+            break
+        budget = budget.less(tokens)
+    placement.overtaken = [
+        (sequence, len(rows) - before) for sequence, before in passed_over if len(rows) > before
     ]
-    return choice
+    return placement
 
 
-def _as_far_as(last: str, queue: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Who goes before this sequence in the queue (a higher class, say), and then itself."""
+def _as_far_as(last: str | None, queue: Iterable[Sequence]) -> Iterator[Sequence]:
+    """Those before this sequence in the queue (of a higher class, say), and then itself."""
     for sequence in queue:
         yield sequence
         if sequence.id == last:
             return
+
+
+def _others(replica: Replica, pool: Pool) -> list[Replica]:
+    """The lightest of the other replicas that take sequences."""
+    ids = (replica_id for _, replica_id in islice(pool.open, CANDIDATES_MAX))
+    return [pool.replicas[one] for one in ids if one != replica.id]
+
+
+def _is_lighter(
+    others: list[Replica], sequence: Sequence, load: int, config: SchedulerConfig
+) -> bool:
+    """Whether one of the others is so much lighter that the sequence is left to it (rule 2)."""
+    return any(
+        other.load + config.rows_max < load and has_room(other, sequence, config)
+        for other in others
+    )
 
 
 def _rows_worth(replica: Replica, sequence: Sequence) -> int:
@@ -246,60 +218,24 @@ def _rows_worth(replica: Replica, sequence: Sequence) -> int:
     return replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
 
 
-def _rivals(
-    replica: Replica, open_replicas: Iterable[tuple[int, str]], replicas: Mapping[str, Replica]
-) -> list[Replica]:
-    """Replicas to which this one could leave a sequence whose prefix they have.
-
-    Those have batches in flight and this one has, or has rows for one: all look at the queue again
-    soon.
-    """
-    if not replica.spec.prefix_sharing or not (replica.batches or replica.ready):
-        return []
-    others = (replicas[replica_id] for _, replica_id in islice(open_replicas, CANDIDATES_MAX))
-    return [
-        one
-        for one in others
-        if one is not replica and len(one.prefixes) and one.batches and not one.suspects
-    ]
-
-
-def _is_better_off(
-    sequence: Sequence,
-    replica: Replica,
-    load: int,
-    rivals: list[Replica],
-    config: SchedulerConfig,
+def _has_rival(
+    replica: Replica, others: list[Replica], sequence: Sequence, load: int, config: SchedulerConfig
 ) -> bool:
-    """Whether the sequence waits for one of the rivals instead of going to `replica`.
+    """Whether the sequence is left to another replica for its prefix (rule 3).
 
-    One that lost its place does not: where it has been is where it should not go.
+    Both replicas are busy, so both look at the queue again soon. A sequence that lost its place is
+    not left: where it has been is where it should not go.
     """
-    if sequence.left >= config.passes_max or sequence.recovered or sequence.claim is not None:
+    if not replica.spec.prefix_sharing or not (replica.pipeline.batches or replica.ready):
         return False
-    worth = [_rows_worth(rival, sequence) for rival in rivals]
-    if not any(worth):
+    if sequence.left >= config.passes_max or sequence.recovered or sequence.reservation is not None:
         return False
-    here = _rows_worth(replica, sequence) - load
+    here = load - _rows_worth(replica, sequence)
     return any(
-        there - rival.load > here and has_room(rival, sequence, config)
-        for there, rival in zip(worth, rivals, strict=True)
-        if there
+        (worth := _rows_worth(other, sequence))
+        and other.load - worth < here
+        and other.pipeline.batches
+        and not other.quarantined
+        and has_room(other, sequence, config)
+        for other in others
     )
-
-
-def _lighter(
-    replica: Replica,
-    open_replicas: Iterable[tuple[int, str]],
-    replicas: Mapping[str, Replica],
-    config: SchedulerConfig,
-) -> list[Replica]:
-    """The lightest replicas that this one could have to leave a sequence to."""
-    load_most = replica.load + config.prefill_rows_max - config.rows_max
-    lighter = []
-    for load, replica_id in islice(open_replicas, CANDIDATES_MAX):
-        if load >= load_most:
-            break
-        if replica_id != replica.id:
-            lighter.append(replicas[replica_id])
-    return lighter

@@ -2,9 +2,9 @@
 
 Pure choices; the scheduler sends the rows back and lets the lighter replica take them first.
 
-Moving a resident costs a prefill of its content. It gains where groups take turns: with R residents
-a row steps once in ceil(R / rows_max) batches, so it pays to go where that number is smaller, if
-enough tokens are left to be committed there.
+Moving a resident costs a prefill of its content. It gains where batches take turns: with R
+residents a row steps once in ceil(R / rows_max) batches, so it pays to go where that number is
+smaller, if enough tokens are left to be committed there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 from scheduler.batching.grouping import groups_needed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import BatchKind
-from scheduler.state.pool import Pool
-from scheduler.state.replica import Replica
-from scheduler.state.sequence import Sequence
+from scheduler.state import Pool, Replica, Sequence
 
 PREFILL_TOKENS_PER_STEP = 32
 """About so many tokens are prefilled in the time in which a row commits one."""
@@ -23,7 +21,7 @@ PREFILL_TOKENS_PER_STEP = 32
 def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica | None:
     """The replica that should take rows of this one, if the imbalance is large enough.
 
-    Nobody must wait (waiting sequences go first), and it must be able to take them at once.
+    None while sequences wait, for those go first, or while it could not take rows at once.
     """
     if pool.waiting or not pool.free:
         return None
@@ -34,11 +32,11 @@ def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica |
         return None
     if groups_needed(load + 1, rows_max) >= groups_needed(replica.load, rows_max):
         return None
-    if target.claimed_by is not None:
+    if target.reserved_for is not None or target.quarantined or target.partial:
         return None
-    if target.alone is not None or target.suspects or target.partial:
+    if target.pipeline.quarantined:
         return None
-    if target.ready and target.last_kind is BatchKind.PREFILL:
+    if target.ready and target.pipeline.last_kind is BatchKind.PREFILL:
         return None
     return target
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scheduler.state.sequence import Answer, Sequence
+from scheduler.state import Answer, Sequence
 
 DECAY = 0.85
 """What a sequence's past keeps of its weight per step."""

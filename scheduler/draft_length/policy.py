@@ -30,7 +30,7 @@ from scheduler.draft_length.goodput import (
     verify_tokens,
 )
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
-from scheduler.state.sequence import Answer, Sequence
+from scheduler.state import Answer, Sequence
 
 FALLBACK = 4
 """Draft tokens while nothing is known of the times."""

@@ -1,103 +1,105 @@
-"""Which row broke a batch: suspects run by themselves until one is left that is to blame.
+"""Which row broke a batch: suspects run in quarantine until one is left that is to blame.
 
-Pure rules over sequences; who calls them moves the sequences.
+Pure rules over the failure records of sequences; the scheduler moves the sequences.
 
 A failed batch (the model raised, memory ran out) is halved: its rows may run in batches of half as
 many, so a batch that was only too large succeeds, and a row that breaks every batch is alone in
-the end. Only failing alone counts against a row, and it then shuns that replica while another could
-hold it, so that a broken replica is not mistaken for a broken row.
+the end. Only failing alone counts against a row, and the replica on which it failed is then
+excluded for it while another could hold it, so that a broken replica is not mistaken for a broken
+row.
 
-A replica that dies takes the truth with it: any row of any batch in flight may have killed it, also
-the one queued second, for a result may die with the process that made it. All are suspects; with n
-of them they run in batches of sqrt(n) rows, after a second death alone. So a row that kills every
-replica it touches is known after three deaths, and the others have lost little: each is cleared by
-the first token beyond what was in flight when the replica died. A row that goes on for a while
-between its kills stays a suspect the longer, the more replicas died with it, and so is found alone.
+Of a replica that dies any row of any batch in flight may be the cause, also of the batch queued
+second, for a result may be lost with the process that made it. All go into quarantine: n of them
+run in batches of sqrt(n) rows, after a second death alone. So a row that kills every replica it
+touches is known after three deaths, and the others have lost little: each is cleared by the first
+token beyond what was in flight when the replica died. A row that goes on for a while between its
+kills stays in quarantine the longer, the more replicas died with it, and so is found alone.
 
-All that is known goes along when a request goes on in another pool, so deaths count across pools.
+The record goes along when a request goes on in another pool, so deaths count across pools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from math import isqrt
 
-from scheduler.messages import Batch, Blame
-from scheduler.state.sequence import Sequence
+from scheduler.messages import FailureRecord
+from scheduler.state import InFlight, Pool, Replica, Sequence
 
 KILLS_MAX_FACTOR = 4
 """A row that kills alone `failures_max` times this often fails, though it commits in between."""
 ATTEMPTS_MAX_FACTOR = 4
-"""A row fails after `failures_max` times so many failed attempts alone, whoever is to blame."""
+"""A row fails after `failures_max` times so many failed attempts alone, whatever the reason."""
 PROBATION_TOKENS = 4
-"""For so many tokens more it stays a suspect, for each death after the first."""
+"""For so many tokens more it stays in quarantine, for each death after the first."""
 
 
-def failed(rows: Iterable[Sequence], batch_size: int, replica_id: str, counts: bool) -> None:
+def batch_failed(rows: Iterable[Sequence], batch_size: int, replica_id: str, counts: bool) -> None:
     """A batch of `batch_size` rows failed on a live replica; `rows` are the live ones.
 
     `counts`: the replica has run such batches since one failed last; else it may be the replica
     that is broken, and the row gets more attempts, also on the one that replaces it.
     """
     for sequence in rows:
-        limit = max(batch_size // 2, 1)
-        sequence.rows_limit = min(sequence.rows_limit or limit, limit)
+        record = sequence.record
         if batch_size == 1:
-            sequence.failures += counts
-            sequence.attempts += 1
-            if replica_id not in sequence.shuns:
-                sequence.shuns.append(replica_id)
+            record = replace(
+                record, failures=record.failures + counts, attempts=record.attempts + 1
+            )
+            if replica_id not in sequence.excluded_replicas:
+                sequence.excluded_replicas.append(replica_id)
+        _quarantine(sequence, record, max(batch_size // 2, 1), broke_at=sequence.length)
 
 
-def killed(rows: list[Sequence], in_flight: int, batches: Mapping[int, Batch]) -> None:
-    """A replica died with these live rows, of `in_flight`, in these batches."""
+def replica_died(rows: list[Sequence], flights: Iterable[InFlight]) -> None:
+    """A replica died with these batches in flight; `rows` are the live ones of all of them."""
+    # The tokens of a batch of several steps died, too: it may have been any of them.
     ahead = {
-        row.sequence_id: batch.steps * (row.draft_len + 1)
-        for batch in batches.values()
-        for row in batch.rows
-        if batch.steps > 1
+        row.sequence_id: one.batch.steps * (row.draft_len + 1)
+        for one in flights
+        for row in one.batch.rows
+        if one.batch.steps > 1
     }
+    in_flight = sum(len(one.rows) for one in flights)
     for sequence in rows:
-        sequence.failures += 1
-        sequence.deaths += 1
-        sequence.kills += in_flight == 1
-        limit = max(isqrt(len(rows)), 1) if sequence.failures == 1 else 1
-        sequence.rows_limit = min(sequence.rows_limit or limit, limit)
-        # The tokens of a batch of several steps died, too: it may have been any of them.
-        sequence.broke_at = max(sequence.broke_at, sequence.length + ahead.get(sequence.id, 0))
-        probation = PROBATION_TOKENS * (sequence.deaths - 1)
-        sequence.suspect_until = max(sequence.suspect_until, sequence.broke_at + probation)
+        record = sequence.record
+        record = replace(
+            record,
+            failures=record.failures + 1,
+            deaths=record.deaths + 1,
+            kills=record.kills + (in_flight == 1),
+        )
+        limit = max(isqrt(len(rows)), 1) if record.failures == 1 else 1
+        broke_at = sequence.length + ahead.get(sequence.id, 0)
+        _quarantine(sequence, record, limit, broke_at, PROBATION_TOKENS * (record.deaths - 1))
+
+
+def _quarantine(
+    sequence: Sequence, record: FailureRecord, limit: int, broke_at: int, probation: int = 0
+) -> None:
+    broke_at = max(record.broke_at, broke_at)
+    sequence.record = replace(
+        record,
+        rows_limit=min(record.rows_limit or limit, limit),
+        broke_at=broke_at,
+        quarantined_until=max(record.quarantined_until, broke_at + probation),
+    )
 
 
 def is_guilty(sequence: Sequence, in_flight: int, failures_max: int) -> bool:
     """Whether a row fails for good, after `in_flight` rows were in flight with it."""
-    if sequence.kills >= KILLS_MAX_FACTOR * failures_max:
+    record = sequence.record
+    if record.kills >= KILLS_MAX_FACTOR * failures_max:
         return True
-    if sequence.attempts >= ATTEMPTS_MAX_FACTOR * failures_max:
+    if record.attempts >= ATTEMPTS_MAX_FACTOR * failures_max:
         return True
-    return in_flight == 1 and sequence.failures >= failures_max
+    return in_flight == 1 and record.failures >= failures_max
 
 
-def record(sequence: Sequence) -> Blame:
-    """What another pool must know of it, as of now."""
-    # There a new token is one beyond the present content.
-    broke_at = max(sequence.broke_at, sequence.length)
-    return Blame(
-        sequence.failures,
-        sequence.attempts,
-        sequence.deaths,
-        sequence.kills,
-        sequence.rows_limit,
-        broke_at,
-        max(sequence.suspect_until, broke_at),
+def excluded(replica: Replica, sequence: Sequence, pool: Pool) -> bool:
+    """Whether the sequence failed alone on this replica and another could hold it."""
+    return replica.id in sequence.excluded_replicas and any(
+        other_id not in sequence.excluded_replicas and pool.replicas[other_id].could_hold(sequence)
+        for _, other_id in pool.open
     )
-
-
-def resume(sequence: Sequence, blame: Blame) -> None:
-    """Another pool's record of a new sequence counts on; tokens that came since have cleared it."""
-    sequence.deaths, sequence.kills = blame.deaths, blame.kills
-    sequence.broke_at, sequence.suspect_until = blame.broke_at, blame.suspect_until
-    if sequence.length <= blame.broke_at:
-        sequence.failures, sequence.attempts = blame.failures, blame.attempts
-    if sequence.length <= blame.suspect_until:
-        sequence.rows_limit = blame.rows_limit

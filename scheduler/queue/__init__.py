@@ -1,1 +1,5 @@
-"""Requests that wait for a replica, in the order in which they are served."""
+"""The order in which waiting sequences are offered a place."""
+
+from scheduler.queue.waiting import Waiting, WaitingQueue
+
+__all__ = ["Waiting", "WaitingQueue"]

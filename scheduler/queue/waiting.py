@@ -2,14 +2,14 @@
 
 Knows priorities, tenants, arrivals and deadlines; nothing of replicas.
 
-1. Sequences that lost their place through no fault of their own come first, by arrival: a client
-   is reading their stream.
+1. Sequences that lost their place come first, by arrival: a client is reading their stream. Those
+   in quarantine come before the others.
 2. Classes by the arrival of their oldest sequence plus `age_s` for each step of priority. So higher
    classes overtake a sequence only until it has waited `age_s` (or twice that) longer than theirs,
    and none starves. A class that is ahead in this way gives its oldest sequence and no other.
 3. Within a class tenants share by start-time fair queueing: the tenant that was served least goes
-   first, one that comes back after a pause gets no credit for it. Served are a request's tokens,
-   prompt and limit, charged once, when it is placed.
+   first, one that comes back after a pause gets no credit for it. A tenant is charged the tokens of
+   a request, prompt and limit, once, when the request is placed.
    (P. Goyal, H. Vin, H. Cheng: Start-time Fair Queuing, SIGCOMM 1996.)
 4. Within a tenant the one that is due first: `age_s` after its arrival, or at its deadline if that
    is sooner. Without deadlines this is first come, first served; with them an urgent request passes
@@ -21,14 +21,44 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, ValuesView
+from typing import Protocol, TypeVar
 
-from scheduler.messages import Priority
-from scheduler.state.sequence import Sequence
+from scheduler.messages import Priority, Request
 
 _SLACK = 64
 
-Key = tuple[float, int, str]
-"""(time [s], number, id) of a sequence."""
+Key = tuple[float, int, str, int]
+"""(time [s], number, id, tokens) of a sequence."""
+
+
+class Waiting(Protocol):
+    """What the queue reads of a sequence. None of it changes while the sequence waits."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """Rises with every accepted request."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def length_max(self) -> int:
+        """Prompt and limit in tokens."""
+
+    @property
+    def arrived_s(self) -> float: ...
+    @property
+    def deadline_s(self) -> float | None: ...
+    @property
+    def tokens_left(self) -> int:
+        """What it may still commit."""
+
+    @property
+    def quarantined(self) -> bool: ...
+
+
+Item = TypeVar("Item", bound=Waiting)
 
 
 class _Tenant:
@@ -45,9 +75,9 @@ class _Class:
 
     def __init__(self) -> None:
         self.tenants: dict[str, _Tenant] = {}
-        """Those who wait, and those who were served more than `self.served`."""
+        """Those that wait, and those that were served more than `self.served`."""
         self.order: list[tuple[float, str]] = []
-        """(served, tenant) of those who wait, the least served first."""
+        """(served, tenant) of those that wait, the least served first."""
         self.served = 0.0
         """The class's virtual time: where a tenant begins that comes anew."""
         self.arrivals: list[Key] = []
@@ -72,7 +102,7 @@ class _Class:
         self._forget_all_if_idle()
 
     def charge(self, tenant_name: str, tokens: int) -> None:
-        """The tenant is served; it may have nobody else who waits."""
+        """The tenant is served; no other request of it may wait."""
         tenant = self.tenants.get(tenant_name)
         if tenant is None:
             tenant = self.tenants[tenant_name] = _Tenant(self.served)
@@ -96,17 +126,17 @@ class _Class:
             del self.tenants[tenant_name]
 
     def _forget_all_if_idle(self) -> None:
-        """Where nobody waits nobody is owed anything."""
+        """Where none waits none is owed anything."""
         if not self.arrivals and self.tenants:
             self.served = max(tenant.served for tenant in self.tenants.values())
             self.tenants.clear()
 
-    def in_order(self, waiting: Mapping[str, Sequence]) -> Iterator[str]:
+    def in_order(self) -> Iterator[str]:
         """Ids as they would be served, one after the other. O(log n) for each."""
         order = self.order
         upcoming = 0
         ahead: list[tuple[float, str, Key, Iterator[Key]]] = []
-        """(served, tenant, next, those after it): tenants of whom somebody was given out."""
+        """(served, tenant, next, those after it): tenants of which a sequence was given out."""
         while upcoming < len(order) or ahead:
             if upcoming < len(order) and (not ahead or order[upcoming] <= ahead[0][:2]):
                 served, name = order[upcoming]
@@ -118,18 +148,18 @@ class _Class:
             yield key[2]
             following = next(others, None)
             if following is not None:
-                served += _tokens(waiting[key[2]])
+                served += key[3]
                 heapq.heappush(ahead, (served, name, following, others))
 
 
 class _Scan:
-    """One class as a scan of the queue goes through it: whoever was given out is not again."""
+    """One class as a scan of the queue goes through it: what was given out is not again."""
 
-    def __init__(self, priority: Priority, one: _Class, waiting: Mapping[str, Sequence]) -> None:
+    def __init__(self, priority: Priority, one: _Class) -> None:
         self.priority = priority
         self._arrivals = iter(one.arrivals)
         self._oldest = next(self._arrivals, None)
-        self._in_order = one.in_order(waiting)
+        self._in_order = one.in_order()
         self._given: set[str] = set()
 
     def oldest(self) -> Key | None:
@@ -147,14 +177,14 @@ class _Scan:
         return self.give(next(one for one in self._in_order if one not in self._given))
 
 
-class WaitingQueue(Mapping[str, Sequence]):
+class WaitingQueue(Mapping[str, Item]):
     """Waiting sequences by id; iterates in the order in which they are to be placed."""
 
     def __init__(self, age_s: float) -> None:
         self._age_s = age_s
-        self._sequences: dict[str, Sequence] = {}
-        self._first: list[tuple[int, str]] = []
-        """(number, id) of those who come before all classes."""
+        self._sequences: dict[str, Item] = {}
+        self._first: list[tuple[bool, int, str]] = []
+        """(not in quarantine, number, id) of those that come before all classes."""
         self._classes = {priority: _Class() for priority in Priority}
         self.tokens = 0
         """Prompt and limit of all that wait."""
@@ -167,17 +197,17 @@ class WaitingQueue(Mapping[str, Sequence]):
     def __contains__(self, sequence_id: object) -> bool:
         return sequence_id in self._sequences
 
-    def __getitem__(self, sequence_id: str) -> Sequence:
+    def __getitem__(self, sequence_id: str) -> Item:
         return self._sequences[sequence_id]
 
     def __iter__(self) -> Iterator[str]:
-        for _, sequence_id in self._first:
+        for *_, sequence_id in self._first:
             yield sequence_id
         classes = [(name, one) for name, one in self._classes.items() if one.arrivals]
         if len(classes) == 1:
-            yield from classes[0][1].in_order(self._sequences)
+            yield from classes[0][1].in_order()
             return
-        scans = [_Scan(name, one, self._sequences) for name, one in classes]
+        scans = [_Scan(name, one) for name, one in classes]
         while ranked := [(oldest, scan) for scan in scans if (oldest := scan.oldest())]:
             oldest, scan = min(ranked, key=lambda pair: self._urgency(*pair))
             if scan is ranked[0][1]:
@@ -186,45 +216,52 @@ class WaitingQueue(Mapping[str, Sequence]):
                 # It has waited long enough to pass a higher class; the rest of its class has not.
                 yield scan.give(oldest[2])
 
-    def values(self) -> ValuesView[Sequence]:
+    def values(self) -> ValuesView[Item]:
         return ValuesView(self)
 
-    def add(self, sequence: Sequence, first: bool = False) -> None:
-        """`first`: it lost its place and comes before all classes."""
+    def quarantined(self) -> Iterator[Item]:
+        """Those in quarantine, by arrival."""
+        for healthy, _, sequence_id in self._first:
+            if healthy:
+                return
+            yield self._sequences[sequence_id]
+
+    def add(self, sequence: Item, first: bool = False) -> None:
+        """`first`: it lost its place and comes before all classes; so does one in quarantine."""
         assert sequence.id not in self._sequences, f"{sequence.id} waits already"
         self._sequences[sequence.id] = sequence
         self.tokens += sequence.length_max
         self.tokens_left += sequence.tokens_left
-        if first:
-            insort(self._first, (sequence.number, sequence.id))
+        if first or sequence.quarantined:
+            insort(self._first, _first(sequence))
         else:
             request = sequence.request
             one = self._classes[request.priority]
             one.add(request.tenant, self._due(sequence), _arrival(sequence))
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Item) -> None:
         """It waits no longer, for whatever reason."""
         del self._sequences[sequence.id]
         self.tokens -= sequence.length_max
         self.tokens_left -= sequence.tokens_left
-        at = bisect_left(self._first, (sequence.number, sequence.id))
-        if at < len(self._first) and self._first[at] == (sequence.number, sequence.id):
+        at = bisect_left(self._first, _first(sequence))
+        if at < len(self._first) and self._first[at] == _first(sequence):
             del self._first[at]
             return
         request = sequence.request
         one = self._classes[request.priority]
         one.remove(request.tenant, self._due(sequence), _arrival(sequence))
 
-    def charge(self, sequence: Sequence) -> None:
+    def charge(self, sequence: Item) -> None:
         """It has been placed: its tenant was served. Call it once for each request."""
         request = sequence.request
-        self._classes[request.priority].charge(request.tenant, _tokens(sequence))
+        self._classes[request.priority].charge(request.tenant, sequence.length_max)
 
-    def _due(self, sequence: Sequence) -> Key:
+    def _due(self, sequence: Item) -> Key:
         due_s = sequence.arrived_s + self._age_s
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
-        return (due_s, sequence.number, sequence.id)
+        return (due_s, sequence.number, sequence.id, sequence.length_max)
 
     def _urgency(self, oldest: Key, scan: _Scan) -> tuple[float, Priority]:
         return (oldest[0] + self._age_s * scan.priority, scan.priority)
@@ -245,10 +282,9 @@ class WaitingQueue(Mapping[str, Sequence]):
             assert len(one.arrivals) == size, "arrivals differ"
 
 
-def _arrival(sequence: Sequence) -> Key:
-    return (sequence.arrived_s, sequence.number, sequence.id)
+def _first(sequence: Waiting) -> tuple[bool, int, str]:
+    return (not sequence.quarantined, sequence.number, sequence.id)
 
 
-def _tokens(sequence: Sequence) -> int:
-    """What a request costs its tenant."""
-    return sequence.length_max
+def _arrival(sequence: Waiting) -> Key:
+    return (sequence.arrived_s, sequence.number, sequence.id, sequence.length_max)

@@ -126,7 +126,7 @@ def wanted_replicas(
         state = replace(state, live_s=now_s)
     wanted = min(max(wanted, config.min_replicas), config.max_replicas)
     if wanted == 0:
-        # Whoever waits for the first replica has waited long enough; more of them take the delay.
+        # The first replica starts at once; more of them take the delay.
         wanted = 1 if load.live else 0
     enough, needed = _bounds(config, load)
     if enough > wanted:
@@ -145,7 +145,7 @@ def wanted_replicas(
 def unseen(state: ScalingState, now_s: float) -> ScalingState:
     """The state after a look that did not see the whole pool.
 
-    A low load has not lasted, nor has there been no request, for as long as nobody has looked.
+    Neither a low load nor an idle pool has lasted while it was not seen.
     """
     return replace(state, low_since_s=None, low_most=0, live_s=now_s)
 
@@ -239,8 +239,8 @@ class CapacityMeter:
     def look(self, *shards: PoolStatus) -> float:
         """Tokens per second of one replica; call it with every new status of the pool.
 
-        Of several pools it takes the status of each: who waits in one gives the replicas of the
-        others nothing to do.
+        Of several pools it takes the status of each: a request that waits in one gives the
+        replicas of the others nothing to do.
         """
         replicas = {
             replica.id: (replica, shard.waiting > 0)

@@ -1,6 +1,6 @@
-"""Several pools side by side, each a shard with its own replicas: who goes where.
+"""Several pools side by side, each a shard with its own replicas: which takes what.
 
-A scheduler knows one shard and nothing of the others. Whoever brings requests chooses the shard by
+A scheduler knows one shard and nothing of the others. A frontend chooses a request's shard by
 `choose_shard`; a replica belongs to the shard that `shard_of_rank` says.
 """
 
@@ -16,7 +16,7 @@ from scheduler.status import PoolStatus
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
-    """What is known of a shard by whoever chooses; it may be a little old."""
+    """What a frontend knows of a shard; it may be a little old."""
 
     serving: int
     """Replicas that take sequences now."""
@@ -41,7 +41,7 @@ def choose_shard(
     included. A shard whose replicas are all too small for its `length` (prompt + new tokens) is
     chosen only if all replicas are, one without replicas only if no other has any, one that does
     not answer only if no other does. Among equals the first from `turn` on is taken, so that
-    several who choose do not all begin with the same one. `loads` must not be empty.
+    several frontends do not all begin with the same one. `loads` must not be empty.
     """
 
     def due(index: int) -> tuple[bool, bool, bool, float, int]:

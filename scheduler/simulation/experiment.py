@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from scheduler.batching.batches import batch_spread
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
@@ -24,7 +23,7 @@ from scheduler.messages import (
     Request,
     StepDone,
 )
-from scheduler.scaling.shards import ShardLoad, choose_shard, merged_status, shard_of_rank
+from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_rank
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.faults import FaultPlan
 from scheduler.simulation.hardware import Times
@@ -226,7 +225,7 @@ class Experiment:
         self._figures.batches += 1
         if batch.rows:
             self._rows.append(len(batch.rows))
-            self._spreads.append(batch_spread(batch))
+            self._spreads.append(batch.spread)
 
     # ----------------------------------------------------------------- requests
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from scheduler.batching.batches import prefill_tokens
 from scheduler.messages import Batch, BatchKind, StepTimes
 
 Times = Callable[[Batch], StepTimes]
@@ -111,7 +110,7 @@ class Roofline:
         )
 
     def _prefill(self, batch: Batch) -> StepTimes:
-        tokens = prefill_tokens(batch)
+        tokens = batch.prefill_tokens
         positions = sum(row.end for row in batch.prefill)
         attended = sum(
             (row.end * (row.end + 1) - row.begin * (row.begin + 1)) // 2 for row in batch.prefill
@@ -156,7 +155,7 @@ class FittedTimes(BaseModel):
         """As `Times` says."""
         if batch.kind is BatchKind.PREFILL:
             return _prefill_times(
-                self.prefill_fixed_s + self.prefill_token_s * prefill_tokens(batch)
+                self.prefill_fixed_s + self.prefill_token_s * batch.prefill_tokens
             )
         rows, k = len(batch.rows), batch.draft_len
         draft_s = k * (self.draft_fixed_s + rows * self.draft_row_s)

@@ -25,7 +25,7 @@ from scheduler.messages import (
 )
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.reference import content_hash, next_token
-from scheduler.state.prefixes import PrefixSet, block_keys
+from scheduler.state import PrefixSet, block_keys
 from scheduler.validation import blocks_needed
 
 Acceptance = Callable[[str], float]

@@ -1,1 +1,34 @@
-"""The books of a pool: sequences, replicas, what may happen to them, and the invariants."""
+"""The records of a pool: sequences, replicas, what may happen to them, and the invariants."""
+
+from scheduler.state.invariants import check_pool
+from scheduler.state.pipeline import InFlight, Pipeline
+from scheduler.state.pool import Pool
+from scheduler.state.prefixes import PrefixSet, block_keys
+from scheduler.state.ready_rows import ReadyRows, Row
+from scheduler.state.replica import Replica
+from scheduler.state.sequence import (
+    Answer,
+    Chunk,
+    Move,
+    Sequence,
+    State,
+    finished_before_start,
+)
+
+__all__ = [
+    "Answer",
+    "Chunk",
+    "InFlight",
+    "Move",
+    "Pipeline",
+    "Pool",
+    "PrefixSet",
+    "ReadyRows",
+    "Replica",
+    "Row",
+    "Sequence",
+    "State",
+    "block_keys",
+    "check_pool",
+    "finished_before_start",
+]

@@ -1,12 +1,10 @@
 """The invariants of the pool's books, asserted. Tests call this after each event.
 
-O(everything), so production never does. It changes nothing, also not what is brought up to date
-only when somebody asks: that would hide what happens where nobody has.
+O(everything), so production never does. It changes nothing.
 """
 
 from __future__ import annotations
 
-from scheduler.batching.batches import batch_rows
 from scheduler.messages import BatchKind
 from scheduler.state.pool import Pool
 from scheduler.state.replica import Replica
@@ -29,7 +27,7 @@ def check_pool(pool: Pool) -> None:
     for replica in pool.replicas.values():
         _check_replica(pool, replica)
     takes = sorted((one.load, one.id) for one in pool.replicas.values() if pool.takes_more(one))
-    assert pool.open == takes, "a replica has changed and nobody said so"
+    assert pool.open == takes, "replicas that take more"
     due = {(number, sequence_id) for _, number, sequence_id in pool.deadlines}
     for sequence in pool.sequences.values():
         if sequence.deadline_s is not None and sequence.live:
@@ -50,22 +48,23 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
         needed = blocks_needed(sequence.length, replica.spec.block_size)
         assert needed <= sequence.blocks <= replica.blocks_limit(sequence), f"{name}: blocks"
         if sequence.batch_id is not None:
-            batch = replica.batches.get(sequence.batch_id)
-            assert batch is not None, f"{name}: its batch is unknown"
-            assert sequence.id in batch_rows(batch), f"{name}: not in its order"
+            found = replica.pipeline.batches.get(sequence.batch_id)
+            assert found is not None, f"{name}: its batch is unknown"
+            assert sequence in found.rows, f"{name}: not in its batch"
             kind = _KIND_OF.get(sequence.state)
-            assert kind is None or kind is batch.kind, f"{name}: batch of another kind"
+            assert kind in (None, found.batch.kind), f"{name}: batch of another kind"
     else:
         assert sequence.blocks == 0, f"{name}: blocks without a replica"
         assert sequence.filled == 0, f"{name}: filled without a replica"
     if sequence.state is State.PARTIAL:
         assert 0 < sequence.filled < sequence.fill, f"{name}: filled in part"
-        assert sequence.rows_limit is None, f"{name}: a suspect is filled at once"
+        assert not sequence.quarantined, f"{name}: one in quarantine is filled at once"
     if sequence.state in (State.READY, State.STEPPING):
         assert 0 <= sequence.filled <= sequence.fill, f"{name}: not filled"
-    if sequence.claim is not None:
-        assert sequence.state is State.WAITING, f"{name}: claims a replica without waiting"
-        assert pool.replicas[sequence.claim].claimed_by == sequence.id, f"{name}: claim"
+    if sequence.reservation is not None:
+        assert sequence.state is State.WAITING, f"{name}: reserves a replica without waiting"
+        replica = pool.replicas[sequence.reservation]
+        assert replica.reserved_for == sequence.id, f"{name}: reservation"
     if sequence.live:
         assert sequence.tokens_left > 0, f"{name}: nothing left to commit"
         stop = set(sequence.request.stop_token_ids)
@@ -88,37 +87,33 @@ def _check_replica(pool: Pool, replica: Replica) -> None:
     partial = {one.id for one in residents if one.state is State.PARTIAL}
     assert set(replica.partial) == partial, f"{name}: rows that are filled in part"
     ready = {one for one in residents if one.state is State.READY}
-    suspects = {one for one in ready if one.rows_limit}
-    assert set(replica.suspects.values()) == suspects, f"{name}: suspects"
-    assert set(replica.ready) == ready - suspects, f"{name}: ready rows"
-    lengths = sorted(one.length for one in ready - suspects)
+    quarantined = {one for one in ready if one.quarantined}
+    assert set(replica.quarantined.values()) == quarantined, f"{name}: rows in quarantine"
+    assert set(replica.ready) == ready - quarantined, f"{name}: ready rows"
+    lengths = sorted(one.length for one in ready - quarantined)
     assert replica.ready.lengths() == lengths, f"{name}: lengths of ready rows"
     most = sum(replica.blocks_limit(one) for one in residents)
     assert replica.blocks_most == most, f"{name}: blocks at the limit"
-    if replica.alone is not None:
-        assert list(replica.batches) == [replica.alone], f"{name}: a batch beside suspects"
-    if replica.long is not None:
-        assert replica.batches[replica.long].steps > 1, f"{name}: the long batch"
-    for batch in replica.batches.values():
-        assert len(batch.rows) <= pool.config.rows_max, f"{name}: rows of batch {batch.id}"
     replica.ready.check_integrity()
     assert set(replica.ready._turns) <= set(residents), f"{name}: turns of others"
-    assert len(replica.batches) <= pool.config.batches_in_flight_max, f"{name}: too many batches"
-    assert replica.rows_of.keys() == replica.batches.keys(), f"{name}: rows of batches"
-    for batch in replica.batches.values():
-        rows_of = [replica.residents[row] for row in batch_rows(batch)]
-        assert replica.rows_of[batch.id] == rows_of, f"{name}: rows of batch {batch.id}"
-    held = [row for batch in replica.batches.values() for row in batch_rows(batch)]
+    flights = replica.pipeline.batches
+    assert len(flights) <= pool.config.batches_in_flight_max, f"{name}: too many batches"
+    if any(row.quarantined for one in flights.values() for row in one.rows if row.live):
+        assert len(flights) == 1, f"{name}: a batch beside one of rows in quarantine"
+    for batch_id, flight in flights.items():
+        assert len(flight.batch.rows) <= pool.config.rows_max, f"{name}: rows of batch {batch_id}"
+        assert [row.id for row in flight.rows] == flight.batch.row_ids, f"{name}: batch {batch_id}"
+    held = [row.id for flight in flights.values() for row in flight.rows]
     assert len(held) == len(set(held)), f"{name}: a row is in two batches"
     in_flight = {one.id for one in residents if one.state in IN_FLIGHT}
     assert set(held) == in_flight, f"{name}: rows of its batches"
     if replica.draining:
         assert not ready, f"{name}: drains but keeps ready rows"
         assert not partial, f"{name}: drains but keeps rows filled in part"
-        assert replica.claimed_by is None, f"{name}: drains but is claimed"
+        assert replica.reserved_for is None, f"{name}: drains but is reserved"
     if ready or partial:
-        assert replica.batches, f"{name}: rows that could go on and no batch"
-    if replica.claimed_by is not None:
-        claimant = pool.waiting.get(replica.claimed_by)
-        assert claimant is not None, f"{name}: claimed by nobody who waits"
-        assert claimant.claim == replica.id, f"{name}: claim"
+        assert flights, f"{name}: rows that could go on and no batch"
+    if replica.reserved_for is not None:
+        waiting = pool.waiting.get(replica.reserved_for)
+        assert waiting is not None, f"{name}: reserved for one that does not wait"
+        assert waiting.reservation == replica.id, f"{name}: reservation"

@@ -11,18 +11,26 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Batch, FinishReason, ReplicaSpec, Request
-from scheduler.queue.waiting import WaitingQueue
+from scheduler.messages import FinishReason, ReplicaSpec, Request
+from scheduler.queue import WaitingQueue
 from scheduler.state.rate import RateMeter
 from scheduler.state.replica import Replica
-from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Answer, Move, Sequence, State, move_all
+from scheduler.state.sequence import (
+    IN_FLIGHT,
+    RESIDENT,
+    Answer,
+    Chunk,
+    Move,
+    Sequence,
+    State,
+    move_all,
+)
 
 _HEAP_SLACK = 64
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
 
-# A member of an enum is found through its metaclass, which takes seven times as long as a name; and
-# these are asked for in every batch.
+# Read in every batch; a member of an enum is found through its metaclass, which is slow.
 _READY, _STEPPING = State.READY, State.STEPPING
 
 
@@ -33,7 +41,7 @@ class Pool:
         self.config = config
         self.sequences: dict[str, Sequence] = {}
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
-        self.waiting = WaitingQueue(config.priority_age_s)
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, Replica] = {}
         self._open: list[tuple[int, str]] | None = None
         self.finished: Counter[FinishReason] = Counter()
@@ -90,8 +98,8 @@ class Pool:
 
     @property
     def open(self) -> list[tuple[int, str]]:
-        """(load, id) of the replicas that take sequences, the lightest first. Loads change in every
-        batch and are asked for when somebody comes or moves, so they are sorted then."""
+        """(load, id) of the replicas that take sequences, the lightest first. Loads change often
+        and are read seldom, so they are sorted when they are read."""
         if self._open is None:
             self._open = [
                 (one.load, one.id) for one in self.replicas.values() if self.takes_more(one)
@@ -103,7 +111,7 @@ class Pool:
     def free(self) -> list[tuple[int, str]]:
         """The same for those of them that have a place for a batch."""
         most = self.config.batches_in_flight_max
-        return [key for key in self.open if len(self.replicas[key[1]].batches) < most]
+        return [key for key in self.open if len(self.replicas[key[1]].pipeline) < most]
 
     def place(self, sequence: Sequence, replica: Replica) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
@@ -111,7 +119,7 @@ class Pool:
         if not sequence.charged:
             sequence.charged = True
             self.waiting.charge(sequence)
-        self.drop_claim(sequence)
+        self.drop_reservation(sequence)
         sequence.overtaken = sequence.left = 0
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
@@ -123,13 +131,12 @@ class Pool:
         replica.blocks_most += replica.blocks_limit(sequence)
         self._open = None
 
-    def fill(self, replica: Replica, given: list[tuple[Sequence, int, int]], batch_id: int) -> None:
-        """A prefill batch takes these placed sequences, (sequence, begin, until)."""
+    def fill(self, replica: Replica, given: list[Chunk], batch_id: int) -> None:
+        """A prefill batch takes these placed sequences."""
         for sequence, _, until in given:
             self.move(sequence, Move.PREFILL)
             sequence.filled = until
             sequence.batch_id = batch_id
-        replica.rows_of[batch_id] = [sequence for sequence, _, _ in given]
 
     def filled(self, replica: Replica, sequence: Sequence, reused: int) -> None:
         """A prefill batch with it is done; its replica had `reused` positions before."""
@@ -147,20 +154,19 @@ class Pool:
         lacking: list[tuple[Sequence, int]],
         batch_id: int,
     ) -> None:
-        """A speculate batch takes these ready rows, all suspects or none.
+        """A speculate batch takes these ready rows, all in quarantine or none.
 
         `lacking` are those of them that get more blocks, and how many they have then.
         """
-        if rows[0].rows_limit is None:
-            replica.ready.take(rows, len(replica.ready) + replica.stepping)
-        else:
+        if rows[0].quarantined:
             for sequence in rows:
-                del replica.suspects[sequence.id]
+                del replica.quarantined[sequence.id]
+        else:
+            replica.ready.take(rows, len(replica.ready) + replica.stepping)
         for sequence, blocks in lacking:
             replica.blocks_used += blocks - sequence.blocks
             sequence.blocks = blocks
         move_all(rows, _READY, Move.STEP, batch_id)
-        replica.rows_of[batch_id] = rows
         replica.rows_in[_READY] -= len(rows)
         replica.rows_in[_STEPPING] += len(rows)
 
@@ -207,7 +213,7 @@ class Pool:
             if sequence in replica.ready:
                 replica.ready.remove(sequence)
             else:
-                del replica.suspects[sequence.id]
+                del replica.quarantined[sequence.id]
         elif after is State.READY:
             replica.ready_again([sequence])
 
@@ -227,7 +233,7 @@ class Pool:
         """
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-            self.drop_claim(sequence)
+            self.drop_reservation(sequence)
         self.limit_left -= sequence.tokens_left
         self.move(sequence, Move.FINISH)
         self.finished[reason] += 1
@@ -263,21 +269,21 @@ class Pool:
         sequence.batch_id = None
         self._open = None
 
-    # ----------------------------------------------------------------- claims
+    # ----------------------------------------------------------------- reservations
 
-    def claim(self, sequence: Sequence, replica: Replica) -> None:
-        """From now on the replica takes nobody before this sequence."""
-        sequence.claim = replica.id
-        replica.claimed_by = sequence.id
+    def reserve(self, sequence: Sequence, replica: Replica) -> None:
+        """Until the sequence is placed the replica takes nothing behind it in the queue."""
+        sequence.reservation = replica.id
+        replica.reserved_for = sequence.id
 
-    def drop_claim(self, sequence: Sequence) -> None:
-        if sequence.claim is not None:
-            self.replicas[sequence.claim].claimed_by = None
-            sequence.claim = None
+    def drop_reservation(self, sequence: Sequence) -> None:
+        if sequence.reservation is not None:
+            self.replicas[sequence.reservation].reserved_for = None
+            sequence.reservation = None
 
-    def _clear_claim(self, replica: Replica) -> None:
-        if replica.claimed_by is not None:
-            self.drop_claim(self.sequences[replica.claimed_by])
+    def _clear_reservation(self, replica: Replica) -> None:
+        if replica.reserved_for is not None:
+            self.drop_reservation(self.sequences[replica.reserved_for])
 
     # ----------------------------------------------------------------- replicas
 
@@ -290,15 +296,14 @@ class Pool:
     def drain(self, replica: Replica) -> None:
         """No new sequence from now on. O(1) but for the index."""
         replica.draining = True
-        self._clear_claim(replica)
+        self._clear_reservation(replica)
         self._open = None
 
     def lose(self, replica: Replica) -> None:
         """Forgets the replica and its batches; its live residents wait again. O(residents)."""
         replica.draining = True
-        self._clear_claim(replica)
-        replica.batches.clear()
-        replica.rows_of.clear()
+        self._clear_reservation(replica)
+        replica.pipeline.batches.clear()
         residents = list(replica.residents.values())
         for sequence in residents:
             if not sequence.live:
@@ -307,29 +312,10 @@ class Pool:
         del self.replicas[replica.id]
         self._open = None
 
-    def add_batch(self, replica: Replica, batch: Batch, now_s: float) -> None:
-        """The batch is in flight."""
-        if not replica.batches:
-            replica.sent_alone = (batch.id, now_s)
-        replica.batches[batch.id] = batch
-        if batch.steps > 1:
-            replica.long = batch.id
-        replica.last_kind = batch.kind
-        replica.last_alone = batch.id == replica.alone
-
-    def end_batch(self, replica: Replica, batch_id: int) -> Batch | None:
-        """Takes a batch out of flight; None for one that is unknown."""
-        batch = replica.batches.pop(batch_id, None)
-        if replica.alone == batch_id:
-            replica.alone = None
-        if replica.long == batch_id:
-            replica.long = None
-        return batch
-
     # ----------------------------------------------------------------- deadlines
 
     def overdue(self, now_s: float) -> list[Sequence]:
-        """Live sequences whose deadline has come; each is returned once."""
+        """Live sequences with a deadline that has come; each is returned once."""
         due = []
         while self.deadlines and self.deadlines[0][0] <= now_s:
             _, number, sequence_id = heapq.heappop(self.deadlines)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from scheduler.batching.batches import batch_spread
-from scheduler.batching.grouping import ReadyRows, groups_needed
-from scheduler.draft_length.cost_model import filled_tokens
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepTimes
+from scheduler.state.pipeline import Pipeline
 from scheduler.state.prefixes import PrefixSet
+from scheduler.state.ready_rows import ReadyRows
 from scheduler.state.sequence import RESIDENT, Sequence, State
 from scheduler.validation import blocks_needed
 
@@ -51,10 +50,13 @@ class ReplicaFigures:
         self.busy_s += result.times.total_s
         self.last_times = result.times
         if batch.kind is BatchKind.PREFILL:
-            self.prefill_tokens += filled_tokens(batch, result)
+            reused = {row.sequence_id: row.reused for row in result.rows}
+            for filled in batch.prefill:
+                begin = max(filled.begin, reused.get(filled.sequence_id, 0))
+                self.prefill_tokens += max(filled.end - begin, 0)
             return
         self.groups += 1
-        self.spread_sum += batch_spread(batch)
+        self.spread_sum += batch.spread
         self.steps += result.steps
         self.committed_tokens += committed_tokens
         self.kv_positions_own += result.kv_positions_own
@@ -84,43 +86,22 @@ class Replica:
     residents: dict[str, Sequence] = field(default_factory=dict)
     """All sequences with reserved blocks, leaving ones included."""
     ready: ReadyRows[Sequence] = field(default_factory=ReadyRows)
-    """Ready rows, but for suspects."""
-    suspects: dict[str, Sequence] = field(default_factory=dict)
-    """Ready rows that may not run with others; see `blame`. The one that waits longest first."""
+    """Ready rows, but for those in quarantine."""
+    quarantined: dict[str, Sequence] = field(default_factory=dict)
+    """Ready rows in quarantine, the one that waits longest first; see `faults`."""
     partial: dict[str, Sequence] = field(default_factory=dict)
-    """Rows between two prefill batches. A suspect is never among them: it is filled in one."""
-    batches: dict[int, Batch] = field(default_factory=dict)
-    """Batches in flight by id."""
-    rows_of: dict[int, list[Sequence]] = field(default_factory=dict)
-    """Rows of those batches."""
+    """Rows between two prefill batches. None is in quarantine: those are filled in one."""
+    pipeline: Pipeline = field(default_factory=Pipeline)
     rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
     """How many residents are in each state."""
-    fails: set[BatchKind] = field(default_factory=set)
-    """Kinds of batch of which the last one failed."""
     rows_cap: int | None = None
     """Batches of more rows have failed: memory may not last for them. None: none has."""
     below_cap: int = 0
     """Batches as large as the cap that were done since it was set."""
-    alone: int | None = None
-    """The batch in flight, if it is one of suspects: nothing goes beside it."""
-    last_alone: bool = False
-    """Whether the last batch that was sent was one of suspects."""
-    long: int | None = None
-    """A batch in flight of several steps that was not interrupted."""
-    sent_alone: tuple[int, float] = (0, 0.0)
-    """The last batch that was sent while nothing was in flight, and when."""
-    gathers_until: int | None = None
-    """Prompts that wait are not filled before so many groups were dispatched; see `prefilling`."""
-    cut: bool = False
-    """Groups were cut lately, so two of them may step in turns; see `cutting`."""
-    last_kind: BatchKind | None = None
-    """Kind of the batch dispatched last."""
-    prefilled_at: int | None = None
-    """Groups that were dispatched before the last prefill batch. None: there was none."""
     prefixes: PrefixSet = field(init=False)
-    """Prefixes that it was given, for who shares them."""
-    claimed_by: str | None = None
-    """A waiting sequence that is placed here before any other."""
+    """Prefixes that it was given."""
+    reserved_for: str | None = None
+    """A waiting sequence: those behind it in the queue are not placed here."""
     figures: ReplicaFigures = field(default_factory=ReplicaFigures)
 
     def __post_init__(self) -> None:
@@ -161,7 +142,7 @@ class Replica:
         """Rows that are ready once the prefill batches in flight are done."""
         if not self.prefilling:
             return 0
-        rows = (row for batch_id in self.batches for row in self.rows_of[batch_id])
+        rows = (row for one in self.pipeline.batches.values() for row in one.rows)
         return sum(one.state is State.PREFILLING and one.filled == one.fill for one in rows)
 
     def blocks_for(self, sequence: Sequence) -> int:
@@ -186,22 +167,18 @@ class Replica:
             self.below_cap = 0
 
     def rows_max(self, rows_max: int) -> int:
-        """Rows of a group here, where `rows_max` is the config's."""
+        """Rows of a batch here, where `rows_max` is the config's."""
         for limit in (self.spec.rows_max, self.rows_cap):
             if limit is not None and limit < rows_max:
                 rows_max = limit
         return rows_max
 
-    def groups(self, rows_max: int) -> int:
-        """G of `grouping`: in how many groups of at most so many rows all that step have place."""
-        return groups_needed(len(self.ready) + self.stepping, rows_max)
-
     def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
-        """Whether its reservation is free, with `taken` blocks gone to others, who would have
+        """Whether its blocks are free, with `taken` blocks gone to others that would have
         `taken_most` at their limits.
 
-        One that was preempted comes back only where none will have to go for it: without that a
-        full replica would prefill and preempt it for every step of the others.
+        A sequence that was preempted comes back only where no other has to go for it: else a full
+        replica would prefill and preempt it for every step of the others.
         """
         if sequence.preempted:
             most = self.blocks_most + taken_most + self.blocks_for(sequence)
@@ -220,13 +197,9 @@ class Replica:
         )
 
     def ready_again(self, sequences: list[Sequence]) -> None:
-        """No batch holds them any more; the youngest of the ready rows, or of the suspects."""
+        """No batch holds them any more; they are the youngest of the ready rows."""
         for one in sequences:
-            if one.rows_limit is None:
+            if one.record.rows_limit is None:
                 self.ready.add(one, one.length, not one.committed)
             else:
-                self.suspects[one.id] = one
-
-    def rows_in_flight(self) -> list[Sequence]:
-        """Rows that batches hold, leaving ones included."""
-        return [one for one in self.residents.values() if one.batch_id is not None]
+                self.quarantined[one.id] = one

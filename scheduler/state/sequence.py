@@ -2,7 +2,7 @@
 
 A sequence's content is its prompt followed by its committed tokens. While it is a resident, the
 replica holds valid KV for all of the content but the last token, so a prefill commits nothing and
-every step commits one token per row or more. This file knows nothing of replicas or groups.
+every step commits one token per row or more. This file knows nothing of replicas or batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from scheduler.messages import FinishReason, Request, RowResult, Usage
+from scheduler.messages import NO_FAILURES, FailureRecord, FinishReason, Request, RowResult, Usage
 from scheduler.state.prefixes import Key, block_keys
 
 
@@ -81,7 +81,7 @@ LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
 """The one table: (state, move) -> next state. What is not here cannot happen."""
 
 _OVER = frozenset({State.LEAVING, State.FINISHED})
-_AFTER = dict(LEGAL)  # it is asked twice per row and batch, and the proxy takes its time
+_AFTER = dict(LEGAL)  # read twice per row and batch; the proxy is slow
 
 IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
 """States in which exactly one batch in flight holds the row."""
@@ -105,9 +105,8 @@ class Sequence:
     """The batch in flight that holds the row, else None."""
     blocks: int = 0
     """Blocks reserved on its replica."""
-    rows_limit: int | None = None
-    """It is a suspect: it runs in batches of at most so many rows, of suspects only, with nothing
-    else in flight on the replica. None: it is not. See `blame`."""
+    record: FailureRecord = NO_FAILURES
+    """Batches and replicas that broke with it; see `faults`."""
     draft_tokens: int = 0
     runs: list[int] = field(default_factory=lambda: [0])
     """runs[n]: in how many steps exactly n draft tokens were accepted; as long as the longest draft
@@ -130,28 +129,15 @@ class Sequence:
     """While it is being filled: its valid KV positions once the batch in flight is done."""
     overtaken: int = 0
     """How many later requests were placed while this one waited and did not fit."""
-    claim: str | None = None
-    """The replica that takes nobody else until this sequence fits."""
+    reservation: str | None = None
+    """The replica that takes nothing behind this sequence in the queue until it fits."""
     checked: bool = False
     """Whether a known replica could take it when it came, or an earlier pool's."""
     charged: bool = False
     """Whether its tenant was charged for it."""
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
-    failures: int = 0
-    """Since it got further than where it broke something: batches of it alone that failed on
-    a replica that had run others before, and replicas that died with it in flight."""
-    attempts: int = 0
-    """The same for all batches with this row alone that failed."""
-    deaths: int = 0
-    """Replicas that died with it in flight, ever."""
-    kills: int = 0
-    """Those of them that died with nothing else in flight."""
-    broke_at: int = 0
-    """Content length up to which the last replica that died with it in flight may have got."""
-    suspect_until: int = 0
-    """It stays a suspect until its content is longer than that."""
-    shuns: list[str] = field(default_factory=list)
+    excluded_replicas: list[str] = field(default_factory=list)
     """Replicas on which it failed alone; it goes to others while there are any."""
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
@@ -171,14 +157,19 @@ class Sequence:
         self.stop_token_ids = self.request.stop_token_ids
 
     @property
+    def quarantined(self) -> bool:
+        """Whether it runs apart from the others; see `FailureRecord.rows_limit`."""
+        return self.record.rows_limit is not None
+
+    @property
     def tokens_left(self) -> int:
         return self.length_max - self.length
 
     @property
     def salt(self) -> str:
-        """What else than tokens two sequences must have in common to share KV: the tenant, so that
-        no tenant can find out by the time to the first token what another one asked, and the salt
-        that the client chose."""
+        """What two sequences must have in common to share KV, beside tokens: the salt that the
+        client chose, and the tenant, so that no tenant can find out by the time to the first token
+        what another one asked."""
         tenant = self.request.tenant
         return f"{len(tenant)} {tenant} {self.request.cache_salt}"
 
@@ -235,17 +226,12 @@ class Sequence:
             reached = (row.steps, *accepted_at, 0)
             for run in range(len(accepted_at) + 1):
                 runs[run] += reached[run] - reached[run + 1]
-        if self.rows_limit is not None and kept:
-            self._got_further()
+        if kept and self.record.rows_limit is not None:
+            # New tokens beyond where it broke something speak for it.
+            self.record = self.record.at(self.length)
+            if not self.quarantined:
+                self.excluded_replicas.clear()
         return kept, reason
-
-    def _got_further(self) -> None:
-        """A suspect has new tokens: beyond where it broke something they speak for it."""
-        if self.length > self.broke_at:
-            self.failures = self.attempts = 0
-            if self.length > self.suspect_until:
-                self.rows_limit = None
-                self.shuns.clear()
 
     def usage(self) -> Usage:
         accepted_at = tuple(sum(self.runs[after:]) for after in range(1, len(self.runs)))
@@ -264,6 +250,8 @@ class Sequence:
 
 Answer = tuple[Sequence, RowResult]
 """A live row of a batch that was done, and what came back of it."""
+Chunk = tuple[Sequence, int, int]
+"""A row of a prefill batch, and the KV positions (begin, until) that the batch fills."""
 
 
 def move_all(

@@ -24,7 +24,7 @@ from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
 from cluster.config import ConfigError, from_args, from_file
 from cluster.pool.protocol import PoolView, merged_view
 from scheduler.messages import ReplicaSpec, StepTimes
-from scheduler.scaling.autoscaling import AutoscalingConfig
+from scheduler.scaling import AutoscalingConfig
 from scheduler.status import PoolStatus, ReplicaStatus
 
 SETTINGS: dict[str, Any] = {

@@ -351,7 +351,7 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         """The only replica of the shard that holds the request dies, in a batch with it."""
         actor = s.wires[live.shard].actor
         async with asyncio.timeout(BOUND_S):
-            while not any(replica.rows_in_flight() for replica in _replicas(actor)):
+            while not any(len(replica.pipeline) for replica in _replicas(actor)):
                 await asyncio.sleep(0.001)
         [replica_id] = actor._replicas
         [runner] = [one for one in s.runners if one.replica_id == replica_id]
@@ -370,7 +370,7 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
                 async with asyncio.timeout(BOUND_S):
                     while deadly.shard != shard:
                         await asyncio.sleep(0.01)
-                assert deadly.blame.deaths == deaths
+                assert deadly.record.deaths == deaths
             await kill(s, deadly)
             await deadly.ended.wait()
             assert deadly.finish is not None

@@ -7,7 +7,7 @@ from random import Random
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, ReplicaSpec, Tick
-from scheduler.scaling.autoscaling import (
+from scheduler.scaling import (
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,

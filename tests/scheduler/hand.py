@@ -9,13 +9,13 @@ from scheduler.messages import (
     Action,
     Batch,
     BatchKind,
-    Blame,
-    Blamed,
     Cancel,
     Dispatch,
     Emit,
     Event,
+    FailureRecord,
     Finish,
+    RecordFailure,
     Release,
     ReplicaDraining,
     ReplicaJoined,
@@ -46,7 +46,7 @@ class Hand:
         self.batches: dict[int, Batch] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
-        self.blames: dict[str, Blame] = {}
+        self.records: dict[str, FailureRecord] = {}
         """The last word on each request, as its ingress keeps it."""
 
     def tell(self, event: Event) -> list[Action]:
@@ -59,9 +59,9 @@ class Hand:
             elif isinstance(action, Emit):
                 tokens = self.tokens.setdefault(action.request_id, [])
                 tokens.extend(action.tokens)
-            elif isinstance(action, Blamed):
-                assert action.request_id not in self.finishes, "blamed after its end"
-                self.blames[action.request_id] = action.blame
+            elif isinstance(action, RecordFailure):
+                assert action.request_id not in self.finishes, "a record after its end"
+                self.records[action.request_id] = action.record
             elif isinstance(action, Finish):
                 assert action.request_id not in self.finishes, "finished twice"
                 self.finishes[action.request_id] = action
@@ -88,8 +88,8 @@ class Hand:
     def drain(self, replica_id: str = "r") -> list[Action]:
         return self.tell(ReplicaDraining(replica_id))
 
-    def lose(self, replica_id: str = "r", blamed: bool = True) -> list[Action]:
-        return self.tell(ReplicaLost(replica_id, blamed))
+    def lose(self, replica_id: str = "r", by_batch: bool = True) -> list[Action]:
+        return self.tell(ReplicaLost(replica_id, by_batch))
 
     def tick(self, now_s: float) -> list[Action]:
         self.now_s = now_s
@@ -110,7 +110,7 @@ class Hand:
 
     def in_flight(self, replica_id: str = "r") -> list[Batch]:
         replica = self.scheduler._pool.replicas[replica_id]
-        return list(replica.batches.values())
+        return [one.batch for one in replica.pipeline.batches.values()]
 
     def settle(self, replica_id: str = "r") -> list[Batch]:
         """Answers prefill batches until none is in flight; returns what is then."""

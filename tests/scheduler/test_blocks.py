@@ -127,7 +127,7 @@ def test_steps_are_given_up_before_a_sequence_is() -> None:
     assert hand.scheduler.snapshot().preempted == 0
 
 
-def test_a_claim_lets_those_pass_who_are_before_it_in_the_queue() -> None:
+def test_a_reservation_lets_those_pass_that_are_before_it_in_the_queue() -> None:
     """A higher class that fits does not wait behind a lower one that does not."""
     hand = Hand(draft_len=0, steps_per_batch_max=1, passes_max=1)
     hand.join(kv_blocks=20)
@@ -137,7 +137,7 @@ def test_a_claim_lets_those_pass_who_are_before_it_in_the_queue() -> None:
     hand.submit("passes", length=4, max_new_tokens=4, priority=Priority.LOW)
     hand.settle()
     hand.done(hand.in_flight()[0])
-    assert hand.scheduler._pool.replicas["r"].claimed_by == "low"
+    assert hand.scheduler._pool.replicas["r"].reserved_for == "low"
     hand.submit("later", length=4, max_new_tokens=4, priority=Priority.LOW)
     hand.submit("high", length=4, max_new_tokens=4, priority=Priority.HIGH)
     for _ in range(8):

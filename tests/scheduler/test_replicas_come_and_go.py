@@ -10,11 +10,11 @@ from itertools import permutations
 import pytest
 
 from scheduler.messages import (
-    Blamed,
     Dispatch,
     Emit,
     Finish,
     FinishReason,
+    RecordFailure,
     Reject,
     ReplicaJoined,
     ReplicaSpec,
@@ -98,7 +98,7 @@ def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:
     (batch,) = hand.settle("one")
     hand.done(batch, a=(7, 8))
     (stale,) = hand.in_flight("one")
-    assert only(hand.lose("one"), Blamed).request_id == "a"
+    assert only(hand.lose("one"), RecordFailure).request_id == "a"
     (batch,) = batches_of(hand.join("two"))
     assert batch.prefill[0].tokens == (4, 5, 7, 8)
     assert batch.prefill[0].tokens_left == 2

@@ -29,7 +29,6 @@ from scheduler.messages import (
     Action,
     Batch,
     BatchKind,
-    Blamed,
     Cancel,
     Dispatch,
     Emit,
@@ -38,6 +37,7 @@ from scheduler.messages import (
     Interrupt,
     PrefillRow,
     Priority,
+    RecordFailure,
     Reject,
     Release,
     ReplicaDraining,
@@ -105,7 +105,7 @@ def _event(words: list[str], batches: dict[tuple[str, int], Batch]) -> Event:
         case "lose":
             return ReplicaLost(rest[0])
         case "leave":
-            return ReplicaLost(rest[0], blamed=False)
+            return ReplicaLost(rest[0], by_batch=False)
         case "fail":
             return StepFailed(rest[0], int(rest[1]), " ".join(rest[2:]))
         case "join":
@@ -166,10 +166,10 @@ def _show(action: Action) -> str:
             return f"{head} k={batch.draft_len} steps<={batch.steps} {rows}"
         case Emit(request_id, start, tokens):
             return f"emit {request_id} from {start}: {' '.join(map(str, tokens))}"
-        case Blamed(request_id, blame):
-            counts = f"failures={blame.failures} deaths={blame.deaths} kills={blame.kills}"
-            limits = f"rows<={blame.rows_limit} until={blame.broke_at},{blame.suspect_until}"
-            return f"blamed {request_id} {counts} {limits}"
+        case RecordFailure(request_id, record):
+            counts = f"failures={record.failures} deaths={record.deaths} kills={record.kills}"
+            until = f"{record.broke_at},{record.quarantined_until}"
+            return f"record {request_id} {counts} rows<={record.rows_limit} until={until}"
         case Finish(request_id, reason, usage, message):
             figures = (
                 f"prompt={usage.prompt_tokens} new={usage.completion_tokens} steps={usage.steps} "

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
-from scheduler.batching.batches import prefill_tokens
-from scheduler.batching.grouping import passes_bound
+from scheduler.batching import passes_bound
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
@@ -142,7 +141,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         wait_rounds=knobs.wait_rounds,
         prefill_rows_max=rng.choice([1, 4, 8]),
         prefill_tokens_max=rng.choice([1, 5, 16, 64, 2048]),
-        gather_batches=rng.choice([0, 1, 3]),
         residents_max=knobs.residents_max,
         waiting_requests_max=knobs.waiting_requests_max,
         waiting_tokens_max=rng.choice([300, 4_194_304, 4_194_304]),
@@ -184,7 +182,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
 def linear_times(batch: Batch) -> StepTimes:
     """A small fixed cost and a part per token."""
     if batch.kind is BatchKind.PREFILL:
-        spent_s = 0.002 + 5e-6 * prefill_tokens(batch)
+        spent_s = 0.002 + 5e-6 * batch.prefill_tokens
         return StepTimes(prefill_s=spent_s, total_s=spent_s)
     return StepTimes(total_s=0.004 + 2e-5 * sum(row.draft_len + 1 for row in batch.rows))
 

@@ -12,13 +12,13 @@ from cluster.transport.packing import _BY_FIELDS, pack, unpack
 from scheduler.messages import (
     Batch,
     BatchKind,
-    Blame,
-    Blamed,
+    FailureRecord,
     Finish,
     FinishReason,
     Interrupt,
     PrefillRow,
     Priority,
+    RecordFailure,
     Reject,
     RejectCode,
     Request,
@@ -58,7 +58,7 @@ RESULT = StepResult(
 )
 FINISH = Finish("a-1", FinishReason.STOP, Usage(3, 4, 5, accepted_at=(1,), replicas=("r",)), "é😀")
 MESSAGES = [
-    ("submit", ("i", [Submit(REQUEST, True, Blame(1, 2, 3, 4, 5, 6, 7))], ["a-2"])),
+    ("submit", ("i", [Submit(REQUEST, True, FailureRecord(1, 2, 3, 4, 5, 6, 7))], ["a-2"])),
     ("pull", ("r", 4, [RESULT, StepFailed("r", 2, "no")], 1.0)),
     protocol.PullReply(
         True, 5, (BATCH, PREFILL, protocol.ReleaseNote(("a-1",)), Interrupt("r", 1)), 2, True
@@ -66,7 +66,7 @@ MESSAGES = [
     protocol.NewsReply("x", True, 2, (("a-1", 0, (5, 6)), FINISH), 1, load=protocol.PoolLoad(1, 9)),
     protocol.SubmitReply("x", (Reject("a-1", RejectCode.OVERLOADED, "f", "m", 1.0),)),
     (True, "ValueError: x"),
-    protocol.NewsReply("x", True, 1, (Blamed("a-1", Blame(1, rows_limit=1)),)),
+    protocol.NewsReply("x", True, 1, (RecordFailure("a-1", FailureRecord(1, rows_limit=1)),)),
 ]
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.batching.grouping import ReadyRows, groups_needed, may_step, passes_bound
+from scheduler.batching.grouping import choose_rows, groups_needed, may_step, passes_bound
+from scheduler.state import ReadyRows
 
 
 def ready_rows(lengths: list[int]) -> ReadyRows[str]:
@@ -24,7 +25,7 @@ def ready_rows(lengths: list[int]) -> ReadyRows[str]:
 
 def take(rows: ReadyRows[str], rows_max: int, groups: int, wait_rounds: int) -> list[str]:
     """The next batch, dispatched."""
-    chosen = rows.choose(rows_max, groups, wait_rounds)
+    chosen = choose_rows(rows, rows_max, groups, wait_rounds)
     rows.take(chosen, max(len(rows), groups * rows_max))
     return chosen
 

@@ -155,28 +155,28 @@ def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
     replicas = hand.scheduler._pool.replicas
     for _ in range(2):
         for name in ("one", "two"):
-            if replicas[name].claimed_by is None:
+            if replicas[name].reserved_for is None:
                 finish_one(hand, name)
-    (claimed,) = (name for name in ("one", "two") if replicas[name].claimed_by == "big")
-    (other,) = {"one", "two"} - {claimed}
+    (reserved,) = (name for name in ("one", "two") if replicas[name].reserved_for == "big")
+    (other,) = {"one", "two"} - {reserved}
     for _ in range(10):
         finish_one(hand, other)
         assert hand.used(other) == 10, "the other replica goes idle"
     assert "big" in hand.scheduler._pool.waiting
     for _ in range(4):
-        finish_one(hand, claimed)
-    assert where(hand)["big"] == claimed
+        finish_one(hand, reserved)
+    assert where(hand)["big"] == reserved
 
 
 @pytest.mark.parametrize("end", ["cancel", "lose", "drain"])
-def test_a_claim_ends_with_the_claimant_or_with_the_replica(end: str) -> None:
+def test_a_reservation_ends_with_the_sequence_or_with_the_replica(end: str) -> None:
     hand = Hand(passes_max=1)
     fill(hand, "r")
     submit_big(hand)
     for index in range(9):
         submit_small(hand, f"small{index}")
     replica = hand.scheduler._pool.replicas["r"]
-    while replica.claimed_by is None:
+    while replica.reserved_for is None:
         finish_one(hand, "r")
     if end == "cancel":
         hand.cancel("big")
@@ -188,7 +188,7 @@ def test_a_claim_ends_with_the_claimant_or_with_the_replica(end: str) -> None:
         # Whoever was in flight when it died comes in by itself first.
         run(hand, ("next",), 120 if end == "lose" else 4)
         assert hand.used("next") == 10
-    assert replica.claimed_by is None
+    assert replica.reserved_for is None
 
 
 def test_a_waiting_sequence_starts_when_a_place_is_free() -> None:

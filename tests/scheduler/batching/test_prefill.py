@@ -6,12 +6,7 @@ import itertools
 
 import pytest
 
-from scheduler.batching.batches import prefill_tokens
-from scheduler.batching.prefill import CHUNKS_MAX
-from scheduler.config import SchedulerConfig
-from scheduler.draft_length.policy import GoodputPolicy
-from scheduler.messages import Batch, BatchKind, FinishReason, Interrupt, Release
-from scheduler.scheduler import Scheduler
+from scheduler.messages import Batch, BatchKind, FinishReason, Release
 from tests.scheduler.hand import Hand, batches_of, only, released, rows_of
 
 
@@ -163,12 +158,12 @@ def test_a_draining_replica_hands_back_what_is_filled_in_part() -> None:
     assert len(batch.prefill[0].tokens) == 26
 
 
-def test_with_its_replica_the_filled_part_is_lost_and_it_is_not_blamed() -> None:
+def test_with_its_replica_the_filled_part_is_lost_and_it_is_not_held_against_it() -> None:
     world = Partial()
     world.hand.join("r2")
     world.hand.lose()
     sequence = next(one for one in world.hand.sequences() if one.id == "a")
-    assert (sequence.deaths, sequence.rows_limit) == (0, None)
+    assert (sequence.record.deaths, sequence.quarantined) == (0, False)
     (batch,) = world.hand.in_flight("r2")
     while "a" not in rows_of(batch):
         (batch,) = batches_of(world.hand.done(batch))
@@ -184,7 +179,7 @@ def test_a_failed_chunk_sends_its_row_back_to_be_filled_at_once_and_alone() -> N
     while "a" not in rows_of(world.hand.in_flight()[0]):
         work(world.hand, 1)
     (batch,) = world.hand.in_flight()
-    assert spans(batch) == {"a": (0, 25)}, "a suspect has nothing beside it, not even in time"
+    assert spans(batch) == {"a": (0, 25)}, "in quarantine nothing goes beside it"
     world.hand.done(batch)
     work(world.hand, 5)
     assert len(world.hand.tokens["a"]) > 0
@@ -194,137 +189,3 @@ def test_blocks_of_the_whole_prompt_are_set_aside_with_the_first_chunk() -> None
     world = Partial()
     row = prefills(world.hand)[1].prefill[0]
     assert row.blocks == (26 + 100 + 3) // 4
-
-
-def running(rows: int, **config: object) -> Hand:
-    """So many rows that step in one group, nobody waiting."""
-    hand = Hand(rows_max=64, prefill_rows_max=64, steps_per_batch_max=4, **config)
-    hand.join(kv_blocks=100_000)
-    for index in range(rows):
-        hand.submit(f"r{index}", max_new_tokens=400)
-    while len(rows_of(hand.in_flight()[0])) < rows or hand.in_flight()[0].steps == 1:
-        work(hand, 1)
-    return hand
-
-
-def test_one_prompt_among_many_rows_waits_for_others_and_for_one_decode_batch_at_most() -> None:
-    hand = running(40)
-    (batch,) = hand.in_flight()
-    actions = hand.submit("a")
-    assert not batches_of(actions)
-    assert only(actions, Interrupt).batch_id == batch.id, "not for all steps of it"
-    assert not batches_of(hand.submit("b"))
-    steps, prefill = batches_of(hand.done(batch))
-    assert (len(rows_of(steps)), steps.steps) == (40, 1)
-    assert rows_of(prefill) == ["a", "b"]
-
-
-def test_it_waits_no_longer_once_there_are_enough() -> None:
-    hand = running(40)
-    assert not batches_of(hand.submit("a"))
-    assert not batches_of(hand.submit("b"))
-    (prefill,) = batches_of(hand.submit("c"))
-    assert rows_of(prefill) == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "length", "config"),
-    [(16, 3, {}), (40, 60, {"prefill_tokens_max": 100}), (40, 3, {"gather_batches": 0})],
-    ids=["few rows run", "its prefill is long anyway", "turned off"],
-)
-def test_a_prompt_does_not_wait_where_it_would_gain_nothing(
-    rows: int, length: int, config: dict[str, object]
-) -> None:
-    hand = running(rows, **config)
-    (prefill,) = batches_of(hand.submit("a", length=length, max_new_tokens=10))
-    assert rows_of(prefill) == ["a"]
-
-
-def test_who_lost_its_place_does_not_wait_for_others() -> None:
-    hand = running(40)
-    hand.join("r2")
-    hand.submit("a", length=300, max_new_tokens=10)
-    (batch,) = hand.in_flight("r2")
-    assert rows_of(batch) == ["a"]
-    assert any("a" in rows_of(one) for one in batches_of(hand.lose("r2", blamed=False)))
-
-
-CHUNK = 10
-"""Tokens of a chunk in `chunked`."""
-
-
-class Chunked:
-    """A chunk takes as long as a step; else a GoodputPolicy."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._policy = GoodputPolicy(config)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._policy, name)
-
-    def prefill_tokens(
-        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
-    ) -> int:
-        return chunks * CHUNK if stepping_rows else most
-
-
-def chunked(groups: int) -> Hand:
-    """So many full groups of rows that step, nobody waiting, one decode batch in flight."""
-    hand = Hand(rows_max=2, gather_batches=0, batches_in_flight_max=1, steps_per_batch_max=1)
-    hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
-    hand.join(kv_blocks=100_000)
-    for index in range(2 * groups):
-        hand.submit(f"r{index}", max_new_tokens=400)
-    work(hand, 30)
-    assert hand.in_flight()[0].rows
-    return hand
-
-
-def steps_and_tokens(batches: list[Batch]) -> list[tuple[int, int]]:
-    """Of each prefill batch: the decode batches since the one before, and its tokens."""
-    found, steps = [], 0
-    for batch in batches:
-        if batch.prefill:
-            found.append((steps, prefill_tokens(batch)))
-            steps = 0
-        else:
-            steps += 1
-    return found
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_a_batch_fills_a_chunk_per_decode_batch_before_it_and_fewer_batches_do(groups: int) -> None:
-    hand = chunked(groups)
-    before = len(prefills(hand))
-    for index in range(40):
-        hand.submit(f"w{index}", length=6, max_new_tokens=400)
-    hand.submit("long", length=101, max_new_tokens=400)
-    work(hand, 400)
-    found = steps_and_tokens(list(hand.batches.values()))[before:]
-    assert sum(tokens for _, tokens in found) == 40 * 5 + 100
-    assert all(tokens <= CHUNK * max(steps, 1) for steps, tokens in found)
-    # Rows join, so soon there are groups enough.
-    most = max(tokens for _, tokens in found)
-    assert CHUNK * (CHUNKS_MAX - 1) < most <= CHUNK * CHUNKS_MAX
-
-
-def test_what_one_chunk_takes_waits_for_no_other_however_many_rows_step() -> None:
-    hand = chunked(6)
-    for index in range(4):
-        hand.submit(f"w{index}", length=CHUNK + 1, max_new_tokens=400)
-        before = len(hand.batches)
-        work(hand, 2)
-        kinds = [batch.kind for batch in list(hand.batches.values())[before:]]
-        assert BatchKind.PREFILL in kinds
-
-
-def test_rows_of_one_group_never_wait_for_two_chunks() -> None:
-    hand = Hand(rows_max=64, gather_batches=0, batches_in_flight_max=1, steps_per_batch_max=1)
-    hand.scheduler = Scheduler(hand.scheduler.config, Chunked(hand.scheduler.config))
-    hand.join(kv_blocks=100_000)
-    hand.submit("r", max_new_tokens=400)
-    work(hand, 2)
-    for index in range(40):
-        hand.submit(f"w{index}", length=6, max_new_tokens=400)
-    work(hand, 100)
-    assert {tokens for _, tokens in steps_and_tokens(list(hand.batches.values()))[1:]} == {CHUNK}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.batching.dispatch import Dispatcher
+from scheduler.batching import Dispatcher
 from scheduler.messages import BatchKind
 from tests.scheduler.hand import Hand, rows_of
 
@@ -72,13 +72,9 @@ def test_what_a_chunk_has_no_room_for_stays(monkeypatch: pytest.MonkeyPatch) -> 
     """What the lighter replica left would come back, and be filled anew for nothing."""
     hand = loaded(17, length=60, max_new_tokens=300)
     # As of a cost model: where rows step a chunk is a part of what is allowed.
-    monkeypatch.setattr(
-        Dispatcher,
-        "_prefill_tokens",
-        lambda self, replica, at_once: 40 * at_once if replica.load else 2048,
-    )
+    monkeypatch.setattr(Dispatcher, "chunk", lambda self, replica: 40 if replica.load else 2048)
     with monkeypatch.context() as patch:
-        patch.setattr("scheduler.batching.rebalancing.lightest", lambda *_: None)
+        patch.setattr("scheduler.scheduler.lightest", lambda *_: None)
         hand.join("s", kv_blocks=10_000)
         for index in range(5):
             hand.submit(f"p{index}", length=60, max_new_tokens=300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import Batch, BatchKind, Blame, FinishReason, Request, Submit
+from scheduler.messages import Batch, BatchKind, FailureRecord, FinishReason, Request, Submit
 from tests.scheduler.hand import Hand, rows_of
 
 
@@ -133,7 +133,7 @@ def test_rows_that_nobody_suspects_step_between_any_two_batches_of_suspects() ->
     alone: list[bool] = []
     while hand.scheduler.snapshot().waiting:
         batch = hand.in_flight()[0]
-        alone.append(hand.scheduler._pool.replicas["r"].alone == batch.id)
+        alone.append(hand.scheduler._pool.replicas["r"].pipeline.quarantined)
         assert alone[-2:] != [True, True]
         hand.done(batch)
     assert 4 <= sum(alone) < len(alone) <= 60, "suspects come in, in turns with the others"
@@ -216,14 +216,14 @@ def test_the_row_queued_second_is_a_suspect_too() -> None:
     first, second = hand.in_flight()
     hand.lose()
     hand.join("s")
-    suspects = {one.id for one in hand.sequences() if one.rows_limit}
+    suspects = {one.id for one in hand.sequences() if one.quarantined}
     assert suspects == {*rows_of(first), *rows_of(second)}
 
 
 def test_a_replica_that_leaves_by_itself_blames_nobody() -> None:
     hand = crowd(4)
-    hand.lose(blamed=False)
-    assert not any(one.rows_limit or one.failures for one in hand.sequences())
+    hand.lose(by_batch=False)
+    assert not any(one.quarantined or one.record.failures for one in hand.sequences())
 
 
 def test_a_token_clears_a_suspect() -> None:
@@ -313,8 +313,8 @@ def test_a_row_that_always_fails_on_the_only_replica_fails_in_the_end() -> None:
     assert hand.finishes["q0"].message == "out of memory"
 
 
-def test_who_claimed_the_only_replica_and_failed_there_goes_to_the_next_one() -> None:
-    """A claim may not hold a replica for a sequence that will never go there."""
+def test_a_row_that_reserved_the_only_replica_and_failed_there_goes_to_the_next_one() -> None:
+    """A reservation may not hold a replica for a sequence that will never go there."""
     hand = Hand(draft_len=0, steps_per_batch_max=1)
     for name, old in (("d1", "old1"), ("d2", "old2")):
         hand.join(name)
@@ -353,10 +353,10 @@ def move(hand: Hand, to: Hand, new: dict[str, int]) -> None:
     live = [name for name in new if name not in hand.finishes]
     for name in live:
         tokens = tuple(hand.tokens.get(name, ()))
-        to.blames[name] = hand.blames.get(name, Blame())
+        to.records[name] = hand.records.get(name, FailureRecord())
         to.tokens[name] = list(tokens)
         request = Request(name, (1,) * 3, new[name], committed=tokens)
-        to.tell(Submit(request, accepted_before=True, blame=to.blames[name]))
+        to.tell(Submit(request, accepted_before=True, record=to.records[name]))
     to.finishes |= hand.finishes
 
 
@@ -404,13 +404,13 @@ def test_batches_that_failed_alone_count_on_in_another_pool() -> None:
         hand.fail(hand.settle()[0])
         after = Hand()
         move(hand, after, {"q": 100})
-        assert failures == 2 or after.blames["q"].failures == failures + 1
+        assert failures == 2 or after.records["q"].failures == failures + 1
         hand = after
     assert hand.finishes["q"].reason is FinishReason.FAILED
 
 
 def test_what_came_since_the_last_word_clears_a_request_in_another_pool_as_in_its_own() -> None:
-    def blamed() -> Hand:
+    def twice_lost() -> Hand:
         hand = crowd(1, failures_max=3)
         for name in ("r", "s"):
             hand.settle(name)
@@ -419,18 +419,18 @@ def test_what_came_since_the_last_word_clears_a_request_in_another_pool_as_in_it
         return hand
 
     for tokens in range(8):
-        hand = blamed()
+        hand = twice_lost()
         for _ in range(tokens):
             hand.done(hand.settle("t")[0])
         after = Hand()
         move(hand, after, {"q0": 100})
         (moved,), (stayed,) = after.sequences(), hand.sequences()
         for name in ("failures", "deaths", "kills", "rows_limit"):
-            assert getattr(moved, name) == getattr(stayed, name), (tokens, name)
-        assert (moved.failures == 0) == (tokens > 0)
+            assert getattr(moved.record, name) == getattr(stayed.record, name), (tokens, name)
+        assert (moved.record.failures == 0) == (tokens > 0)
 
 
 def test_a_request_that_broke_nothing_comes_without_blame() -> None:
     hand = crowd(2)
-    hand.lose(blamed=False)
-    assert hand.blames == {}
+    hand.lose(by_batch=False)
+    assert hand.records == {}

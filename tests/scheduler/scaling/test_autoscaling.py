@@ -24,7 +24,7 @@ from scheduler.messages import (
     SamplingParams,
     StepTimes,
 )
-from scheduler.scaling.autoscaling import (
+from scheduler.scaling import (
     AutoscalingConfig,
     CapacityMeter,
     Load,

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from scheduler.messages import FinishReason
-from scheduler.scaling.shards import (
+from scheduler.scaling import (
     ShardLoad,
     choose_shard,
     merged_status,
