@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from benchmarks.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
 from scheduler.batching.batches import prefill_tokens
 from scheduler.config import SchedulerConfig
-from scheduler.draft_length.estimates import LinearCost
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -35,6 +35,17 @@ from scheduler.messages import (
     StepTiming,
 )
 from scheduler.simulation import SimulatedReplica
+
+class LinearCost(NamedTuple):
+    """Seconds: once, per token and per KV position."""
+
+    fixed_s: float
+    token_s: float
+    kv_s: float = 0.0
+
+    def __call__(self, tokens: int, kv: int) -> float:
+        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
+
 
 DRAFT = LinearCost(1.5e-3, 6e-5, 3e-8)
 """One pass, by rows and KV positions."""

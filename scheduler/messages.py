@@ -234,6 +234,9 @@ class ReplicaSpec:
     that starts over brings them back as committed tokens. 0: no padding."""
     draft_len_max: int = 32
     """Draft tokens per row and step that it can propose; 0 without a draft."""
+    draft_len: int | None = None
+    """Draft tokens of every row and step, for it was told to draft so many; None: as the scheduler
+    chooses."""
     rows_max: int | None = None
     """Rows of a group that its memory lasts for; None: as many as the config says."""
     prefix_sharing: bool = False

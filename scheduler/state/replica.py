@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from scheduler.batching.batches import batch_spread
 from scheduler.batching.grouping import ReadyRows, groups_needed
-from scheduler.draft_length.cost_model import filled_tokens
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepTimes
 from scheduler.state.prefixes import PrefixSet
 from scheduler.state.sequence import RESIDENT, Sequence, State
@@ -51,7 +50,10 @@ class ReplicaFigures:
         self.busy_s += result.times.total_s
         self.last_times = result.times
         if batch.kind is BatchKind.PREFILL:
-            self.prefill_tokens += filled_tokens(batch, result)
+            reused = {row.sequence_id: row.reused for row in result.rows}
+            for filled in batch.prefill:
+                begin = max(filled.begin, reused.get(filled.sequence_id, 0))
+                self.prefill_tokens += max(filled.end - begin, 0)
             return
         self.groups += 1
         self.spread_sum += batch_spread(batch)
