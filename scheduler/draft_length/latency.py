@@ -28,11 +28,8 @@ SPEED_RATE = 0.1
 OUTLIER = 1.5
 """A time counts at most so many times what was expected. One slow step moves little; a lasting
 change is still followed within some tens of steps."""
-SURE = 2
-"""Times after which a bucket is known. Of the first two the lesser counts, because the first run of
-a kind is often slow: code is made for it, or memory is fetched."""
-STALE = 512
-"""A bucket that was not seen for so many steps may be tried again."""
+STALE = 256
+"""A bucket that was not seen for so many steps is known no longer, and may be tried again."""
 CALIBRATED = 4
 """Times that each figure of a replica's calibration stands for: it is a median."""
 FIT_EVERY = 16
@@ -40,14 +37,14 @@ FIT_EVERY = 16
 
 
 def bucket(tokens: int) -> int:
-    """The bucket of so many tokens: exact up to 8, then four per octave.
+    """The bucket of so many tokens: exact up to 16, then eight per octave.
 
     Hardware computes whole tiles of tokens, and the buckets' ends (16, 32, 40, 48, ...) are those
     of tiles: so a table shows the steps in which times rise.
     """
     below = max(tokens - 1, 0)
-    octave = max(below.bit_length() - 3, 0)
-    return 4 * octave + (below >> octave)
+    octave = max(below.bit_length() - 4, 0)
+    return 8 * octave + (below >> octave)
 
 
 @dataclass(slots=True)
@@ -74,8 +71,8 @@ class Latencies:
         self._tokens: list[float] = []
         self._seconds: list[float] = []
         """By tokens, rising: seconds of work that reads no KV."""
-        self._sure: set[int] = set()
-        """Buckets of tokens that need no trial."""
+        self._sure: dict[int, float] = {}
+        """The seconds of buckets of tokens that need no trial."""
         self._rise_s = 0.0
         """Seconds per token beyond the most tokens that were seen."""
         self.kv_s = 0.0
@@ -102,22 +99,22 @@ class Latencies:
 
     def hoped_s(self, tokens: int) -> float | None:
         """The least seconds, without KV, that so many tokens may take: those of the next fewer ones
-        that were seen. None where it is known, or where it is over twice what was ever seen."""
-        at = bisect_left(self._tokens, tokens)
-        if not at or bucket(tokens) in self._sure or tokens > 2 * self._tokens[-1]:
+        that are known. None where they are known, or over twice as many as were ever seen."""
+        at = bucket(tokens)
+        if at in self._sure or not self._sure or tokens > 2 * self._tokens[-1]:
             return None
-        return self._seconds[at - 1]
+        return self._sure[max((one for one in self._sure if one < at), default=min(self._sure))]
 
     def usual_s(self, tokens: int, kv: float) -> float | None:
         """The mean of its bucket; None where that is not known yet."""
         cell = self._cells.get((bucket(tokens), int(kv).bit_length()))
-        if cell is None or cell.count < SURE:
-            return None
+        if cell is None:
+            return self(tokens, kv) if bucket(tokens) in self._sure else None
         return max(cell.seconds + self.kv_s * (kv - cell.kv), 0.5 * cell.seconds)
 
     def observe(self, tokens: int, kv: float, seconds: float, now: int, count: int = 1) -> bool:
         """Work took `seconds` at the usual speed, in step number `now`; `count` times, if it is
-        the first of its bucket. Returns whether it is."""
+        the first of its bucket. Returns whether it tells something new."""
         key = bucket(tokens), int(kv).bit_length()
         cell = self._cells.get(key)
         if cell is None:
@@ -125,12 +122,15 @@ class Latencies:
                 del self._cells[min(self._cells, key=lambda one: self._cells[one].last)]
             self._cells[key] = _Cell(tokens, kv, seconds, count, now)
             return True
+        if now - cell.last >= STALE:
+            cell.count = 1
         cell.last = now
         cell.count += 1
-        if cell.count <= SURE:
+        if cell.count == 2:
+            # The first run of a kind is often slow: code is made for it, or memory is fetched.
             if seconds < cell.seconds:
                 cell.tokens, cell.kv, cell.seconds = tokens, kv, seconds
-            return cell.count == SURE
+            return True
         rate = max(1.0 / cell.count, CELL_RATE)
         cell.tokens += rate * (tokens - cell.tokens)
         cell.kv += rate * (kv - cell.kv)
@@ -143,15 +143,14 @@ class Latencies:
         for (at, _), cell in self._cells.items():
             alike.setdefault(at, []).append(cell)
         self.kv_s = _slope([cells for cells in alike.values() if len(cells) > 1])
-        points = []
-        self._sure.clear()
+        points, sure = [], []
         for at, cells in alike.items():
             weights = [min(cell.count, CALIBRATED) for cell in cells]
             tokens = _mean([cell.tokens for cell in cells], weights)
             base_s = _mean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
             points.append((tokens, base_s))
-            if any(cell.count >= SURE and now - cell.last < STALE for cell in cells):
-                self._sure.add(at)
+            if any(now - cell.last < STALE for cell in cells):
+                sure.append((at, tokens))
         points.sort()
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
@@ -159,6 +158,7 @@ class Latencies:
         # one to doubt: nothing is too fast by chance.
         for at in reversed(range(len(points) - 1)):
             self._seconds[at] = min(self._seconds[at], self._seconds[at + 1])
+        self._sure = {at: self(tokens, 0) for at, tokens in sure}
         if len(points) > 1:
             rise_s = self._seconds[-1] - self._seconds[0]
             self._rise_s = rise_s / (self._tokens[-1] - self._tokens[0])
@@ -211,6 +211,8 @@ class LatencyTable:
         self.version = 0
         """Changes whenever the table is interpolated anew."""
         self._costs: dict[tuple[int, int], StepCosts] = {}
+        self._rated = 0
+        """Times that the factor has seen."""
         self._seen = 0
         self._waiting = 0
         """Of those, the ones that are not interpolated yet."""
@@ -289,8 +291,9 @@ class LatencyTable:
 
     def _note_speed(self, ratio: float) -> None:
         """Known work took `ratio` times its usual time."""
+        self._rated += 1
         change = min(max(ratio / self.slowdown, 1 / OUTLIER), OUTLIER)
-        self.slowdown *= 1.0 + SPEED_RATE * (change - 1.0)
+        self.slowdown *= 1.0 + max(SPEED_RATE, 1.0 / (1 + self._rated)) * (change - 1.0)
 
     def _noted(self, new: bool) -> None:
         self._waiting += 1
