@@ -103,7 +103,8 @@ class Latencies:
         at = bucket(tokens)
         if at in self._sure or not self._sure or tokens > 2 * self._tokens[-1]:
             return None
-        return self._sure[max((one for one in self._sure if one < at), default=min(self._sure))]
+        fewer = [one for one in self._sure if one < at]
+        return self._sure[max(fewer)] if fewer else self._seconds[0]
 
     def usual_s(self, tokens: int, kv: float) -> float | None:
         """The mean of its bucket; None where that is not known yet."""

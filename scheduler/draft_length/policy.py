@@ -31,7 +31,7 @@ FALLBACK = 4
 """Draft tokens of the first batches on a replica that measured nothing before it joined."""
 PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether another draft length would pay."""
-PROBE_SAVED = 4.0
+PROBE_SAVED = 2.0
 """Steps whose time is saved up for probes at most, and is there at the start."""
 PROBE_WORTH = 1.03
 """Goodput that a probe promises at least, over that of the choice."""
@@ -302,8 +302,9 @@ class GoodputPolicy:
             probe = 1
         if probe:
             lost_s = seconds[probe] * (1.0 - by_draft_len[probe] / goodput) * table.slowdown
-            if lost_s <= known.credit_s:
-                known.credit_s -= lost_s
+            credit_s = min(known.credit_s, PROBE_SAVED * seconds[best] * table.slowdown)
+            if lost_s <= credit_s:
+                known.credit_s = credit_s - lost_s
                 return probe
         return None
 
@@ -338,10 +339,9 @@ class GoodputPolicy:
         rest_s = (times.total_s - times.prefill_s - times.draft_s) / steps
         kv = known.kv_of(batch.rows)
         known.table.observe_step(rows, draft_len, tokens, kv, times.draft_s / steps, rest_s)
-        saved_s = known.credit_s + PROBE_SHARE * times.total_s
+        known.credit_s += PROBE_SHARE * times.total_s
         if batch.draft_len and not known.choice.draft_len:
-            saved_s -= times.prefill_s  # a probe made the draft catch up
-        known.credit_s = min(saved_s, PROBE_SAVED * times.total_s / steps)
+            known.credit_s -= times.prefill_s  # a probe made the draft catch up
 
 
 def _positions_of_a_step(known: _Known) -> float:
