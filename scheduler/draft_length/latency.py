@@ -74,7 +74,7 @@ class Latencies:
         self._sure: dict[int, float] = {}
         """The seconds of buckets of tokens that need no trial."""
         self._rise_s = 0.0
-        """Seconds per token beyond the most tokens that were seen."""
+        """Seconds per token beyond the fewest and the most tokens that were seen."""
         self.kv_s = 0.0
 
     def __len__(self) -> int:
@@ -88,13 +88,11 @@ class Latencies:
         if 0 < at < len(known):
             share = (tokens - known[at - 1]) / (known[at] - known[at - 1])
             base_s = seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
-        elif at:
-            base_s = seconds[-1] + self._rise_s * (tokens - known[-1])
-        elif len(known) > 1:
-            rise_s = (seconds[1] - seconds[0]) / (known[1] - known[0])
-            base_s = max(seconds[0] - rise_s * (known[0] - tokens), 0.0)
+        elif known:
+            end = 0 if at == 0 else -1
+            base_s = max(seconds[end] + self._rise_s * (tokens - known[end]), 0.0)
         else:
-            base_s = seconds[0] if known else 0.0
+            base_s = 0.0
         return base_s + self.kv_s * kv
 
     def hoped_s(self, tokens: int) -> float | None:
