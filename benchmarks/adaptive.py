@@ -36,6 +36,7 @@ from scheduler.messages import (
 )
 from scheduler.simulation import SimulatedReplica
 
+
 class LinearCost(NamedTuple):
     """Seconds: once, per token and per KV position."""
 

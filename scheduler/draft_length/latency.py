@@ -11,6 +11,7 @@ Knows numbers, nothing of sequences, batches or what the times are used for.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ class Latencies:
 
 
 def _mean(values: list[float], weights: list[int]) -> float:
-    return sum(map(mul, values, weights)) / sum(weights)
+    return math.fsum(map(mul, values, weights)) / sum(weights)
 
 
 def _slope(groups: Iterable[list[_Cell]]) -> float:

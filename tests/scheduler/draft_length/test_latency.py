@@ -4,6 +4,7 @@ or in steps, with noise and outliers, on a machine whose speed changes."""
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -74,7 +75,7 @@ def test_whatever_is_seen_times_are_finite_and_rise_with_tokens(
         found.fit(now)
     times = [found(tokens, 100) for tokens in range(0, 1300, 13)]
     assert all(0.0 <= one < math.inf for one in times)
-    assert all(one <= two * (1 + 1e-9) for one, two in zip(times, times[1:], strict=False))
+    assert all(one <= two * (1 + 1e-9) for one, two in pairwise(times))
 
 
 def test_memory_is_bounded() -> None:
