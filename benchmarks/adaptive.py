@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from benchmarks.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
 from scheduler.config import SchedulerConfig
-from scheduler.draft_length.estimates import LinearCost
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -34,6 +34,18 @@ from scheduler.messages import (
     StepTiming,
 )
 from scheduler.simulation import SimulatedReplica
+
+
+class LinearCost(NamedTuple):
+    """Seconds: once, per token and per KV position."""
+
+    fixed_s: float
+    token_s: float
+    kv_s: float = 0.0
+
+    def __call__(self, tokens: int, kv: int) -> float:
+        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
+
 
 DRAFT = LinearCost(1.5e-3, 6e-5, 3e-8)
 """One pass, by rows and KV positions."""

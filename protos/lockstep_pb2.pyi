@@ -165,45 +165,41 @@ class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class LinearCost(_message.Message):
-    __slots__ = ("fixed_s", "token_s", "kv_s")
-    FIXED_S_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
-    KV_S_FIELD_NUMBER: _ClassVar[int]
-    fixed_s: float
-    token_s: float
-    kv_s: float
-    def __init__(self, fixed_s: _Optional[float] = ..., token_s: _Optional[float] = ..., kv_s: _Optional[float] = ...) -> None: ...
+class Latency(_message.Message):
+    __slots__ = ("tokens", "seconds")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tokens: float
+    seconds: float
+    def __init__(self, tokens: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReplicaBeliefs(_message.Message):
-    __slots__ = ("draft_len", "steps", "step_s", "trip_s", "acceptance_greedy", "acceptance_sampled", "draft", "verify", "prefill", "verified", "packed", "rest", "apart_positions")
+    __slots__ = ("draft_len", "steps", "step_s", "round_trip_s", "acceptance_greedy", "acceptance_sampled", "verified", "apart_positions", "slowdown", "draft", "step", "prefill")
     DRAFT_LEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
-    TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_GREEDY_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_SAMPLED_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_FIELD_NUMBER: _ClassVar[int]
-    VERIFY_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
-    PACKED_FIELD_NUMBER: _ClassVar[int]
-    REST_FIELD_NUMBER: _ClassVar[int]
     APART_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     draft_len: int
     steps: int
     step_s: float
-    trip_s: float
+    round_trip_s: float
     acceptance_greedy: float
     acceptance_sampled: float
-    draft: LinearCost
-    verify: LinearCost
-    prefill: LinearCost
     verified: float
-    packed: LinearCost
-    rest: LinearCost
     apart_positions: float
-    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., draft: _Optional[_Union[LinearCost, _Mapping]] = ..., verify: _Optional[_Union[LinearCost, _Mapping]] = ..., prefill: _Optional[_Union[LinearCost, _Mapping]] = ..., verified: _Optional[float] = ..., packed: _Optional[_Union[LinearCost, _Mapping]] = ..., rest: _Optional[_Union[LinearCost, _Mapping]] = ..., apart_positions: _Optional[float] = ...) -> None: ...
+    slowdown: float
+    draft: _containers.RepeatedCompositeFieldContainer[Latency]
+    step: _containers.RepeatedCompositeFieldContainer[Latency]
+    prefill: _containers.RepeatedCompositeFieldContainer[Latency]
+    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., verified: _Optional[float] = ..., apart_positions: _Optional[float] = ..., slowdown: _Optional[float] = ..., draft: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., step: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "beliefs", "attention", "arithmetic")

@@ -38,9 +38,9 @@ class SchedulerConfig(BaseModel):
         " choose for itself; a request that asks for more gets so many.",
     )
     trim_drafts: bool = Field(
-        default=True,
-        description="Verify only the draft tokens that the draft believes in most where that pays,"
-        " by measured times; with a fixed draft_len all are verified.",
+        default=False,
+        description="Verify only the draft tokens that the draft rates highest where that pays, by"
+        " measured times; with a fixed draft_len all are verified.",
     )
     steps_per_batch_max: int = Field(
         default=8,

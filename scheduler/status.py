@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.draft_length.estimates import Beliefs
+from scheduler.draft_length.estimates import CostEstimates
 from scheduler.draft_length.policy import DraftPolicy
 from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
 from scheduler.state import Pool, Replica
@@ -45,7 +45,7 @@ class ReplicaStatus:
     prefill_tokens: int = 0
     """KV positions that prefill batches computed, and those that sequences found when they came."""
     reused_tokens: int = 0
-    beliefs: Beliefs = field(default_factory=Beliefs)
+    estimates: CostEstimates = field(default_factory=CostEstimates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
         kv_positions_own=figures.kv_positions_own,
         kv_positions_read=figures.kv_positions_read,
         last_times=figures.last_times,
-        beliefs=policy.beliefs(replica.id),
+        estimates=policy.estimates(replica.id),
         groups=figures.groups,
         spread_sum=figures.spread_sum,
         prefill_tokens=figures.prefill_tokens,

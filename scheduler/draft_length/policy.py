@@ -7,42 +7,35 @@ only how fast. It has no clock and draws nothing at random, or the scheduler wou
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.acceptance import Acceptance
-from scheduler.draft_length.cost_model import (
-    CostModel,
-    StepPrices,
-    prefilled_in,
-)
-from scheduler.draft_length.estimates import Beliefs, LinearCost
-from scheduler.draft_length.fit import OUTLIER
+from scheduler.draft_length.estimates import CostEstimates
 from scheduler.draft_length.goodput import (
-    SHARES,
     Choice,
-    DraftBelief,
-    best_choice,
-    expected_accepted,
-    verify_tokens,
+    best_draft_len,
+    best_share,
+    goodputs,
+    likelihoods,
 )
+from scheduler.draft_length.latency import LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence
 
 FALLBACK = 4
-"""Draft tokens while nothing is known of the times."""
-TRIALS = (FALLBACK, 0, 2)
-"""Draft lengths of the first batches on a replica that measured nothing before it joined."""
-TRY_TRIMMED = 64
-"""Batches that could be trimmed and are not, until one is, to see what that costs and keeps."""
-TRY_TRIMMED_MOST = 1024
-"""The same at most: they double with each that has not led to more."""
+"""Draft tokens of the first batches on a replica that measured nothing before it joined."""
 PROBE_SHARE = 0.01
-"""Share of the time without drafting that may go into finding out whether it would pay again."""
-TRIP_SHARE = 0.02
+"""Share of the time that may go into finding out whether another draft length would pay."""
+PROBE_SAVED = 2.0
+"""Steps whose time is saved up for probes at most, and is there at the start."""
+PROBE_WORTH = 1.03
+"""Goodput that a probe promises at least, over that of the choice."""
+ROUND_TRIP_SHARE = 0.02
 """Share of a batch that its round trip may cost before it gets more steps."""
 CHUNK_FIXED_SHARE = 0.25
 """Most that the fixed cost of a prefill chunk may be beside the cost of its tokens."""
@@ -52,10 +45,10 @@ BATCH_S_MAX = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How to run a group."""
+    """How to run a batch."""
 
     draft_len: int
-    """k of the group; a row may have less."""
+    """k of the batch; a row may have less."""
     steps: int
     verify_tokens: int | None = None
     """Draft tokens of all rows that are verified; None: all."""
@@ -76,7 +69,7 @@ class DraftPolicy(Protocol):
         """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
 
     def apart(self, replica_id: str) -> float:
-        """KV positions that a group may read beyond its rows' own; with more, two steps take less
+        """KV positions that a batch may read beyond its rows' own; with more, two steps take less
         time than one. Infinitely many where its rows need not read so far, or nothing is known."""
 
     def prefill_tokens(
@@ -87,81 +80,64 @@ class DraftPolicy(Protocol):
         behind so many positions of its row."""
 
     def observe(
-        self, batch: Batch, result: StepResult, answers: Rows[Answer], trip_s: float | None
+        self, batch: Batch, result: StepResult, answers: Rows[Answer], round_trip_s: float | None
     ) -> None:
-        """A batch is done: its times, and what its live rows accepted. `trip_s` is what passed
-        beside its run, where nothing else was in flight."""
+        """A batch is done: its times, and what its live rows accepted. `round_trip_s` is what
+        passed beside its run, where nothing else was in flight."""
 
-    def beliefs(self, replica_id: str) -> Beliefs:
-        """What it believes of a replica that has joined and was not lost."""
+    def estimates(self, replica_id: str) -> CostEstimates:
+        """What it expects of a replica that has joined and was not lost."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """One replica's model and what was chosen last."""
+    """What is known of one replica, and what was chosen last."""
 
-    draft_len_max: int
-    model: CostModel
+    table: LatencyTable
+    most: int
+    """Draft tokens per row and step that it can propose."""
+    fixed: int | None
+    """Its draft length, where that is not chosen."""
     trims: bool
     reads_apart: bool
     choice: Choice
-    belief: DraftBelief = field(default_factory=DraftBelief)
-    untrimmed: int = 0
-    """Batches that could have been trimmed, since one was."""
-    try_trimmed: int = TRY_TRIMMED
-    """Of them, those until the next one is."""
-    shares_tried: int = 0
-    reach: int = 0
-    """How far a row of the last batch read."""
-    apart: float = math.inf
-    """As of when verifications were last found to cost something else."""
-    apart_by: LinearCost = field(default_factory=LinearCost)
-    """What they cost then."""
-    planned: tuple[int, int, int | None] = (0, 0, None)
-    """Rows, draft tokens and verified tokens of the last batch."""
+    planned: tuple[int, int, int] = (0, 0, 0)
+    """Rows, draft tokens and KV positions of the last batch."""
     steps: int = 1
-    trip_s: float | None = None
-    trials: int = 0
-    """Batches planned while the model was of no use."""
-    probes: int = 0
-    """Probes planned whose results are not there."""
-    credit_s: float = 0.0
-    """Time saved up for a probe."""
-    probe_s: float = 0.0
-    """What the last probe cost."""
+    round_trip_s: float | None = None
+    credit_s: float = math.inf
+    """Time saved up for probes."""
+    apart: float = math.inf
+    apart_version: int = 0
+    """The table's, when that was worked out."""
+    filled_behind: int = 0
+    """The most KV positions that a prefill batch filled up to."""
 
-    def reach_of(self, rows: Rows[Sequence] | Rows[StepRow]) -> int:
-        """How far each of these rows reads on average; they stand by rising length."""
+    def kv_of(self, rows: Rows[Sequence] | Rows[StepRow]) -> int:
+        """KV positions that a step of these rows reads; they stand by rising length."""
         if self.reads_apart:
-            return sum([one.length for one in rows]) // len(rows)
-        return rows[-1].length
+            return sum([one.length for one in rows])
+        return len(rows) * rows[-1].length
 
     def step_s(self) -> float:
         """Expected time of a step of the last batch; 0 while nothing is known."""
-        _, draft_len, verified = self.planned
-        return self._expected_s(draft_len, verified)
-
-    def chosen_step_s(self) -> float:
-        """The same with the draft length and the share that were chosen last."""
-        return self._expected_s(self.choice.draft_len, verify_tokens(self.planned[0], self.choice))
-
-    def _expected_s(self, draft_len: int, verified: int | None) -> float:
-        rows = self.planned[0]
-        if not (rows and self.model.timed):
-            return 0.0
-        return self.model.step_s(rows, draft_len, self.reach, verified)
+        return self.table.step_s(*self.planned) if self.planned[0] else 0.0
 
 
 class GoodputPolicy:
-    """The draft length, and what of it is verified, of the greatest goodput; see `goodput`.
+    """Drafts, and verifies, what has the greatest goodput by a latency table and by acceptance.
 
-    While 0 is chosen, a draft token is proposed now and then to see whether acceptance has changed,
-    for at most PROBE_SHARE of the time. A draft length in the config, or a request's for its own
-    row, at most that of the config, is followed; all drafted tokens are then verified where it is
-    the config's or the longest of its group.
+    A draft length in the config or in the replica's spec is followed, and so is a request's for its
+    own row, as far as the server allows it; all drafted tokens are then verified.
 
-    Steps of a batch: as many as keep its round trip below TRIP_SHARE of it. A prefill chunk: as
-    much as takes the time of a step where a full group steps, of more where fewer rows do.
+    Probing: PROBE_SHARE of the time may be lost to batches that find out whether another draft
+    length would pay. Those are lengths whose time was not seen twice, or long ago, and which would
+    pay if they took no longer than the next shorter one that was seen (hardware computes whole
+    tiles); and 1 while 0 is chosen, for nothing else shows that acceptance has changed. A probe is
+    due when what it is expected to lose is saved up.
+
+    Steps of a batch: as many as keep its round trip below ROUND_TRIP_SHARE of it. A prefill chunk:
+    as much as takes the time of a step where a full batch steps, of more where fewer rows do.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -170,14 +146,15 @@ class GoodputPolicy:
         self._replicas: dict[str, _Known] = {}
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
-        trims = spec.trims_drafts and self._config.trim_drafts
-        choice = Choice(min(FALLBACK, spec.draft_len_max, self._config.draft_len_max))
+        fixed = [one for one in (self._config.draft_len, spec.draft_len) if one is not None]
+        most = min(spec.draft_len_max, self._config.draft_len_max)
         self._replicas[replica_id] = _Known(
-            spec.draft_len_max,
-            CostModel(spec.timings, spec.reads_apart),
-            trims,
-            spec.reads_apart,
-            choice,
+            table=LatencyTable(spec.timings),
+            most=most,
+            fixed=min(*fixed, spec.draft_len_max) if fixed else None,
+            trims=spec.trims_drafts and self._config.trim_drafts,
+            reads_apart=spec.reads_apart,
+            choice=Choice(min(FALLBACK, most)),
         )
 
     def lost(self, replica_id: str) -> None:
@@ -185,184 +162,198 @@ class GoodputPolicy:
 
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
         known = self._replicas[replica_id]
-        model, reach = known.model, known.reach_of(rows)
-        prices = model.prices(len(rows), reach) if model.known else None
-        choice, least = self._choice(known, rows, prices)
-        tried = choice.draft_len > known.choice.draft_len
-        pins = [one.draft_len for one in rows if one.draft_len]
-        if pins:
-            pinned = min(max(pins), known.draft_len_max, self._config.draft_len_max)
-            if self._config.draft_len is not None:
+        kv, least, probe = known.kv_of(rows), 0, None
+        asked = [one.draft_len for one in rows if one.draft_len]
+        if known.fixed is not None:
+            known.choice = Choice(known.fixed)
+        else:
+            limits = row_draft_lens(rows, known.most)
+            least = min(limits)
+            probe = self._choose(known, rows, limits, kv)
+        choice = known.choice if probe is None else Choice(probe)
+        if asked:
+            pinned = min(max(asked), known.most)
+            if known.fixed is not None:
                 # What a server fixes its clients may lower and not raise.
-                pinned = min(pinned, self._config.draft_len)
+                pinned = min(pinned, known.fixed)
             if pinned >= choice.draft_len:
                 choice = Choice(pinned)
-        verified = verify_tokens(len(rows), choice)
-        known.reach = reach
-        if prices is not None and prices.verify is not known.apart_by and not known.reads_apart:
-            known.apart_by = prices.verify
-            known.apart = prices.positions_of_a_step(
-                choice.draft_len, max(known.trip_s or 0.0, 0.0)
-            )
-        known.planned = (len(rows), choice.draft_len, verified)
-        if tried:  # a probe, or a trial of a share
-            return StepPlan(choice.draft_len, 1, verified, least)
-        known.steps = self._steps(known, steps_most)
-        return StepPlan(choice.draft_len, known.steps, verified, least)
+        known.planned = (len(rows), choice.draft_len, kv)
+        steps = 1
+        if probe is None:
+            steps = known.steps = self._steps(known, steps_most)
+        return StepPlan(choice.draft_len, steps, choice.verify_tokens(len(rows)), least)
 
     def apart(self, replica_id: str) -> float:
         known = self._replicas[replica_id]
-        pinned = self._config.apart_positions
-        return known.apart if pinned is None or known.reads_apart else pinned
+        if known.reads_apart:
+            return math.inf
+        if self._config.apart_positions is not None:
+            return self._config.apart_positions
+        if known.apart_version != known.table.version:
+            known.apart_version = known.table.version
+            known.apart = _positions_of_a_step(known)
+        return known.apart
 
     def prefill_tokens(
         self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
     ) -> int:
         """A chunk is as much as takes one step's time, so that rows that step lose half their speed
-        at most, or more where their group is not full: whoever comes makes it fuller. But always
+        at most, or more where their batch is not full: further rows make it fuller. But always
         enough that its fixed cost is a small part of it. Several at once are as much as takes the
         time of all of them: the fixed cost is then there once."""
         known = self._replicas[replica_id]
-        cost = known.model.prefill
-        if not (stepping_rows and self._config.prefill_by_time):
+        table, step_s = known.table, known.step_s()
+        if not stepping_rows or not self._config.prefill_by_time or step_s <= 0.0:
             return most
-        step_s = known.step_s()
-        if step_s <= 0.0 or cost.token_s + cost.kv_s * begin <= 0.0:
+        if len(table.prefill) < 2:
             return most
-        step_s *= max(self._config.rows_max / stepping_rows, 1.0)
         # Of noise at small depths more than twice that depth is not foretold.
-        begin = min(begin, 2 * known.model.filled_behind)
-        least = PREFILL_TOKENS_LEAST
+        begin = min(begin, 2 * known.filled_behind)
         chunk_s = max(
-            step_s,
-            cost.fixed_s + cost.fixed_s / CHUNK_FIXED_SHARE,
-            cost(least, least * begin),
+            step_s * max(self._config.rows_max / stepping_rows, 1.0),
+            table.prefill_s(0, 0) * (1.0 + 1.0 / CHUNK_FIXED_SHARE),
+            table.prefill_s(PREFILL_TOKENS_LEAST, begin),
         )
-        tokens = round(prefilled_in(chunks * chunk_s, begin, cost))
-        return max(1, min(most, max(tokens, least)))
+        tokens = bisect_right(
+            range(1, most + 1), chunks * chunk_s, key=lambda count: table.prefill_s(count, begin)
+        )
+        return max(1, min(most, max(tokens, PREFILL_TOKENS_LEAST)))
 
     def observe(
-        self, batch: Batch, result: StepResult, answers: Rows[Answer], trip_s: float | None
+        self, batch: Batch, result: StepResult, answers: Rows[Answer], round_trip_s: float | None
     ) -> None:
         known = self._replicas[result.replica_id]
-        if trip_s is not None and batch.kind is BatchKind.SPECULATE:
-            before = trip_s if known.trip_s is None else known.trip_s
-            # The least is what matters: a trip is long by chance only.
-            known.trip_s = min(trip_s, before + 0.1 * (trip_s - before))
-        known.model.observe(batch, result)
-        if batch.verify_tokens is not None and result.steps:
-            self._learn_belief(known, batch, result, answers)
-        if batch.kind is BatchKind.SPECULATE and not batch.draft_len:
-            known.credit_s += PROBE_SHARE * result.times.total_s
-        if known.probes and batch.draft_len == 1 and result.steps:
-            known.probes -= 1
-            step_s = known.model.step_s(len(batch.rows), 0, known.reach_of(batch.rows))
-            filled_s, plain_s = result.times.prefill_s, result.steps * step_s
-            run_s = min(result.times.total_s - filled_s, OUTLIER * plain_s)
-            known.probe_s = max(filled_s + run_s - plain_s, 0.0)
-            known.credit_s = max(known.credit_s - known.probe_s, -known.probe_s)
+        if batch.kind is BatchKind.PREFILL:
+            self._observe_prefill(known, batch, result)
+        elif result.steps:
+            if round_trip_s is not None:
+                before = known.round_trip_s
+                usual_s = round_trip_s if before is None else before + 0.1 * (round_trip_s - before)
+                # The least is what matters: a round trip is long by chance only.
+                known.round_trip_s = min(round_trip_s, usual_s)
+            self._observe_steps(known, batch, result)
         self._acceptance.observe(answers)
 
-    def beliefs(self, replica_id: str) -> Beliefs:
+    def estimates(self, replica_id: str) -> CostEstimates:
         known = self._replicas[replica_id]
-        prices = known.model.prices(known.planned[0], known.reach)
-        return Beliefs(
+        table, (rows, _, kv) = known.table, known.planned
+        return CostEstimates(
             draft_len=known.choice.draft_len,
             verified=known.choice.share,
             steps=known.steps,
-            step_s=known.chosen_step_s(),
-            trip_s=known.trip_s or 0.0,
+            step_s=table.step_s(rows, known.choice.draft_len, kv) if rows else 0.0,
+            round_trip_s=known.round_trip_s or 0.0,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),
-            draft=prices.draft,
-            verify=prices.verify,
-            packed=prices.packed,
-            rest=prices.rest,
             apart_positions=self.apart(replica_id),
-            prefill=known.model.prefill,
+            slowdown=table.slowdown,
+            draft=table.draft.rows(),
+            step=table.step.rows(),
+            prefill=table.prefill.rows(),
         )
 
     # ----------------------------------------------------------------- choices
 
-    def _choice(
-        self, known: _Known, rows: Rows[Sequence], prices: StepPrices | None
-    ) -> tuple[Choice, int]:
-        """And what every row may draft, as `StepPlan` has it. `prices` are those of a step with
-        these rows, None while nothing is known of them."""
-        if self._config.draft_len is not None:
-            known.choice = Choice(min(self._config.draft_len, known.draft_len_max))
-            return known.choice, 0
-        most = min(known.draft_len_max, self._config.draft_len_max)
-        limits = row_draft_lens(rows, most)
-        most, least = max(limits), min(limits)
+    def _choose(
+        self, known: _Known, rows: Rows[Sequence], limits: list[int], kv: int
+    ) -> int | None:
+        """Makes the best choice the replica's. Returns the draft length of a probe, if one is due
+        instead."""
+        table, most = known.table, max(limits)
         if most <= 0:
-            return Choice(), 0
-        if prices is None:
-            known.trials += 1
-            at = known.trials - 1
-            known.choice = Choice(min(TRIALS[at] if at < len(TRIALS) else FALLBACK, most))
-            return known.choice, least
-        per_step_s = (known.trip_s or 0.0) / known.steps
+            known.choice = Choice()
+            return None
+        if not table.known:
+            # A drafted step and one without, and something is known.
+            known.choice = Choice(0 if len(table.draft) else min(FALLBACK, most))
+            return None
+        count, costs = len(rows), table.costs(len(rows), most)
+        kv_s, draft_kv_s = kv * costs.kv_s, kv * costs.draft_kv_s
+        idle_s = (known.round_trip_s or 0.0) / known.steps / table.slowdown
+        more_s = kv_s + idle_s
+        seconds = [
+            base_s + more_s + draft_len * draft_kv_s
+            for draft_len, base_s in enumerate(costs.base_s)
+        ]
+        likely = likelihoods(self._acceptance.of(rows), limits, most)
+        by_draft_len = goodputs(likely, count, seconds)
+        best = best_draft_len(by_draft_len, known.choice.draft_len)
+        goodput = by_draft_len[best]
+        known.choice, last = Choice(best), known.choice
         # Of one row the first tokens are kept, as if no more had been drafted.
-        trims = known.trims and len(rows) > 1
-        belief = known.belief if trims else None
-        expected = expected_accepted(self._acceptance.of(rows), limits, most)
-        known.choice = best_choice(expected, prices, per_step_s, belief, known.choice)
-        if known.choice.draft_len:
-            known.probes, known.credit_s = 0, 0.0
-        elif self._probe_is_due(known, prices):
-            known.probes += 1
-            return Choice(1), least
-        if belief is not None and known.choice.draft_len > 1:
-            return self._maybe_trimmed(known, most), least
-        return known.choice, least
-
-    def _maybe_trimmed(self, known: _Known, most: int) -> Choice:
-        """The choice; or now and then as many verified tokens out of more drafted ones, lest what
-        the draft's belief is worth stays unknown."""
-        if known.choice.share < 1.0:
-            known.untrimmed, known.try_trimmed = 0, TRY_TRIMMED
-            return known.choice
-        known.untrimmed += 1
-        if known.untrimmed < known.try_trimmed:
-            return known.choice
-        known.untrimmed = 0
-        known.try_trimmed = min(2 * known.try_trimmed, TRY_TRIMMED_MOST)
-        share = SHARES[known.shares_tried % len(SHARES)]
-        known.shares_tried += 1
-        return Choice(min(round(known.choice.draft_len / share), most), share)
-
-    def _learn_belief(
-        self, known: _Known, batch: Batch, result: StepResult, answers: Rows[Answer]
-    ) -> None:
-        """What a trimmed batch accepted, against what an even share of it would have."""
-        checked = (batch.verify_tokens or 0) / (len(batch.rows) * batch.draft_len)
-        share = min(SHARES, key=lambda one: abs(one - checked))
-        rows = [sequence for sequence, _ in answers]
-        accepted = sum(sum(row.accepted_at) for _, row in answers)
-        most = batch.draft_len
-        limits = row_draft_lens(rows, most)
-        expected = expected_accepted(self._acceptance.of(rows), limits, most)
-        known.belief.observe(
-            list(expected), Choice(batch.draft_len, share), accepted / result.steps
-        )
-
-    def _probe_is_due(self, known: _Known, prices: StepPrices) -> bool:
-        if known.credit_s < max(known.probe_s, prices(1) - prices(0)):
-            return False
-        # Until its result is there no second one is due.
-        known.credit_s = 0.0
-        return True
+        if known.trims and count > 1:
+            budget = best_share(
+                likely,
+                count,
+                lambda k, v: table.step_s(count, k, kv, count + v) / table.slowdown + idle_s,
+                goodput,
+                last,
+            )
+            known.choice = budget or known.choice
+        probe, promised = 0, PROBE_WORTH * goodput
+        for draft_len, hoped_s in costs.hoped_s.items():
+            full_s = seconds[draft_len]
+            hoped = by_draft_len[draft_len] * full_s
+            hoped /= full_s - costs.base_s[draft_len] + hoped_s
+            if hoped > promised:
+                probe, promised = draft_len, hoped
+        if not probe and not best:
+            probe = 1
+        if probe:
+            lost_s = seconds[probe] * (1.0 - by_draft_len[probe] / goodput) * table.slowdown
+            credit_s = min(known.credit_s, PROBE_SAVED * seconds[best] * table.slowdown)
+            if lost_s <= credit_s:
+                known.credit_s = credit_s - lost_s
+                return probe
+        return None
 
     def _steps(self, known: _Known, steps_most: int) -> int:
-        trying = 0 < known.trials < len(TRIALS) and not known.model.known
-        if trying and self._config.draft_len is None:
-            return 1
         step_s = known.step_s() if steps_most > 1 else 0.0
-        if known.trip_s is None or step_s <= 0.0:
+        if known.round_trip_s is None or step_s <= 0.0:
             return steps_most
-        wanted = math.ceil(known.trip_s / (TRIP_SHARE * step_s))
+        wanted = math.ceil(known.round_trip_s / (ROUND_TRIP_SHARE * step_s))
         return max(1, min(wanted, steps_most, int(BATCH_S_MAX / step_s)))
+
+    # ----------------------------------------------------------------- results
+
+    def _observe_prefill(self, known: _Known, batch: Batch, result: StepResult) -> None:
+        tokens = before = 0
+        reused = {row.sequence_id: row.reused for row in result.rows}
+        for row in batch.prefill:
+            # The replica may have found more than it was to fill.
+            begin = min(max(row.begin, reused.get(row.sequence_id, 0)), row.end)
+            tokens += row.end - begin
+            before += (row.end - begin) * begin
+            known.filled_behind = max(known.filled_behind, row.end)
+        known.table.observe_prefill(tokens, before, result.times.prefill_s)
+
+    def _observe_steps(self, known: _Known, batch: Batch, result: StepResult) -> None:
+        times, steps, rows = result.times, result.steps, len(batch.rows)
+        # Near their limits rows draft less than the batch says, and so does the batch.
+        drafted = max([row.draft_tokens / row.steps for row in result.rows if row.steps], default=0)
+        draft_len = round(drafted)
+        tokens = rows * (draft_len + 1)
+        if batch.verify_tokens is not None:
+            tokens = rows + min(batch.verify_tokens, rows * draft_len)
+        rest_s = (times.total_s - times.prefill_s - times.draft_s) / steps
+        kv = known.kv_of(batch.rows)
+        known.table.observe_step(rows, draft_len, tokens, kv, times.draft_s / steps, rest_s)
+        known.credit_s += PROBE_SHARE * times.total_s
+        if batch.draft_len and not known.choice.draft_len:
+            known.credit_s -= times.prefill_s  # a probe made the draft catch up
+
+
+def _positions_of_a_step(known: _Known) -> float:
+    """KV positions whose reading takes as long as it takes more to run the last batch in two
+    halves: a second step's fixed cost, and a round trip."""
+    table, (rows, draft_len, _) = known.table, known.planned
+    position_s = table.slowdown * (table.step.kv_s + draft_len * table.draft.kv_s)
+    if position_s <= 0.0 or not rows:
+        return math.inf
+    halves_s = sum(table.step_s(part, draft_len, 0) for part in (rows // 2, rows - rows // 2))
+    more_s = max(halves_s - table.step_s(rows, draft_len, 0), 0.0)
+    return (more_s + max(known.round_trip_s or 0.0, 0.0)) / position_s
 
 
 def row_draft_lens(sequences: Iterable[Sequence], draft_len: int) -> list[int]:

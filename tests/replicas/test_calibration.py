@@ -11,7 +11,7 @@ import pytest
 from replicas import calibration
 from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
 from replicas.replica import Replica
-from scheduler.draft_length.cost_model import CostModel
+from scheduler.draft_length.latency import LatencyTable
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -57,7 +57,7 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     assert all(one.verify_s > 0 for one in timings)
     assert all((one.draft_s > 0) == (one.draft_len > 0) for one in timings)
     assert all(one.kv_read >= one.rows * LENGTH for one in timings)
-    assert CostModel(timings).known
+    assert LatencyTable(timings).known
     assert replica.residents == ()
     assert replica.free_blocks == free
     replica.check_integrity()
@@ -111,7 +111,7 @@ def test_prefills_of_few_and_many_tokens_are_timed_and_find_nothing_filled(
     assert [one.tokens for one in timings] == list(sizes)
     assert all(one.prefill_s > 0 for one in timings)
     assert reused == [0] * len(sizes) * (PREFILLS + 1), "each fills all of its positions"
-    assert CostModel(timings).prefill(100, 0) > 0
+    assert LatencyTable(timings).prefill_s(100, 0) > 0
     assert replica.residents == ()
     assert replica.free_blocks == free
     replica.check_integrity()

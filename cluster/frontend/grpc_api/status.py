@@ -7,7 +7,7 @@ import math
 from cluster.frontend.metrics import Totals
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.draft_length.estimates import Beliefs, LinearCost
+from scheduler.draft_length.estimates import CostEstimates, Latency
 from scheduler.status import ReplicaStatus
 
 
@@ -81,27 +81,26 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         vocab_size=spec.vocab_size,
         attention=spec.attention,
         arithmetic=spec.arithmetic,
-        beliefs=_beliefs(replica.beliefs),
+        beliefs=_estimates(replica.estimates),
     )
 
 
-def _beliefs(beliefs: Beliefs) -> pb.ReplicaBeliefs:
+def _estimates(found: CostEstimates) -> pb.ReplicaBeliefs:
     return pb.ReplicaBeliefs(
-        draft_len=beliefs.draft_len,
-        steps=beliefs.steps,
-        step_s=beliefs.step_s,
-        trip_s=beliefs.trip_s,
-        acceptance_greedy=beliefs.acceptance_greedy,
-        acceptance_sampled=beliefs.acceptance_sampled,
-        draft=_cost(beliefs.draft),
-        verify=_cost(beliefs.verify),
-        prefill=_cost(beliefs.prefill),
-        verified=beliefs.verified,
-        packed=_cost(beliefs.packed),
-        rest=_cost(beliefs.rest),
-        apart_positions=beliefs.apart_positions if math.isfinite(beliefs.apart_positions) else None,
+        draft_len=found.draft_len,
+        steps=found.steps,
+        step_s=found.step_s,
+        round_trip_s=found.round_trip_s,
+        acceptance_greedy=found.acceptance_greedy,
+        acceptance_sampled=found.acceptance_sampled,
+        verified=found.verified,
+        apart_positions=found.apart_positions if math.isfinite(found.apart_positions) else None,
+        slowdown=found.slowdown,
+        draft=_latencies(found.draft),
+        step=_latencies(found.step),
+        prefill=_latencies(found.prefill),
     )
 
 
-def _cost(cost: LinearCost) -> pb.LinearCost:
-    return pb.LinearCost(fixed_s=cost.fixed_s, token_s=cost.token_s, kv_s=cost.kv_s)
+def _latencies(rows: tuple[Latency, ...]) -> list[pb.Latency]:
+    return [pb.Latency(tokens=one.tokens, seconds=one.seconds) for one in rows]

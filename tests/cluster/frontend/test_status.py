@@ -14,7 +14,7 @@ from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.status_codes import Refusal, refusal_of_finish
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.draft_length.estimates import Beliefs, LinearCost
+from scheduler.draft_length.estimates import CostEstimates, Latency
 from scheduler.messages import Finish, FinishReason, ReplicaSpec, StepTimes
 from scheduler.status import PoolStatus, ReplicaStatus
 
@@ -88,23 +88,23 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     assert {replica.arithmetic for replica in answer.replicas} == {"joined layers"}
 
 
-def test_a_status_answer_has_all_that_the_pool_believes_of_a_replica() -> None:
-    costs = {
-        name: LinearCost(0.1 * number, 0.01 * number, 0.001 * number)
-        for number, name in enumerate(("draft", "verify", "packed", "rest", "prefill"), start=1)
+def test_a_status_answer_has_all_that_the_pool_expects_of_a_replica() -> None:
+    tables = {
+        name: (Latency(1.0, 0.1 * number), Latency(8.0, 0.2 * number))
+        for number, name in enumerate(("draft", "step", "prefill"), start=1)
     }
-    beliefs = Beliefs(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, **costs, apart_positions=5e4)
-    one = replace(replica_status("a", 3, 12, 900, 1000), beliefs=beliefs)
+    expected = CostEstimates(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, 5e4, 1.25, **tables)
+    one = replace(replica_status("a", 3, 12, 900, 1000), estimates=expected)
     view = PoolView("one", 2.0, 1, PoolStatus(0, 0, (one,), finished={}, rejected=0))
     told = to_status(view).replicas[0].beliefs
-    assert {field.name for field in fields(Beliefs)} == {
+    assert {field.name for field in fields(CostEstimates)} == {
         field.name for field in pb.ReplicaBeliefs.DESCRIPTOR.fields
     }
-    for field in fields(Beliefs):
-        sent, believed = getattr(told, field.name), getattr(beliefs, field.name)
-        if field.name in costs:
-            sent = LinearCost(sent.fixed_s, sent.token_s, sent.kv_s)
-        assert sent == believed, field.name
-    never = replace(one, beliefs=replace(beliefs, apart_positions=math.inf))
+    for field in fields(CostEstimates):
+        sent = getattr(told, field.name)
+        if field.name in tables:
+            sent = tuple(Latency(row.tokens, row.seconds) for row in sent)
+        assert sent == getattr(expected, field.name), field.name
+    never = replace(one, estimates=replace(expected, apart_positions=math.inf))
     view = replace(view, status=replace(view.status, replicas=(never,)))
     assert not to_status(view).replicas[0].beliefs.HasField("apart_positions")

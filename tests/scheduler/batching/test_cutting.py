@@ -13,9 +13,18 @@ from hypothesis import strategies as st
 from scheduler.batching.cutting import part_of
 from scheduler.batching.grouping import passes_bound
 from scheduler.config import SchedulerConfig
-from scheduler.draft_length.cost_model import StepPrices
-from scheduler.draft_length.estimates import LinearCost
-from scheduler.messages import Batch, BatchKind
+from scheduler.draft_length.policy import GoodputPolicy
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    ReplicaSpec,
+    Request,
+    StepResult,
+    StepRow,
+    StepTimes,
+    StepTiming,
+)
+from scheduler.state.sequence import Sequence
 from tests.scheduler.hand import Hand
 
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=16).map(sorted)
@@ -50,23 +59,25 @@ def test_where_reading_takes_no_time_nothing_is_cut(lengths: list[int]) -> None:
     assert parts(lengths, math.inf) == [(0, len(lengths))]
 
 
-def prices_of(
-    rows: int, longest: int, draft: LinearCost, verify: LinearCost, rest: LinearCost
-) -> StepPrices:
-    return StepPrices(rows, longest, draft, verify, verify, rest, rest, {}, {})
-
-
-@given(st.integers(0, 8), st.floats(0.0, 1e-2))
-def test_a_step_is_worth_what_it_takes_whatever_it_does(draft_len: int, trip_s: float) -> None:
-    costs = LinearCost(1e-3, 1e-5, 1e-8), LinearCost(1e-2, 3e-4, 1e-7), LinearCost(1e-4, 1e-6)
-    prices = prices_of(8, 500, *costs)
-    positions = prices.positions_of_a_step(draft_len, trip_s)
-    one = prices_of(8, 500 + round(positions / 8), *costs)
-    empty = prices_of(0, 0, *costs)
-    more_s = prices(draft_len) + empty(draft_len) + trip_s
-    assert one(draft_len) == pytest.approx(more_s, rel=1e-3)
-    free = LinearCost(1e-2)
-    assert prices_of(8, 9, free, free, free).positions_of_a_step(4, 0.0) == math.inf
+@pytest.mark.parametrize("round_trip_s", [0.0, 5e-3])
+def test_a_step_is_worth_the_positions_that_are_read_in_its_time(round_trip_s: float) -> None:
+    timings = tuple(
+        StepTiming(rows, 0, kv, 0.0, 10e-3 + 3e-4 * rows + 1e-7 * kv, 0.0)
+        for rows in (1, 4, 8)
+        for kv in (1000, 100_000)
+    )
+    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings))
+    rows = [Sequence(Request(str(n), (1,) * 100, 50), n) for n in range(8)]
+    assert policy.apart("r") == math.inf, "nothing has stepped"
+    policy.plan("r", rows, 1)
+    batch = Batch(
+        1, "r", BatchKind.SPECULATE, rows=tuple(StepRow(one.id, 100, 0, 99) for one in rows)
+    )
+    took_s = 10e-3 + 8 * 3e-4 + 800e-7
+    times = StepTimes(verify_s=took_s, total_s=took_s)
+    policy.observe(batch, StepResult(1, "r", (), 1, times), [], round_trip_s)
+    assert policy.apart("r") == pytest.approx((10e-3 + round_trip_s) / 1e-7, rel=0.05)
 
 
 def far_apart(apart: int | None, rows_max: int = 8, **settings: object) -> Hand:

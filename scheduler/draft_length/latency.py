@@ -1,0 +1,308 @@
+"""The latency table of one replica: what its steps and prefills take, learned from its results.
+
+A table has the mean seconds of three kinds of work, by bucket of (tokens, KV positions): one draft
+pass, the rest of a step (verification and all else), and one prefill batch. A prefill batch reads,
+for each of its tokens, all positions filled before it. One factor for the machine's speed today
+multiplies all of them: most of a timing change is attributed to it, so work that is seen seldom is
+rescaled together with work that is seen often.
+
+Knows numbers, nothing of sequences, batches or what the times are used for.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import mul
+
+from scheduler.draft_length.estimates import Latency
+from scheduler.messages import PrefillTiming, StepTiming
+
+CELLS_MAX = 128
+"""Buckets of one kind of work; the one seen longest ago goes first."""
+CELL_RATE = 0.03
+"""Weight of a new time in the mean of its bucket, once the bucket has seen 1 / CELL_RATE."""
+SPEED_RATE = 0.1
+"""Weight of a step's time in the factor for the machine's speed."""
+OUTLIER = 1.5
+"""A time counts at most so many times what was expected. One slow step moves little; a lasting
+change is still followed within some tens of steps."""
+STALE = 256
+"""A bucket that was not seen for so many steps is known no longer, and may be tried again."""
+CALIBRATED = 4
+"""Times that each figure of a replica's calibration stands for: it is a median."""
+FIT_EVERY = 16
+"""Steps after which the table is interpolated anew; sooner while few were seen."""
+
+
+def bucket(tokens: int) -> int:
+    """The bucket of so many tokens: exact up to 16, then eight per octave.
+
+    Hardware computes whole tiles of tokens, and the buckets' ends (16, 32, 40, 48, ...) are those
+    of tiles: so a table shows the steps in which times rise.
+    """
+    below = max(tokens - 1, 0)
+    octave = max(below.bit_length() - 4, 0)
+    return 8 * octave + (below >> octave)
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Means of like work. `seconds` are those at the machine's usual speed."""
+
+    tokens: float
+    kv: float
+    seconds: float
+    count: int
+    last: int
+    """The step that saw it last."""
+
+
+class Latencies:
+    """Seconds of one kind of work at the machine's usual speed.
+
+    Between buckets they are interpolated in tokens; within the same tokens each KV position costs
+    `kv_s` more, which is fitted to all buckets together.
+    """
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._tokens: list[float] = []
+        self._seconds: list[float] = []
+        """By tokens, rising: seconds of work that reads no KV."""
+        self._sure: dict[int, float] = {}
+        """The seconds of buckets of tokens that need no trial."""
+        self._rise_s = 0.0
+        """Seconds per token beyond the fewest and the most tokens that were seen."""
+        self.kv_s = 0.0
+
+    def __len__(self) -> int:
+        """Numbers of tokens that are told apart; none before the first `fit`."""
+        return len(self._tokens)
+
+    def __call__(self, tokens: float, kv: float) -> float:
+        """Expected seconds; 0 while nothing was seen."""
+        known, seconds = self._tokens, self._seconds
+        at = bisect_left(known, tokens)
+        if 0 < at < len(known):
+            share = (tokens - known[at - 1]) / (known[at] - known[at - 1])
+            base_s = seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        elif known:
+            end = 0 if at == 0 else -1
+            base_s = max(seconds[end] + self._rise_s * (tokens - known[end]), 0.0)
+        else:
+            base_s = 0.0
+        return base_s + self.kv_s * kv
+
+    def hoped_s(self, tokens: int) -> float | None:
+        """The least seconds, without KV, that so many tokens may take: those of the next fewer ones
+        that are known. None where they are known, or over twice as many as were ever seen."""
+        at = bucket(tokens)
+        if at in self._sure or not self._sure or tokens > 2 * self._tokens[-1]:
+            return None
+        fewer = [one for one in self._sure if one < at]
+        return self._sure[max(fewer)] if fewer else self._seconds[0]
+
+    def usual_s(self, tokens: int, kv: float) -> float | None:
+        """The mean of its bucket; None where that is not known yet."""
+        cell = self._cells.get((bucket(tokens), int(kv).bit_length()))
+        if cell is None:
+            return self(tokens, kv) if bucket(tokens) in self._sure else None
+        return max(cell.seconds + self.kv_s * (kv - cell.kv), 0.5 * cell.seconds)
+
+    def observe(self, tokens: int, kv: float, seconds: float, now: int, count: int = 1) -> bool:
+        """Work took `seconds` at the usual speed, in step number `now`; `count` times, if it is
+        the first of its bucket. Returns whether it tells something new."""
+        key = bucket(tokens), int(kv).bit_length()
+        cell = self._cells.get(key)
+        if cell is None:
+            if len(self._cells) >= CELLS_MAX:
+                del self._cells[min(self._cells, key=lambda one: self._cells[one].last)]
+            self._cells[key] = _Cell(tokens, kv, seconds, count, now)
+            return True
+        if now - cell.last >= STALE:
+            cell.count = 1
+        cell.last = now
+        cell.count += 1
+        if cell.count == 2:
+            # The first run of a kind is often slow: code is made for it, or memory is fetched.
+            if seconds < cell.seconds:
+                cell.tokens, cell.kv, cell.seconds = tokens, kv, seconds
+            return True
+        rate = max(1.0 / cell.count, CELL_RATE)
+        cell.tokens += rate * (tokens - cell.tokens)
+        cell.kv += rate * (kv - cell.kv)
+        cell.seconds += rate * (min(seconds, OUTLIER * cell.seconds) - cell.seconds)
+        return False
+
+    def fit(self, now: int) -> None:
+        """Interpolates anew what was seen until step number `now`."""
+        alike: dict[int, list[_Cell]] = {}
+        for (at, _), cell in self._cells.items():
+            alike.setdefault(at, []).append(cell)
+        self.kv_s = _slope([cells for cells in alike.values() if len(cells) > 1])
+        points, sure = [], []
+        for at, cells in alike.items():
+            weights = [min(cell.count, CALIBRATED) for cell in cells]
+            tokens = _mean([cell.tokens for cell in cells], weights)
+            base_s = _mean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
+            points.append((tokens, base_s))
+            if any(now - cell.last < STALE for cell in cells):
+                sure.append((at, tokens))
+        points.sort()
+        self._tokens = [tokens for tokens, _ in points]
+        self._seconds = [seconds for _, seconds in points]
+        # Fewer tokens take no longer than more. Where it was seen otherwise the longer time is the
+        # one to doubt: nothing is too fast by chance.
+        for at in reversed(range(len(points) - 1)):
+            self._seconds[at] = min(self._seconds[at], self._seconds[at + 1])
+        self._sure = {at: self(tokens, 0) for at, tokens in sure}
+        if len(points) > 1:
+            rise_s = self._seconds[-1] - self._seconds[0]
+            self._rise_s = rise_s / (self._tokens[-1] - self._tokens[0])
+
+    def rows(self) -> tuple[Latency, ...]:
+        """What `status` shows."""
+        return tuple(map(Latency, self._tokens, self._seconds))
+
+
+def _mean(values: list[float], weights: list[int]) -> float:
+    return math.fsum(map(mul, values, weights)) / sum(weights)
+
+
+def _slope(groups: Iterable[list[_Cell]]) -> float:
+    """Seconds per KV position, least squares of the relative error within groups of like tokens;
+    not negative."""
+    above = below = 0.0
+    for cells in groups:
+        kv = sum(cell.kv for cell in cells) / len(cells)
+        seconds = sum(cell.seconds for cell in cells) / len(cells)
+        weight = 1.0 / max(seconds, 1e-9) ** 2
+        above += weight * sum((one.kv - kv) * (one.seconds - seconds) for one in cells)
+        below += weight * sum((one.kv - kv) ** 2 for one in cells)
+    return max(above / below, 0.0) if below else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Usual seconds of a step of so many rows by its draft length, from 0 on."""
+
+    base_s: list[float]
+    """Without reading KV."""
+    hoped_s: dict[int, float]
+    """The least that draft lengths which were not tried may take, without reading KV."""
+    kv_s: float
+    """Per KV position that the target reads."""
+    draft_kv_s: float
+    """The same for each draft pass."""
+
+
+class LatencyTable:
+    """One replica's table. A new one knows what the replica's calibration found."""
+
+    def __init__(self, timings: Iterable[StepTiming | PrefillTiming] = ()) -> None:
+        self.step = Latencies()
+        self.draft = Latencies()
+        self.prefill = Latencies()
+        self.slowdown = 1.0
+        """Seconds now over usual seconds."""
+        self.version = 0
+        """Changes whenever the table is interpolated anew."""
+        self._costs: dict[tuple[int, int], StepCosts] = {}
+        self._rated = 0
+        """Times that the factor has seen."""
+        self._seen = 0
+        self._waiting = 0
+        """Of those, the ones that are not interpolated yet."""
+        for one in timings:
+            if isinstance(one, PrefillTiming):
+                self.prefill.observe(one.tokens, 0, one.prefill_s, 0, CALIBRATED)
+                continue
+            step_s = one.verify_s + one.rest_s
+            tokens = one.rows * (one.draft_len + 1)
+            self.step.observe(tokens, one.kv_read, step_s, 0, CALIBRATED)
+            if one.draft_len:
+                pass_s = one.draft_s / one.draft_len
+                self.draft.observe(one.rows, one.kv_read, pass_s, 0, CALIBRATED)
+        self._fit()
+
+    @property
+    def known(self) -> bool:
+        """Whether steps of different widths were seen, and a draft pass."""
+        return len(self.step) > 1 and len(self.draft) > 0
+
+    def observe_step(
+        self, rows: int, draft_len: int, tokens: int, kv: int, draft_s: float, rest_s: float
+    ) -> None:
+        """A step of `rows` rows with so many draft passes checked `tokens` tokens and read `kv` KV
+        positions; `rest_s` is its time but for drafting. A time of 0 tells nothing."""
+        if rest_s <= 0.0:
+            return
+        usual_s = self.step.usual_s(tokens, kv)
+        pass_s = self.draft.usual_s(rows, kv) if draft_len else 0.0
+        if usual_s is not None and pass_s is not None:
+            self._note_speed((draft_s + rest_s) / (usual_s + draft_len * pass_s))
+        self._seen += 1
+        new = self.step.observe(tokens, kv, rest_s / self.slowdown, self._seen)
+        if draft_len:
+            pass_s = draft_s / draft_len / self.slowdown
+            new = self.draft.observe(rows, kv, pass_s, self._seen) or new
+        self._noted(new)
+
+    def observe_prefill(self, tokens: int, before: int, seconds: float) -> None:
+        """A prefill batch filled `tokens` positions, which read `before` positions together."""
+        if seconds <= 0.0 or tokens <= 0:
+            return
+        usual_s = self.prefill.usual_s(tokens, before)
+        if usual_s is not None:
+            self._note_speed(seconds / usual_s)
+        self._seen += 1
+        self._noted(self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen))
+
+    def step_s(self, rows: int, draft_len: int, kv: int, tokens: int | None = None) -> float:
+        """Expected seconds of a step now. `tokens` are verified, None: all that are drafted, and
+        one of each row."""
+        tokens = rows * (draft_len + 1) if tokens is None else tokens
+        return self.slowdown * (self.step(tokens, kv) + draft_len * self.draft(rows, kv))
+
+    def prefill_s(self, tokens: int, begin: int) -> float:
+        """Expected seconds now of filling so many positions of a row behind `begin` others."""
+        return self.slowdown * self.prefill(tokens, tokens * begin)
+
+    def costs(self, rows: int, most: int) -> StepCosts:
+        """Of steps of so many rows with 0 to `most` draft tokens each."""
+        found = self._costs.get((rows, most))
+        if found is None:
+            found = self._costs[rows, most] = self._costs_of(rows, most)
+        return found
+
+    def _costs_of(self, rows: int, most: int) -> StepCosts:
+        pass_s = self.draft(rows, 0)
+        base_s, hoped_s = [], {}
+        for draft_len in range(most + 1):
+            tokens = rows * (draft_len + 1)
+            base_s.append(self.step(tokens, 0) + draft_len * pass_s)
+            least_s = self.step.hoped_s(tokens)
+            if least_s is not None:
+                hoped_s[draft_len] = least_s + draft_len * pass_s
+        return StepCosts(base_s, hoped_s, self.step.kv_s, self.draft.kv_s)
+
+    def _note_speed(self, ratio: float) -> None:
+        """Known work took `ratio` times its usual time."""
+        self._rated += 1
+        change = min(max(ratio / self.slowdown, 1 / OUTLIER), OUTLIER)
+        self.slowdown *= 1.0 + max(SPEED_RATE, 1.0 / (1 + self._rated)) * (change - 1.0)
+
+    def _noted(self, new: bool) -> None:
+        self._waiting += 1
+        if new or self._waiting >= min(FIT_EVERY, self._seen // 8):
+            self._fit()
+
+    def _fit(self) -> None:
+        self._waiting = 0
+        self.version += 1
+        self._costs.clear()
+        for one in (self.step, self.draft, self.prefill):
+            one.fit(self._seen)
