@@ -287,7 +287,16 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
     **{
         name: ("replica", name)
         for name in (
-            *("target", "draft", "device", "dtype", "kv_blocks", "kv_memory_mb", "memory"),
+            *(
+                "target",
+                "draft",
+                "speculative",
+                "device",
+                "dtype",
+                "kv_blocks",
+                "kv_memory_mb",
+                "memory",
+            ),
             *("context_len", "torch_threads", "trust_remote_code", "tensor_parallel"),
         )
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -216,6 +217,14 @@ class ReplicaConfig(BaseModel):
         said = given.get("speculative") if isinstance(given, dict) else None
         if said is None:
             return given
+        if isinstance(said, str):  # as a command line gives it
+            try:
+                said = json.loads(said)
+            except ValueError as error:
+                raise ValueError(f"speculative: no JSON: {error}") from None
+            given = {**given, "speculative": said}
+        if not isinstance(said, dict | SpeculativeConfig):
+            raise ValueError(f"speculative: must be an object, is {said!r}")
         named = said if isinstance(said, dict) else said.model_dump()
         method = named.get("method")
         model = named.get("model") if method == "draft_model" else None

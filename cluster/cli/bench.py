@@ -16,6 +16,7 @@ from cluster.cli.options import (
     DraftLen,
     Dtype,
     KeyFile,
+    Speculative,
     Target,
     TlsCa,
     TlsCert,
@@ -89,6 +90,7 @@ def bench(
     compare_prompts: Annotated[int, typer.Option(min=1, help="Prompts of --compare.")] = 16,
     target: Target = None,
     draft: Draft = None,
+    speculative: Speculative = None,
     device: Device = None,
     dtype: Dtype = None,
     batch_size: BatchSize = None,
@@ -146,7 +148,12 @@ def bench(
         compare_prompts=compare_prompts,
     )
     given = given_options(
-        target=target, draft=draft, device=device, dtype=dtype, batch_size=batch_size
+        target=target,
+        draft=draft,
+        speculative=speculative,
+        device=device,
+        dtype=dtype,
+        batch_size=batch_size,
     )
     config = cluster_config(None, given)
     server = None if engine else reached_server(address, api_key_file, tls_ca, tls_cert, tls_key)

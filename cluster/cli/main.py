@@ -24,6 +24,7 @@ from cluster.cli.options import (
     Memory,
     Priority,
     ReplicaCount,
+    Speculative,
     Target,
     TensorParallel,
     TlsCa,
@@ -52,6 +53,7 @@ def serve(
     config: ConfigFile = None,
     target: Target = None,
     draft: Draft = None,
+    speculative: Speculative = None,
     device: Device = None,
     dtype: Dtype = None,
     memory: Memory = None,
@@ -74,6 +76,7 @@ def serve(
     given = given_options(
         target=target,
         draft=draft,
+        speculative=speculative,
         device=device,
         dtype=dtype,
         memory=memory,
@@ -170,14 +173,16 @@ def verify(
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, with a temperature.")] = 0,
     target: Annotated[str, typer.Option(help="Target.", metavar="NAME")] = "demo",
-    draft: Annotated[str, typer.Option(help="Draft.", metavar="NAME")] = "demo",
+    draft: Draft = None,
+    speculative: Speculative = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Compare every token with plain decoding of the target; status 1 if any differs."""
     from cluster.cli.verify import compare
 
-    replica = {"target": target, "draft": draft, "device": device, "dtype": dtype}
+    replica = {"target": target, "device": device, "dtype": dtype}
+    replica |= given_options(draft=draft, speculative=speculative)
     given = {"batch_size": batch_size, "draft_len": draft_len, **replica}
     sampling = {"temperature": temperature, "seed": seed}
     config = cluster_config(None, given)
@@ -189,6 +194,7 @@ def plan(
     config: ConfigFile = None,
     target: Target = None,
     draft: Draft = None,
+    speculative: Speculative = None,
     memory: Memory = None,
     tensor_parallel: TensorParallel = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of a group.")] = None,
@@ -213,6 +219,7 @@ def plan(
     given = given_options(
         target=target,
         draft=draft,
+        speculative=speculative,
         memory=memory,
         tensor_parallel=tensor_parallel,
         context_len=context_len,

@@ -48,6 +48,16 @@ Target = Annotated[
     ),
 ]
 Draft = Annotated[str | None, typer.Option(help="Draft likewise; 'null' for none.", metavar="NAME")]
+Speculative = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        help="What drafts, as JSON: "
+        """'{"method": "suffix", "num_speculative_tokens": 4}'; methods draft_model, suffix,"""
+        " eagle3, none.",
+        metavar="JSON",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 Memory = Annotated[

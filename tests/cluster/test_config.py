@@ -179,3 +179,10 @@ def test_a_replicas_memory_is_to_last_for_the_schedulers_batches() -> None:
     assert chosen.plan_draft_len == 5
     pinned = from_args({"replica": {"plan_rows": 2}, "draft_len": 12}).planned_replica
     assert (pinned.plan_rows, pinned.plan_draft_len) == (2, 12)
+
+
+def test_what_drafts_may_be_json_as_a_command_line_gives_it() -> None:
+    said = from_args({"speculative": '{"method": "suffix", "num_speculative_tokens": 4}'})
+    assert said == from_args({"speculative": {"method": "suffix", "num_speculative_tokens": 4}})
+    with pytest.raises(ConfigError, match="speculative: no JSON"):
+        from_args({"speculative": "{suffix}"})
