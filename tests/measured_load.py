@@ -24,7 +24,7 @@ from scheduler.messages import Request, SamplingParams
 
 def serve(memory: str, requests: int) -> int:
     """Runs so many requests of up to 900 tokens, half of them sampled; returns the KV blocks."""
-    replica = Replica.load(ReplicaConfig(device="cpu", memory=memory))
+    replica = Replica.load(ReplicaConfig(target="tiny", device="cpu", memory=memory))
     rng = random.Random(requests)
     engine = LocalEngine(replica, SchedulerConfig())
     engine.generate(

@@ -106,10 +106,12 @@ class Latencies:
         return self._sure[max(fewer)] if fewer else self._seconds[0]
 
     def usual_s(self, tokens: int, kv: float) -> float | None:
-        """The mean of its bucket; None where that is not known yet."""
+        """The mean of its bucket, above 0; None where that is not known yet."""
         cell = self._cells.get((bucket(tokens), int(kv).bit_length()))
         if cell is None:
-            return self(tokens, kv) if bucket(tokens) in self._sure else None
+            # Where reading KV explains all of the time, nothing is left for work that reads none.
+            seconds = self(tokens, kv) if bucket(tokens) in self._sure else 0.0
+            return seconds if seconds > 0.0 else None
         return max(cell.seconds + self.kv_s * (kv - cell.kv), 0.5 * cell.seconds)
 
     def observe(self, tokens: int, kv: float, seconds: float, now: int, count: int = 1) -> bool:

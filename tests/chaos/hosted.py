@@ -43,7 +43,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def cluster_config(**settings: Any) -> ClusterConfig:
     """Settings of `from_args` on free ports, on the CPU, one torch thread per replica."""
     ports = {"grpc_port": free_port(), "http_port": free_port()}
-    return from_args({"device": "cpu", "torch_threads": 1} | ports | settings)
+    return from_args({"target": "tiny", "device": "cpu", "torch_threads": 1} | ports | settings)
 
 
 @dataclass(frozen=True)

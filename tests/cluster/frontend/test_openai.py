@@ -23,7 +23,7 @@ from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, fron
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
 from tests.cluster.frontend.test_http import Answer, http
 
-MODEL = "demo"
+MODEL = "tiny"
 TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
 
 
