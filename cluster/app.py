@@ -33,10 +33,11 @@ from cluster.frontend.metrics import IngressMeter, ray_sink
 from cluster.frontend.target_text import TargetText
 from cluster.garbage import collect_seldom
 from cluster.pool.protocol import silence_s
-from cluster.pool.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
+from cluster.pool.ray_pool import RayPool, log_to_stderr, open_pool, this_process
+from cluster.pool.stopping import stop_pools
 from cluster.serve_app import ServeApp, began_ray_here
 from cluster.worker.ranks import RankProcess, RayRank, bundles, host_of, without_progress_bars
-from cluster.worker.worker import HostedReplica, ReplicaRunner
+from cluster.worker.worker import HostedReplica, Worker
 from replicas.config import ReplicaConfig
 from scheduler.scaling.shards import shard_of_rank
 
@@ -86,36 +87,9 @@ def _start_rank(group: PlacementGroup, config: ReplicaConfig, rank: int, address
     return RayRank(actor, actor.follow.remote(config, rank, address))
 
 
-# --------------------------------------------------------------------------- the pool
-
-
-def pool_opener(config: ClusterConfig, name: str) -> Callable[[], ActorHandle]:
-    """Finds the actor of a shard, or creates it. It outlives its creator and leaves when idle."""
-
-    def open_actor() -> ActorHandle:
-        actor: ActorHandle = (
-            ray.remote(PoolProcess)
-            .options(
-                name=name,
-                namespace=config.pool.namespace,
-                get_if_exists=True,
-                lifetime="detached",
-                max_restarts=-1,
-                max_task_retries=0,
-                num_cpus=0,
-                # Not in the placement group of a replica that happens to create it.
-                scheduling_strategy="DEFAULT",
-            )
-            .remote(config)
-        )
-        return actor
-
-    return open_actor
-
-
 def ray_pools(config: ClusterConfig) -> list[RayPool]:
     """One per shard."""
-    return [RayPool(pool_opener(config, name), config.pool.line) for name in config.pool_names]
+    return [RayPool(functools.partial(open_pool, config, name)) for name in config.pool_names]
 
 
 # --------------------------------------------------------------------------- deployments
@@ -129,7 +103,7 @@ class ReplicaDeployment:
         replica_config = _replica_config(config)
         context = serve.get_replica_context()
         self._shards = config.pool.shards
-        self._runner = ReplicaRunner(
+        self._worker = Worker(
             config,
             lambda: load(replica_config),
             ray_pools(config),
@@ -137,23 +111,23 @@ class ReplicaDeployment:
             process=this_process(),
             shard=shard_of_rank(context.rank.rank, self._shards),
         )
-        await self._runner.start()
+        await self._worker.start()
         # A look at all that torch and the models brought along would hold up a step for 0.2 s.
         collect_seldom()
 
     def reconfigure(self, _user_config: None, rank: ReplicaRank) -> None:
         """Serve keeps the ranks without gaps, and calls this when ours changes."""
-        self._runner.move_to(shard_of_rank(rank.rank, self._shards))
+        self._worker.move_to(shard_of_rank(rank.rank, self._shards))
 
     def check_health(self) -> None:
-        self._runner.check()
+        self._worker.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"tokens_committed": float(self._runner.tokens_committed)}
+        return {"tokens_committed": float(self._worker.tokens_committed)}
 
     async def __del__(self) -> None:
-        if hasattr(self, "_runner"):
-            await self._runner.close()
+        if hasattr(self, "_worker"):
+            await self._worker.close()
 
 
 class IngressDeployment(Ingress):

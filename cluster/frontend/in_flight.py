@@ -1,4 +1,4 @@
-"""One accepted request as an ingress keeps it, whichever pool serves it."""
+"""One accepted request as a frontend keeps it, whichever pool serves it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from itertools import zip_longest
 
 from scheduler.messages import Blame, Finish, Reject, Request, Usage
 
+_SUSPECT_TOKENS = 64
+"""So many tokens on, a request is no more suspected of ending pools; an event may bring as many."""
+
 
 @dataclass(slots=True, eq=False)
-class LiveRequest:
+class InFlightRequest:
     """An accepted request: what was delivered and whether it has ended."""
 
     request: Request
@@ -31,6 +34,8 @@ class LiveRequest:
     cancelled: bool = False
     blame: Blame = field(default_factory=Blame)
     """What pools have found out about it; the next one is told."""
+    pool_failures: int = 0
+    """How many pools in a row have ended in an event of this request, without a new token."""
     recovered: int = 0
     earlier: dict[str, Usage] = field(default_factory=dict)
     """What it used in pools that it has left, by the id that it had there; empty figures while a
@@ -47,6 +52,18 @@ class LiveRequest:
     def tokens_left(self) -> int:
         """How many tokens it may still get."""
         return self.request.max_new_tokens - len(self.tokens)
+
+    def pool_failed(self) -> None:
+        """A pool has ended in an event of this request, perhaps among others: it runs alone until
+        it has come beyond that point."""
+        length = len(self.request.prompt) + len(self.tokens)
+        self.pool_failures = self.pool_failures + 1 if length <= self.blame.broke_at else 1
+        self.blame = replace(
+            self.blame,
+            rows_limit=1,
+            broke_at=max(length, self.blame.broke_at),
+            suspect_until=max(length + _SUSPECT_TOKENS, self.blame.suspect_until),
+        )
 
     def usage(self, last: Usage) -> Usage:
         """In all pools together, `last` being that of the one where it ended."""

@@ -20,7 +20,7 @@ from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Admission, Caller, Door
 from cluster.frontend.calls import CallContext, Refusal, Refused, caller_of, refuse
 from cluster.frontend.health import HealthService
-from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.metrics import IngressMeter
 from cluster.frontend.servicer import Unparsed
 from cluster.frontend.target_text import TargetText
@@ -38,7 +38,7 @@ from cluster.frontend.wire import (
     to_status,
 )
 from cluster.pool.protocol import STOPPING, PoolPort
-from cluster.pool.shard_router import ShardLinks
+from cluster.pool.shard_router import ShardRouter
 from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Finish, FinishReason, Usage
@@ -58,7 +58,7 @@ class _Call:
 
     ask: Ask
     admission: Admission
-    live: LiveRequest
+    live: InFlightRequest
     text: TextStream
     arrived_s: float
     taken: int
@@ -84,7 +84,7 @@ class Ingress(HealthService):
         self._config = config
         self._text = text
         pool = config.pool
-        self._link = ShardLinks(
+        self._link = ShardRouter(
             pools, config.pool_names, name, pool.poll_s, pool.move_s, pool.unreachable_s, clock
         )
         self._meter = meter or IngressMeter()

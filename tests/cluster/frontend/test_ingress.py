@@ -21,7 +21,7 @@ from cluster.frontend.health import SERVICE
 from cluster.frontend.ingress import Ingress
 from cluster.frontend.servicer import Unparsed
 from cluster.pool.actor import PoolActor
-from cluster.worker.worker import ReplicaRunner, _Stop
+from cluster.worker.worker import Worker, _Stop
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
@@ -66,7 +66,7 @@ async def ingress(
 ) -> AsyncIterator[Ingress]:
     pool = PoolActor(config)
     runners = [
-        ReplicaRunner(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
+        Worker(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
     ]
     made = Ingress(config, [pool], load_fake_text(ReplicaConfig()), "ingress")
     async with asyncio.timeout(100):
@@ -338,7 +338,7 @@ def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
             streamed, unary = Context(), Context()
             streaming = asyncio.ensure_future(stream(made, request, streamed))
             asking = asyncio.ensure_future(made.Generate(request, unary))
-            lives = made._link.links[0]._live
+            lives = made._link.sessions[0]._live
             await until(lambda: len(lives) == 2 and all(live.tokens for live in lives.values()))
             pool._clock = lambda: time.monotonic() + 101.0
             chunks = await streaming
@@ -374,7 +374,7 @@ def test_a_call_that_is_cancelled_cancels_its_request(streaming: bool) -> None:
                 stream(made, request, Context()) if streaming else made.Generate(request, Context())
             )
             task = asyncio.ensure_future(call)
-            await until(lambda: any(live.tokens for live in made._link.links[0]._live.values()))
+            await until(lambda: any(live.tokens for live in made._link.sessions[0]._live.values()))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert task.cancelled()
