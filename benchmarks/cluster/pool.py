@@ -2,9 +2,9 @@
 
 The pools run in processes of their own, as their Ray actors do, but without Ray; they are reached
 over the transport. This process is all replicas and one frontend. Where steps take no time, batches
-come as fast as two cores allow, and one core over the CPU time per batch is what one pool can give. Where
-they take some, each of several pools has the load that one has alone, and the busiest one's CPU
-time says how much more they give together, with a core for each.
+come as fast as two cores allow, and one core over the CPU time per batch is what one pool can
+give. Where they take some, each of several pools has the load that one has alone, and the busiest
+one's CPU time says how much more they give together, with a core for each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A frontend's side of all shards: chooses one for each request, and looks at them as one pool.
 
 Each shard has a `PoolSession` of its own, which knows nothing of the others. What is handed to a
-shard stays there, unless it does not answer, or has no replica that can hold it, while another one has.
+shard stays there, unless it does not answer, or has no replica that can hold it, while another one
+has.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The process that is called makes an authority that lives as long as itself. A caller makes a key of
 its own and sends the public half through Ray; the authority signs it. So no secret leaves a
-process, and whoever reads the network, Ray's traffic included, learns nothing that lets it in. Each side
-accepts only what this authority has signed for the other side's role.
+process, and whoever reads the network, Ray's traffic included, learns nothing that lets it in. Each
+side accepts only what this authority has signed for the other side's role.
 """
 
 from __future__ import annotations
