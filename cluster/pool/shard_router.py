@@ -16,6 +16,8 @@ from dataclasses import replace
 from cluster.frontend.in_flight import InFlightRequest
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.pool.session import PoolSession
+from cluster.transport.codec import NotEncodable, encode
+from scheduler.errors import InvalidRequest
 from scheduler.messages import Reject, RejectCode, Request
 from scheduler.scaling.shards import ShardLoad, choose_shard, next_shard
 
@@ -77,7 +79,14 @@ class ShardRouter:
         self._mover: asyncio.Task[None] | None = None
 
     def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
-        """Hand a request to the shard that will be done with it first."""
+        """Hand a request to the shard that will be done with it first.
+
+        Raises InvalidRequest for a `decoding` that cannot be sent.
+        """
+        try:
+            encode(0, "", request.decoding)
+        except NotEncodable as error:
+            raise InvalidRequest("decoding", str(error)) from None
         shard = self._choose(request, request.max_new_tokens - len(request.committed))
         live = self.sessions[shard].submit(request, timeout_s)
         live.shard = shard

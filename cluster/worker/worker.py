@@ -26,6 +26,7 @@ from cluster.pool.protocol import (
     PullReply,
     ReleaseNote,
 )
+from cluster.transport.codec import NotEncodable, encode
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepFailed, StepResult
 
 log = logging.getLogger("lockstep.replica")
@@ -320,6 +321,10 @@ class Worker:
     def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id:
             return
+        try:
+            encode(0, "", result)
+        except NotEncodable as error:
+            result = StepFailed(result.replica_id, result.batch_id, str(error))
         if isinstance(result, StepFailed):
             self._failures[batch.kind] += 1
             self._results.append(FailureNote(result.batch_id, result.message))

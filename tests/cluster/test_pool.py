@@ -761,6 +761,30 @@ class Broken(FakeReplica):
         return super().step(batch, *rest)
 
 
+def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            step, spoiled = w.fakes[0].step, []
+
+            def spoil(batch: Any, interrupted: Callable[[], bool]) -> Any:
+                result = step(batch, interrupted)
+                if batch.kind is BatchKind.PREFILL and not spoiled:
+                    spoiled.append(batch.id)
+                    w.fakes[0].release(row.sequence_id for row in batch.prefill)
+                    (row, *_) = result.rows
+                    return replace(result, rows=(replace(row, extras=(object(),)),))
+                return result
+
+            w.fakes[0].step = spoil  # type: ignore[method-assign]
+            live = w.submit([5, 6, 7], 20)
+            await live.ended.wait()
+            assert live.tokens == perfect([5, 6, 7], 20)
+            assert spoiled
+
+    asyncio.run(test())
+
+
 def test_a_batch_that_fails_is_tried_again() -> None:
     async def test() -> None:
         async with world() as w:

@@ -23,6 +23,7 @@ from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
 from cluster.worker.worker import Worker, _Stop
+from scheduler.errors import InvalidRequest
 from scheduler.messages import Batch, BatchKind, FinishReason, Request, StepResult, Usage
 from scheduler.state.replica import Replica
 from tests.cluster.fakes import FakeReplica, perfect
@@ -128,6 +129,16 @@ def test_requests_are_shared_by_replicas_and_answered_right() -> None:
             assert [sum(live.shard == n for live in lives) for n in (0, 1)] == [6, 18]
             await check(lives, 40)
             assert s.live() == [0, 0]
+
+    asyncio.run(test())
+
+
+def test_a_request_that_cannot_be_sent_is_refused_with_its_field() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            with pytest.raises(InvalidRequest, match="decoding"):
+                s.router.submit(Request("x", (5, 6), 9, decoding=object()), TIMEOUT_S)
+            await check([s.submit(PROMPTS[0], 9)], 9)
 
     asyncio.run(test())
 
