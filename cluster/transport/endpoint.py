@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -171,13 +171,13 @@ class Server:
         await server.start()
         return server, port
 
-    async def _serve(self, calls: AsyncIterator[bytes], context: Any) -> None:
+    async def _serve(self, _calls: object, context: Any) -> None:
         stream = _Stream(self._signatures, self._methods, context.write)
         _peer.set(stream)
         try:
             # By this the caller knows that it is let in.
             await context.send_initial_metadata(())
-            async for message in calls:
+            while (message := await context.read()) is not grpc.aio.EOF:
                 stream.take(message)
         finally:
             stream.end()
