@@ -26,7 +26,7 @@ from ray.exceptions import (
 from cluster.config import from_args
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import SIGNATURES, PoolUnreachable
-from cluster.pool.ray_pool import RayPool
+from cluster.pool.ray_pool import RayPool, open_pool
 from cluster.transport.endpoint import Endpoint, Server
 from scheduler.messages import Request, Submit
 from tests.cluster.fakes import FakeReplica
@@ -223,3 +223,38 @@ def test_calls_that_come_at_once_share_one_connection_though_one_is_cancelled() 
             assert handle.calls == ["endpoint"]
 
     asyncio.run(test())
+
+
+HEAD = {"node:__internal_head__": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen"),
+    [
+        ([{"GPU": 1.0}, HEAD], 1),
+        ([HEAD, {"GPU": 1.0}, {"lockstep_pool": 1.0}], 2),
+        ([{"GPU": 1.0}], None),
+    ],
+)
+def test_a_pool_is_wished_onto_the_node_that_is_for_it_or_onto_the_head(
+    nodes: list[dict[str, float]], chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only wished: a node that is gone must not keep it from starting."""
+    options: dict[str, Any] = {}
+
+    def actor(**given: Any) -> Any:
+        options.update(given)
+        return SimpleNamespace(remote=lambda _config: None)
+
+    known = [
+        {"NodeID": f"{number:056x}", "Alive": True, "Resources": resources}
+        for number, resources in enumerate(nodes)
+    ]
+    ray = SimpleNamespace(nodes=lambda: known, remote=lambda _class: SimpleNamespace(options=actor))
+    monkeypatch.setattr("cluster.pool.ray_pool.ray", ray)
+    open_pool(from_args({}), "pool")
+    wish = options["scheduling_strategy"]
+    if chosen is None:
+        assert wish == "DEFAULT"
+    else:
+        assert (wish.node_id, wish.soft) == (known[chosen]["NodeID"], True)
