@@ -12,7 +12,7 @@ import pytest
 
 from cluster.client import NO_RETRY, Client
 from cluster.config import ClusterConfig
-from cluster.pool.ray_pool import PoolProcess
+from cluster.pool import ray_pool
 from scheduler.messages import Action, Event, Submit
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.load import all_right, fake_asks, serve
@@ -24,8 +24,8 @@ POISON = (313, 7, 313, 7)
 STREAMS = 8
 
 
-class PoisonedPool(PoolProcess):
-    """Its scheduler has an invariant that one prompt breaks."""
+class PoolProcess(ray_pool.PoolProcess):
+    """Its scheduler has an invariant that one prompt breaks. Processes are known by the class name."""
 
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
@@ -41,7 +41,7 @@ class PoisonedPool(PoolProcess):
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[HostedCluster]:
     config = cluster_config(replicas=2, scheduler={"steps_per_batch_max": 2})
-    plan = Plan(config, fake_loader(0.05, 0.05), load_fake_text, pool=PoisonedPool)
+    plan = Plan(config, fake_loader(0.05, 0.05), load_fake_text, pool=PoolProcess)
     with HostedCluster(plan) as running:
         yield running
 
