@@ -25,7 +25,7 @@ STREAMS = 8
 
 
 class PoolProcess(ray_pool.PoolProcess):
-    """Its scheduler has an invariant that one prompt breaks. Processes are known by the class name."""
+    """Its scheduler has an invariant that one prompt breaks; processes are known by their class."""
 
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
