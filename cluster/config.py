@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.config_errors import problems
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling.autoscaling import AutoscalingConfig
@@ -132,9 +133,9 @@ class IngressConfig(_Settings):
 class ServerConfig(_Settings):
     """Where Serve's proxies listen. Its gRPC proxy always listens on all interfaces."""
 
-    grpc_port: int = Field(9000, ge=1, le=65535)
-    http_host: str = Field("127.0.0.1", min_length=1)
-    http_port: int = Field(8000, ge=1, le=65535)
+    grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
+    http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")
+    http_port: int = Field(8000, ge=1, le=65535, description="Port of the HTTP proxy.")
 
 
 class AuthConfig(_Settings):
@@ -294,6 +295,16 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
 class ConfigError(ValueError):
     """Settings that make no sense; the message names each key."""
 
+    problems: tuple[tuple[str, str], ...] = ()
+    """The path of each wrong setting, and what is wrong with it, where that is known."""
+
+    @classmethod
+    def of(cls, error: ValidationError) -> Self:
+        found = tuple(problems(error, ClusterConfig))
+        made = cls("; ".join(": ".join(filter(None, each)) for each in found))
+        made.problems = found
+        return made
+
 
 def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     """Settings from a mapping of sections, of short names (`target`, `replicas`), or of both.
@@ -315,15 +326,17 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError.of(error) from None
 
 
-def overridden(config: ClusterConfig, args: Mapping[str, Any]) -> ClusterConfig:
-    """The same settings, but for those in `args`; short names only. Raises `ConfigError`."""
-    nested = config.model_dump()
-    for key, value in args.items():
-        section, name = SHORT_NAMES.get(key, ("", key))
-        (nested[section] if section else nested)[name] = _scalar(value)
+def overridden(config: ClusterConfig, given: Mapping[str, Any]) -> ClusterConfig:
+    """The same settings, but for those in `given`, by their sections. Raises `ConfigError`."""
+    nested = config.model_dump(exclude_unset=True)
+    for key, value in given.items():
+        section = isinstance(
+            getattr(config, key, None), _Settings | ReplicaConfig | SchedulerConfig
+        )
+        nested[key] = nested.get(key, {}) | value if section else value
     return from_args(nested)
 
 
@@ -402,17 +415,3 @@ def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
 
 def _scalar(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("null", "none") else value
-
-
-def _sentence(error: ValidationError) -> str:
-    return "; ".join(
-        ": ".join(
-            part
-            for part in (
-                ".".join(map(str, item["loc"])),
-                item["msg"].lower().removeprefix("value error, "),
-            )
-            if part  # what concerns several sections has no place of its own
-        )
-        for item in error.errors()
-    )

@@ -29,7 +29,9 @@ class ReplicaConfig(BaseModel):
     draft: str | None = Field(
         DEMO, description="Draft, likewise; null serves the target without speculation."
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where it runs.")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Of weights and KV cache; float32 is the exactness reference."
     )

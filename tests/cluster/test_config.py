@@ -37,7 +37,7 @@ def test_sections_and_short_names_mix() -> None:
         ({"scheduler": {"rows": 4}}, "scheduler.rows"),
         ({"replicas": "many"}, "replicas"),
         ({"replicas": 0}, "replicas"),
-        ({"dtype": "int8"}, "replica.dtype"),
+        ({"dtype": "int8"}, "replica.dtype: must be one of float32, bfloat16, float16, is 'int8'"),
         ({"draft_len": 2, "scheduler": {"draft_len": 3}}, "scheduler.draft_len"),
         ({"scheduler": "fast"}, "scheduler"),
         ({"scheduler": "fast", "draft_len": 2}, "draft_len"),
@@ -114,7 +114,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
 
 
 def test_options_go_over_a_file() -> None:
-    config = overridden(from_args({"replicas": 3, "target": "a"}), {"target": "b"})
+    config = overridden(from_args({"replicas": 3, "target": "a"}), {"replica": {"target": "b"}})
     assert (config.replicas, config.replica.target) == (3, "b")
 
 
