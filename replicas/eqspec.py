@@ -84,16 +84,14 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     masks = _masks(rows, proposal)
     starts = [len(content) - 1 for content in rows.contents]
     layout = target.backend.step_layout(rows.table, starts, k + 1)
-    noise = None
-    if rows.sampling.any_sampled:
-        # Logits at position p choose the token of position p + 1.
-        noise = rows.sampling.noise(layout.positions + 1, target.vocab)
+    # Logits at position p choose the token of position p + 1.
+    positions = layout.positions + 1
     window, cells = layout.window(0, k + 1), None
     if rows.verify_tokens is not None and proposal.log_probabilities is not None:
         budget = min(rows.verify_tokens, sum(proposal.lens))
         cells = select(proposal.log_probabilities, proposal.lens, budget)
         window = layout.some(cells)
-    chosen, taps = _verify(target, drafter, rows, tokens, window, cells, noise, masks, watch)
+    chosen, taps = _verify(target, drafter, rows, tokens, window, cells, positions, masks, watch)
     outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
     if drafter is not None:
         drafter.observe(_seen(rows, outcome, k, taps))
@@ -145,7 +143,7 @@ def _verify(
     tokens: torch.Tensor,  # [rows, 1 + k], int64
     window: Layout,
     cells: Selection | None,
-    noise: torch.Tensor | None,  # [sampled, 1 + k, vocab]
+    positions: torch.Tensor,  # [rows, 1 + k], int64: of the tokens to choose
     masks: torch.Tensor | None,  # [rows, 1 + k, vocab]
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
@@ -162,13 +160,12 @@ def _verify(
         out.logits += masks
     if cells is None:
         logits = out.logits.view(count, width, -1)
-        chosen = _of_numbers(choose(logits, rows.sampling, noise), logits, rows.sampling)
+        chosen = _of_numbers(choose(logits, rows.sampling, positions), logits, rows.sampling)
         return chosen.tolist(), out.taps
-    if noise is not None:
-        noise = noise.flatten(0, 1)[cells.cells][:, None]
+    positions = positions.flatten()[cells.cells][:, None]
     logits = out.logits[:, None]
     sampling = rows.sampling.take(cells.of_row)
-    picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)[:, 0]
+    picked = _of_numbers(choose(logits, sampling, positions), logits, sampling)[:, 0]
     chosen = tokens.new_full((count * width,), _NO_TOKEN)
     chosen.index_copy_(0, cells.cells, picked)
     return chosen.view(count, width).tolist(), out.taps

@@ -75,11 +75,8 @@ class ModelDrafter:
         # An id that only the target has, padding of its embedding, is fed as the last one.
         fed = torch.tensor(last).clamp_(max=model.vocab - 1).to(device).reshape(-1)
         shared = min(ask.token_most, model.vocab)
-        noise = None
-        if ask.sampling.any_sampled:
-            # Logits at position p choose the token of position p + 1.
-            noise = ask.sampling.noise(layout.positions[:, 1:] + 1, ask.token_most)
-        sampling = ask.sampling.unfiltered()
+        # Logits at position p choose the token of position p + 1.
+        positions, sampling = layout.positions[:, 1:] + 1, ask.sampling
         kept = torch.arange(1, 2 * rows, 2, device=device)
         tokens = torch.empty((k, rows), dtype=torch.int64, device=device)
         rated = []
@@ -90,7 +87,7 @@ class ModelDrafter:
                 logits = model.forward(fed, window, wants).logits
             assert logits is not None
             logits = logits[:, None, :shared]  # [rows, 1, ids that both have]
-            here = None if noise is None else noise[:, j : j + 1]
+            here = positions[:, j : j + 1]
             if ask.rate:
                 token, one = choose_and_rate(logits, sampling, here)
                 rated.append(one)

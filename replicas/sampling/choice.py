@@ -6,6 +6,14 @@ comes from a counter-based generator keyed by (seed, position, token id), so it 
 mate, schedule or device state. Draft and target use the same noise: a draft token is right iff it
 equals the target's choice (drafter-invariant coupling, arXiv 2408.07978).
 
+The rule: top-k keeps the k best scores and their equals; of the softmax of these, top-p keeps the
+tokens with less than top_p of mass on greater scores, and the best ones; min-p keeps scores of at
+least log(min_p) below the best. Of the tokens kept the best noisy score wins, of equals the first.
+
+Most choices need a few candidates and their noise alone: a filter strikes out all other tokens, or
+no noise is large enough to lift one of them to the top. Where neither holds, all tokens are looked
+at by the same rule.
+
 Knows nothing of models, caches or rows that come and go.
 """
 
@@ -14,19 +22,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from replicas.cuda.transfers import upload
-from replicas.sampling.noise import gumbel_noise
+from replicas.sampling.noise import NOISE_MOST, gumbel_noise
 from scheduler.messages import SamplingParams
 
-_MASS_ROUNDING = 1e-4
-"""More than a sum of probabilities in float32 may be off by."""
-_FAR_BELOW = 1e38
-"""What is struck out is so far below the best: exp of it is 0, and no noise makes it the best."""
+_CANDIDATES = (64, 256)
+"""Likeliest tokens that are looked at first: a part of the vocabulary, within these bounds."""
 
 _PLAIN = SamplingParams(temperature=1.0)
 """Stands for a greedy row in a whole batch."""
@@ -92,12 +96,12 @@ class SamplingBatch:
         )
 
     def take(self, rows: torch.Tensor) -> SamplingBatch:
-        """A whole batch with these of its rows, [n], int64, each as often as it is named."""
+        """A batch of these of its sampled rows, [n], int64, each as often as it is named."""
         if not self.any_sampled:
             return self
-        assert self.rows is None, "only a whole batch has all rows to take from"
         return replace(
             self,
+            rows=None,
             greedy=None if self.greedy is None else self.greedy[rows],
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -105,22 +109,6 @@ class SamplingBatch:
             min_p=self.min_p[rows],
             seed=self.seed[rows],
         )
-
-    def unfiltered(self) -> SamplingBatch:
-        """The same with all tokens kept: for a draft, which the target checks."""
-        return replace(self, top_k_max=0, any_top_p=False, any_min_p=False)
-
-    def noise(
-        self,
-        positions: torch.Tensor,  # [rows, width], int64: the index each chosen token will have
-        vocab: int,
-    ) -> torch.Tensor | None:  # [sampled, width, vocab], float32; None for a greedy group
-        """The noise of the sampled rows: the same for draft and target, so computed once a step."""
-        if not self.any_sampled:
-            return None
-        if self.rows is not None:
-            positions = positions[self.rows]
-        return gumbel_noise(self.seed, positions, vocab)
 
 
 def sampling_batch(
@@ -136,27 +124,17 @@ def sampling_batch(
 _kept_batch = lru_cache(maxsize=64)(SamplingBatch.of)
 
 
-def first_best(
-    scores: torch.Tensor,  # [rows, ..., vocab]
-    out: torch.Tensor | None = None,  # [rows, ...], int64, contiguous
-) -> torch.Tensor:  # [rows, ...], int64
+def first_best(scores: torch.Tensor) -> torch.Tensor:  # [rows, ..., vocab] -> [rows, ...], int64
     """argmax: the first of equals, or of those that are no number.
 
     On a CPU torch's own goes element by element where numpy's goes by vectors: a tenth of the time
     at 56 rows of 4,096.
     """
     if not scores.is_cpu:
-        return scores.argmax(dim=-1) if out is None else torch.argmax(scores, -1, out=out)
-    if out is not None:
-        array_of(scores).argmax(axis=-1, out=out.numpy())
-        return out
-    best: torch.Tensor = torch.from_numpy(array_of(scores).argmax(axis=-1))
+        return scores.argmax(dim=-1)
+    # numpy knows no bfloat16; float32 holds it exactly.
+    best: torch.Tensor = torch.from_numpy(scores.float().numpy().argmax(axis=-1))
     return best
-
-
-def array_of(scores: torch.Tensor) -> Any:
-    """The scores of a CPU as numpy's array, which knows no bfloat16: float32 holds it exactly."""
-    return (scores if scores.dtype is torch.float32 else scores.float()).numpy()
 
 
 @cache
@@ -169,21 +147,13 @@ def _greedy_batch(device: torch.device) -> SamplingBatch:
 def choose(
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,
-    noise: torch.Tensor | None,  # [sampled, width, vocab or more], of the chosen positions
-    out: torch.Tensor | None = None,  # [rows, width], int64, contiguous
+    positions: torch.Tensor,  # [rows, width], int64: the index that each chosen token will have
 ) -> torch.Tensor:  # [rows, width], int64
-    """The token that each of the logits stands for; with `out`, written there."""
-    if noise is None:
-        return first_best(logits, out)
-    chosen = _choose_hot(logits, sampling, noise)
-    return chosen if out is None else out.copy_(chosen)
-
-
-def _choose_hot(
-    logits: torch.Tensor, sampling: SamplingBatch, noise: torch.Tensor
-) -> torch.Tensor:  # [rows, width], int64
-    """`choose` where some rows are sampled."""
-    sampled, _ = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
+    """The token that each of the logits stands for."""
+    if not sampling.any_sampled:
+        return first_best(logits)
+    hot, positions = _hot(logits, positions, sampling)
+    sampled = _sampled(hot, sampling, positions)
     if sampling.greedy is not None:
         return torch.where(sampling.greedy, first_best(logits), sampled)
     if sampling.rows is None:
@@ -194,7 +164,7 @@ def _choose_hot(
 def choose_and_rate(
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,  # whole
-    noise: torch.Tensor | None,  # [rows, width, vocab or more]
+    positions: torch.Tensor,  # [rows, width], int64
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, width] each, int64 and float32
     """The same, and how sure another model's choice is to be the same: a log-probability.
 
@@ -203,143 +173,127 @@ def choose_and_rate(
     the softmax of the noisy scores is the probability that it stays ahead when each score changes
     by a standard Gumbel variable. Both are the same rule, without and with noise.
     """
-    if noise is None:
-        return first_best(logits), _of_best(logits.float())
-    assert sampling.rows is None, "only a whole batch is rated"
-    sampled, noisy = _sample(_hot(logits, sampling), sampling, noise[..., : logits.shape[-1]])
-    ahead = _of_best(noisy)
-    if sampling.greedy is None:
-        return sampled, ahead
-    greedy, rated = sampling.greedy, _of_best(logits.float())
-    return torch.where(greedy, first_best(logits), sampled), torch.where(greedy, rated, ahead)
+    token, scores = choose(logits, sampling, positions), logits.float()
+    if sampling.any_sampled:
+        assert sampling.rows is None, "only a whole batch is rated"
+        hot, positions = _hot(logits, positions, sampling)
+        noisy = hot + gumbel_noise(sampling.seed, positions, every_id(hot))
+        greedy = sampling.greedy
+        scores = noisy if greedy is None else torch.where(greedy[..., None], scores, noisy)
+    return token, scores.gather(-1, token[..., None])[..., 0] - scores.logsumexp(dim=-1)
 
 
-def _of_best(scores: torch.Tensor) -> torch.Tensor:  # [...], float32
-    """Log-probability of the best of these scores, [..., vocab], float32, under their softmax."""
-    return scores.amax(dim=-1) - scores.logsumexp(dim=-1)
-
-
-def _hot(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-    """Tempered scores of the sampled rows, [sampled, width, vocab], float32; the best is 0."""
-    hot = logits if sampling.rows is None else logits[sampling.rows]
+def _hot(
+    logits: torch.Tensor, positions: torch.Tensor, sampling: SamplingBatch
+) -> tuple[torch.Tensor, torch.Tensor]:  # [sampled, width, vocab], float32; [sampled, width]
+    """Tempered scores of the sampled rows, of which the best is 0, and their positions."""
+    if sampling.rows is not None:
+        logits, positions = logits[sampling.rows], positions[sampling.rows]
     # Differences in bfloat16 would change probabilities by some percent.
-    hot = hot.float()
+    hot = logits.float()
     # The best logit becomes 0 before the division, so that no temperature overflows it.
-    return (hot - hot.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
+    return (hot - hot.amax(dim=-1, keepdim=True)).div_(sampling.temperature), positions
 
 
-def _sample(
+def _sampled(
     scores: torch.Tensor,  # [sampled, width, vocab], float32, the best is 0
     sampling: SamplingBatch,
-    noise: torch.Tensor,  # [sampled, width, vocab]
-) -> tuple[torch.Tensor, torch.Tensor]:  # [sampled, width], int64; [sampled, width, vocab]
-    """Argmax of scores and noise among the tokens that top-k, then top-p and min-p keep.
-
-    Also the noisy scores, of which no struck-out token is the greatest.
-    """
+    positions: torch.Tensor,  # [sampled, width], int64
+) -> torch.Tensor:  # [sampled, width], int64
     if sampling.top_k_max > 0:
         scores = _keep_top_k(scores, sampling)
+    vocab = scores.shape[-1]
+    probability = scores.softmax(dim=-1) if sampling.any_top_p else scores
+    most = min(max(vocab // 64, _CANDIDATES[0]), _CANDIDATES[1], vocab)
+    best, ids = scores.topk(most, dim=-1)
+    noise = gumbel_noise(sampling.seed, positions, ids)
+    token, sure = _best_of(best, ids, probability.gather(-1, ids), noise, sampling)
+    if most < vocab and not sure.all():
+        row, column = sure.logical_not().nonzero(as_tuple=True)
+        some = sampling.take(row)
+        at = positions[row, column][:, None]
+        token[row, column] = _of_all(
+            scores[row, column][:, None], probability[row, column][:, None], some, at
+        )[:, 0]
+    return token
+
+
+def _best_of(
+    scores: torch.Tensor,  # [sampled, width, n], falling
+    ids: torch.Tensor,  # [sampled, width, n], int64
+    probability: torch.Tensor,  # [sampled, width, n], float32; read where top-p filters
+    noise: torch.Tensor,  # [sampled, width, n], float32
+    sampling: SamplingBatch,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [sampled, width] each, int64 and bool
+    """The choice among the best n scores, and whether no other token could be chosen."""
+    last = scores[..., -1:]
     noisy = scores + noise
+    beyond = last == -torch.inf
     if sampling.any_min_p:
-        # Ratio to the best token, whose score is 0: p_i / p_best = exp(score_i).
-        noisy = noisy.masked_fill(scores.exp() < sampling.min_p, -torch.inf)
+        least = sampling.min_p.log()
+        noisy = noisy.masked_fill(scores < least, -torch.inf)
+        beyond = beyond | (last < least)
+    if sampling.any_top_p:
+        mass = _mass_before(scores, probability)
+        struck = (mass >= sampling.top_p) & (mass > 0) & (sampling.top_p < 1)
+        noisy = noisy.masked_fill(struck, -torch.inf)
+        beyond = beyond | struck[..., -1:]
+    winner = noisy.amax(dim=-1, keepdim=True)
+    beyond = beyond | (last + NOISE_MOST < winner)
+    # Of equals the first id.
+    token = ids.masked_fill(noisy != winner, torch.iinfo(ids.dtype).max).amin(dim=-1)
+    # No token wins among those that are no number.
+    return torch.where(token == torch.iinfo(ids.dtype).max, ids[..., 0], token), beyond[..., 0]
+
+
+def _mass_before(scores: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
+    """Probability on greater scores, [.., n], float64, of scores that fall."""
+    multiples = _in_multiples(probability)
+    before = multiples.cumsum(-1) - multiples
+    # Equal scores have the mass before the first of them.
+    first = torch.searchsorted(-scores.contiguous(), -scores.contiguous())
+    return before.gather(-1, first.clamp_(max=scores.shape[-1] - 1))
+
+
+def _of_all(
+    scores: torch.Tensor,  # [sampled, width, vocab]
+    probability: torch.Tensor,  # [sampled, width, vocab]
+    sampling: SamplingBatch,
+    positions: torch.Tensor,  # [sampled, width], int64
+) -> torch.Tensor:  # [sampled, width], int64
+    """The choice among all tokens."""
+    noisy = scores + gumbel_noise(sampling.seed, positions, every_id(scores))
+    if sampling.any_min_p:
+        noisy.masked_fill_(scores < sampling.min_p.log(), -torch.inf)
+    token = first_best(noisy)
     if not sampling.any_top_p:
-        return first_best(noisy), noisy
-    return _sample_top_p(scores, sampling.top_p, noisy), noisy
+        return token
+    multiples = _in_multiples(probability)
+    while True:
+        # If the best lies outside the nucleus, so does all that scores no more. The greatest score
+        # lies inside, so this ends; after two or three rounds as a rule.
+        level = scores.gather(-1, token[..., None])
+        mass = multiples.masked_fill(scores <= level, 0.0).sum(-1, keepdim=True)
+        struck = (mass >= sampling.top_p) & (mass > 0) & (sampling.top_p < 1)
+        if not struck.any():
+            return token
+        noisy.masked_fill_(struck & (scores <= level), -torch.inf)
+        token = first_best(noisy)
+
+
+def _in_multiples(probability: torch.Tensor) -> torch.Tensor:  # float64
+    """In whole multiples of 2^-40: a float64 holds all sums of them exactly, in any order."""
+    return (probability.double() * 2.0**40).floor_().mul_(2.0**-40)
+
+
+def every_id(scores: torch.Tensor) -> torch.Tensor:  # [vocab], int64
+    return torch.arange(scores.shape[-1], device=scores.device)
 
 
 def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-    if scores.is_cpu:
-        threshold = _kth_best(scores.numpy(), sampling.top_k[:, 0, 0].tolist())
-        # A few products by vectors: filling by a mask that is bool takes four times as long.
-        struck = torch.ge(scores, threshold, out=torch.empty_like(scores)).sub_(1.0)
-        return struck.mul_(_FAR_BELOW).add_(scores)
     kept = min(sampling.top_k_max, scores.shape[-1])
     best = scores.topk(kept, dim=-1).values  # [sampled, width, kept], falling
     nth = (sampling.top_k.clamp(1, kept) - 1).expand(-1, scores.shape[1], 1)
     # Rows with top_k 0 keep everything; tokens that tie with the k-th stay.
     threshold = best.gather(-1, nth).masked_fill(sampling.top_k == 0, -torch.inf)
     return scores.masked_fill(scores < threshold, -torch.inf)
-
-
-def _kth_best(scores: Any, top_k: Sequence[int]) -> torch.Tensor:  # [sampled, width, 1]
-    """Of each row its own k-th best, -inf where that is 0; of an array [sampled, width, vocab].
-
-    numpy parts the better from the others by vectors, where torch's top-k sorts by elements.
-    """
-    vocab = scores.shape[-1]
-    at = [vocab - min(k, vocab) for k in top_k]
-    parted = np.partition(scores, sorted({one for one, k in zip(at, top_k, strict=True) if k}))
-    found = np.full((*scores.shape[:-1], 1), -np.inf, dtype=np.float32)
-    for row, k in enumerate(top_k):
-        if k:
-            found[row, :, 0] = parted[row, :, at[row]]
-    return torch.from_numpy(found)
-
-
-def _sample_top_p(
-    scores: torch.Tensor,  # [sampled, width, vocab]
-    top_p: torch.Tensor,  # [sampled, 1, 1]
-    noisy: torch.Tensor,  # [sampled, width, vocab], contiguous; what is struck out is -inf then
-) -> torch.Tensor:  # [sampled, width], int64
-    """The best noisy token of the nucleus: those with less than top_p of mass on likelier ones.
-
-    Spares the sort: take the best noisy token, and if it lies outside the nucleus so does all that
-    is no likelier; strike that out and take the next. The likeliest token is always inside, and
-    each round strikes out at least one, so the loop ends, after two or three rounds as a rule.
-    Of nearly all tokens a sum in float32 says as surely where they lie; only of the others is the
-    mass added up exactly, and only rows whose token was struck out take part in the next round.
-    """
-    probability = scores.softmax(dim=-1)
-    token = first_best(noisy)
-    best = probability.gather(-1, token[..., None])
-    mass_before = _likelier(probability, best).sum(dim=-1).tolist()
-    limits = top_p[:, 0, 0].tolist()
-    # A few numbers, one by one: less code to fetch than for any operation on all.
-    doubtful = {
-        row * scores.shape[1] + column: limit
-        for row, (masses, limit) in enumerate(zip(mass_before, limits, strict=True))
-        for column, mass in enumerate(masses)
-        if limit < 1.0 and mass > 0.0 and mass >= limit - _MASS_ROUNDING
-    }
-    if doubtful:
-        _strike(probability.flatten(0, 1), noisy.flatten(0, 1), token.view(-1), doubtful)
-    return token
-
-
-def _strike(
-    probability: torch.Tensor,  # [tokens, vocab]
-    noisy: torch.Tensor,  # [tokens, vocab], changed
-    token: torch.Tensor,  # [tokens], int64, changed
-    doubtful: dict[int, float],
-) -> None:
-    """The rounds of `_sample_top_p` for a few of the tokens, by number with their top_p: on the
-    host, where so little takes less time than its calls on a device would."""
-    rows = list(doubtful)
-    chosen = token[rows].tolist()
-    every, left = array_of(_in_multiples(probability[rows]).cpu()), noisy[rows].cpu()
-    for row, limit in enumerate(doubtful.values()):
-        likely, scores = every[row], left[row].numpy()
-        while True:
-            best = likely[chosen[row]]
-            # A float64 holds every partial sum exactly, so that their order decides nothing.
-            mass_before = likely[likely > best].sum(dtype=np.float64)
-            # The likeliest has no mass before it: inside, even where float32 holds a top_p of 0.
-            if mass_before == 0.0 or not mass_before >= limit:
-                break
-            scores[likely <= best] = -np.inf
-            chosen[row] = int(scores.argmax())
-    token[rows] = torch.tensor(chosen, device=token.device)
-    noisy[rows] = left.to(noisy.device)
-
-
-def _in_multiples(probability: torch.Tensor) -> torch.Tensor:
-    """In place: of 2^-40, whole ones, so that sums of them are exact."""
-    # Of what is not negative floor is trunc, and on a CPU 25 times as fast.
-    return probability.mul_(2.0**40).floor_().mul_(2.0**-40)
-
-
-def _likelier(probability: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
-    """The probabilities that are greater, and 0 in place of the others."""
-    # Where, of a mask that is bool, takes four times as long on a CPU.
-    return torch.gt(probability, beyond, out=torch.empty_like(probability)).mul_(probability)
