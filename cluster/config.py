@@ -287,17 +287,8 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
     **{
         name: ("replica", name)
         for name in (
-            *(
-                "target",
-                "draft",
-                "speculative",
-                "device",
-                "dtype",
-                "kv_blocks",
-                "kv_memory_mb",
-                "memory",
-            ),
-            *("context_len", "torch_threads", "trust_remote_code", "tensor_parallel"),
+            *("target", "draft", "speculative", "device", "dtype", "kv_blocks", "kv_memory_mb"),
+            *("memory", "context_len", "torch_threads", "trust_remote_code", "tensor_parallel"),
         )
     },
     "batch_size": ("scheduler", "rows_max"),
