@@ -37,7 +37,7 @@ PROBE_WORTH = 1.03
 """Goodput that a probe promises at least, over that of the choice."""
 ROUND_TRIP_SHARE = 0.02
 """Share of a batch that its round trip may cost before it gets more steps."""
-CHUNK_FIXED_SHARE = 0.25
+CHUNK_FIXED_SHARE = 0.125
 """Most that the fixed cost of a prefill chunk may be beside the cost of its tokens."""
 BATCH_S_MAX = 0.1
 """Steps of one batch last no longer than that together, in seconds: tokens arrive per batch."""
@@ -72,12 +72,9 @@ class DraftPolicy(Protocol):
         """KV positions that a batch may read beyond its rows' own; with more, two steps take less
         time than one. Infinitely many where its rows need not read so far, or nothing is known."""
 
-    def prefill_tokens(
-        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
-    ) -> int:
+    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
         """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
-        ready or step: each of them waits for it. It goes in place of so many chunks, and begins
-        behind so many positions of its row."""
+        ready or step: each of them waits for it. It begins behind `begin` positions of its row."""
 
     def observe(
         self, batch: Batch, result: StepResult, answers: Rows[Answer], round_trip_s: float | None
@@ -195,13 +192,10 @@ class GoodputPolicy:
             known.apart = _positions_of_a_step(known)
         return known.apart
 
-    def prefill_tokens(
-        self, replica_id: str, stepping_rows: int, most: int, chunks: int = 1, begin: int = 0
-    ) -> int:
+    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
         """A chunk is as much as takes one step's time, so that rows that step lose half their speed
         at most, or more where their batch is not full: further rows make it fuller. But always
-        enough that its fixed cost is a small part of it. Several at once are as much as takes the
-        time of all of them: the fixed cost is then there once."""
+        enough that its fixed cost is a small part of it."""
         known = self._replicas[replica_id]
         table, step_s = known.table, known.step_s()
         if not stepping_rows or not self._config.prefill_by_time or step_s <= 0.0:
@@ -216,7 +210,7 @@ class GoodputPolicy:
             table.prefill_s(PREFILL_TOKENS_LEAST, begin),
         )
         tokens = bisect_right(
-            range(1, most + 1), chunks * chunk_s, key=lambda count: table.prefill_s(count, begin)
+            range(1, most + 1), chunk_s, key=lambda count: table.prefill_s(count, begin)
         )
         return max(1, min(most, max(tokens, PREFILL_TOKENS_LEAST)))
 
