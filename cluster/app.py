@@ -36,7 +36,8 @@ from cluster.garbage import collect_seldom
 from cluster.pool.protocol import silence_s
 from cluster.pool.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
 from cluster.serve_app import ServeApp, began_ray_here
-from cluster.worker.ranks import RankProcess, RayRank, bundles, host_of, without_progress_bars
+from cluster.worker.loading import UP, stage, tell_of_weights
+from cluster.worker.ranks import RankProcess, RayRank, bundles, host_of
 from cluster.worker.worker import HostedReplica, ReplicaRunner
 from replicas.config import ReplicaConfig
 from scheduler.scaling import shard_of_rank
@@ -65,7 +66,8 @@ def load_replica(config: ReplicaConfig) -> HostedReplica:
     """
     from replicas.parallel import replica as parallel
 
-    without_progress_bars()
+    stage(f"loads {config.target}")
+    tell_of_weights()
     group = get_current_placement_group()
     if config.tensor_parallel == 1 or group is None:
         return parallel.load_replica(config)
@@ -127,6 +129,7 @@ class ReplicaDeployment:
 
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
         log_to_stderr()
+        stage("starts its process")
         replica_config = _replica_config(config)
         context = serve.get_replica_context()
         self._shards = config.pool.shards
@@ -139,6 +142,7 @@ class ReplicaDeployment:
             shard=shard_of_rank(context.rank.rank, self._shards),
         )
         await self._runner.start()
+        stage(UP)
         # A look at all that torch and the models brought along would hold up a step for 0.2 s.
         collect_seldom()
 

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from cluster.pool.ray_pool import log_to_stderr
+from cluster.worker.loading import tell_of_weights
 from replicas.config import ReplicaConfig
 
 CPUS_LEAST = 0.001
@@ -30,7 +31,7 @@ class RankProcess:
         from replicas.parallel import replica as parallel
 
         log_to_stderr()
-        without_progress_bars()
+        tell_of_weights()
         parallel.follow(config, rank, address)
 
 
@@ -61,13 +62,6 @@ class RayRank:
         if ray.is_initialized():
             ray.wait([self._life], timeout=within_s)
             self.kill()
-
-
-def without_progress_bars() -> None:
-    """Bars of several processes in one log are unreadable."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def host_of(group: PlacementGroup) -> str:
