@@ -21,6 +21,7 @@ from replicas.eqspec import RowHooks, StepRows, step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, root_key
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
+from replicas.memory.measure import measured_passes
 from replicas.models.build import build
 from replicas.models.paged_model import Model, PagedModel
 from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
@@ -61,7 +62,7 @@ class Replica:
         if pair.device.type == "cuda":
             # Recordings and timing events are made on the thread's current device.
             torch.cuda.set_device(pair.device)
-        plan = plan or plan_memory(config, pair_shape(pair), pair.device, loaded=True)
+        plan = plan or _plan(pair, config)
         mark = fingerprint(pair.target, config)
         self._device = pair.device
         self._block_size = config.block_size
@@ -401,6 +402,14 @@ class Replica:
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
         self._own(row.sequence_id, row.blocks, row.length + most - 1)
         return resident
+
+
+def _plan(pair: Pair, config: ReplicaConfig) -> MemoryPlan:
+    """Of models that are loaded; on a GPU the largest passes are measured."""
+    measured = None
+    if pair.device.type == "cuda":
+        measured = measured_passes(pair.target, config, pair.context_len)
+    return plan_memory(config, pair_shape(pair), pair.device, loaded=True, passes=measured)
 
 
 def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) -> dict[str, Any]:

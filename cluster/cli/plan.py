@@ -90,16 +90,18 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     blocks = f"{plan.kv_blocks:,} blocks of {work.block_size} x {size(per_token)}"
     table.add_row("KV cache", size(plan.kv_bytes), blocks)
     table.add_row("rotary tables", size(counted.rotary), f"{work.context_len:,} positions")
-    tokens = max(work.step_tokens, work.pass_tokens)
-    table.add_row("layers", size(counted.layers), f"passes of up to {tokens:,} tokens")
-    table.add_row("attention", size(counted.attention), "scores, and keys and values as copied")
-    table.add_row("logits and sampling", size(counted.logits), f"{work.step_tokens:,} tokens")
-    table.add_row("trial at load", f"({size(counted.loading)})", "once, in place of these three")
+    step = f"{work.rows} rows of {work.draft_len + 1} tokens, logits too"
+    table.add_row("largest step", f"({size(counted.step)})", step)
+    prefill = f"passes of up to {work.pass_tokens:,} tokens"
+    table.add_row("largest prefill", f"({size(counted.prefill)})", prefill)
+    table.add_row("trial at load", f"({size(counted.loading)})", "once, in a finer dtype")
+    if counted.recorded:
+        table.add_row("CUDA graphs", size(counted.recorded), "of steps, beside the passes")
     if counted.prepacked:
         table.add_row("prepacked weights", size(counted.prepacked), "large ones again, for speed")
     table.add_row("slack", size(counted.slack), "held by the allocator")
     table.add_section()
-    table.add_row("together", size(plan.total), "of passes and trial the larger counts")
+    table.add_row("together", size(plan.total), "with the largest of ( )")
     if plan.budget is not None:
         table.add_row("budget", size(plan.budget), _origin(config))
     table.add_row("least", size(plan.least), "one row, one full sequence")
