@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,56 +128,25 @@ def bench(
     raise typer.Exit(_run(plan, settings, None if engine else server, html, json))
 
 
-class _Bars:
-    """A bar for each phase, on a terminal. Entered again, new ones begin below what was printed."""
-
-    def __init__(self, console: Any) -> None:
-        self._console = console
-
-    def __enter__(self) -> None:
-        from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.completed}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not sys.stderr.isatty(),
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._progress.start()
-
-    def __exit__(self, *_exc: object) -> None:
-        self._progress.stop()
-
-    def note(self, phase: str, done: int, total: int | None) -> None:
-        if phase not in self._tasks:
-            self._tasks[phase] = self._progress.add_task(phase, total=total)
-        self._progress.update(self._tasks[phase], completed=done)
-
-
 def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | None) -> int:
     """Returns the exit status: 1 if a request or the comparison failed, the server could not be
     asked or a report not be written; 2 if nothing was measured, for what was asked cannot be."""
-    from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
     from cluster.bench.outputs import write_each
     from cluster.bench.report_html import to_html
     from cluster.bench.report_json import to_json
     from cluster.bench.session import run_on_cluster, run_on_engine
+    from cluster.cli.console import Bars, console, failure
     from scheduler.errors import LockstepError
 
-    # Names and errors of others are printed, and their brackets and colons are no markup.
-    notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    out = Console(highlight=False, markup=False, emoji=False)
+    notes, out = console(stderr=True), console()
     outputs = [
         (path, text) for path, text in ((html, to_html), (json, to_json)) if path is not None
     ]
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    bars = _Bars(notes)
+    bars = Bars()
     report: Report | None = None
     unwritten: list[str] = []
     try:
@@ -211,7 +179,7 @@ def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | No
 
         if not isinstance(error, grpc.RpcError):
             raise
-        notes.print(f"{server.address}: {error.code().name}: {error.details()}")
+        notes.print(failure(server, error))
         return 1
     assert report is not None, "a run gives a report"
     return 1 if report.summary.failed or report.not_compared or unwritten else 0
@@ -254,7 +222,7 @@ def _print_load(report: Report, console: Any) -> None:
         table.add_row(name, value)
     console.print(table)
     for said in report.notes:
-        console.print(said, soft_wrap=True)
+        console.print(said)
 
 
 def _print_comparison(report: Report, console: Any) -> None:
@@ -263,7 +231,7 @@ def _print_comparison(report: Report, console: Any) -> None:
     from cluster.bench.report_html import number
 
     if report.comparison is None:
-        console.print(f"Not compared: {report.not_compared}", soft_wrap=True)
+        console.print(f"Not compared: {report.not_compared}")
         return
     compared = Table(
         "way", "tokens/s", f"identical of {report.comparison.prompts}", title="Comparison"
@@ -275,7 +243,7 @@ def _print_comparison(report: Report, console: Any) -> None:
             compared.add_row(way.name, number(way.speed), str(way.identical))
     console.print(compared)
     if report.comparison.left_out:
-        console.print(report.comparison.left_out, soft_wrap=True)
+        console.print(report.comparison.left_out)
     ratios = Table("ratio, within a round", "median", "each round")
     for ratio in report.comparison.ratios:
         each_round = ", ".join(f"{value:.2f}" for value in ratio.values)
