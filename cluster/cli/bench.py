@@ -11,7 +11,9 @@ from cluster.cli.flags import ENGINE, with_server, with_settings
 from cluster.writable import check_writable
 
 if TYPE_CHECKING:
-    from cluster.bench.report_json import Report
+    from rich.console import Console
+
+    from cluster.bench.report import Report, Table
 
 INT32_MAX = 2**31 - 1
 """Greatest of most numbers in a request."""
@@ -133,9 +135,8 @@ def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | No
     asked or a report not be written; 2 if nothing was measured, for what was asked cannot be."""
     from transformers.utils import logging as transformers_logging
 
-    from cluster.bench.outputs import write_each
-    from cluster.bench.report_html import to_html
-    from cluster.bench.report_json import to_json
+    from cluster.bench.page import to_html
+    from cluster.bench.report import to_json, write_each
     from cluster.bench.session import run_on_cluster, run_on_engine
     from cluster.cli.console import Bars, console, failure
     from scheduler.errors import LockstepError
@@ -185,67 +186,30 @@ def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | No
     return 1 if report.summary.failed or report.not_compared or unwritten else 0
 
 
-def _print_load(report: Report, console: Any) -> None:
-    from rich.table import Table
+def _print_load(report: Report, out: Console) -> None:
+    from cluster.bench.report import load_tables
 
-    from cluster.bench.report_html import number, percent
-
-    figures = report.summary
-    times = Table("milliseconds", "mean", "p50", "p90", "p99", "most", title="Times")
-    for name, each in (
-        ("time to first token", figures.ttft_s),
-        ("time per output token", figures.token_s),
-        ("inter-token latency", figures.gap_s),
-        ("latency", figures.latency_s),
-    ):
-        if each is not None:
-            values = (each.mean, each.p50, each.p90, each.p99, each.max)
-            times.add_row(name, *(number(1000 * value) for value in values))
-    console.print(times)
-    errors = ", ".join(f"{code} {count}" for code, count in sorted(figures.errors.items()))
-    rows = {
-        "tokens/s": number(figures.tokens_per_s),
-        "requests/s": number(figures.requests_per_s),
-        "requests, failed": f"{figures.requests}, {figures.failed} {errors}".strip(),
-        "retries, recovered": f"{figures.retries}, {figures.recovered}",
-        "prompt tokens, cached": f"{figures.prompt_tokens}, {figures.cached_tokens}",
-        "draft tokens accepted": f"{percent(figures.acceptance)} of {figures.draft_tokens}",
-        "drafted per row and step": number(figures.drafted_per_step),
-        "accepted per row and step": number(figures.accepted_per_step),
-        "committed per row and step": number(figures.committed_per_step),
-        "accepted by position": " ".join(percent(share) for share in figures.accepted_at) or "-",
-        "spread of a group, tokens": number(figures.spread_mean),
-        "padding": percent(figures.padding),
-    }
-    table = Table(show_header=False, title=str(report.settings["arrivals"]))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
+    out.print(str(report.settings["arrivals"]))
+    _print_tables(load_tables(report), out)
     for said in report.notes:
-        console.print(said)
+        out.print(said)
 
 
-def _print_comparison(report: Report, console: Any) -> None:
-    from rich.table import Table
-
-    from cluster.bench.report_html import number
+def _print_comparison(report: Report, out: Console) -> None:
+    from cluster.bench.report import comparison_tables
 
     if report.comparison is None:
-        console.print(f"Not compared: {report.not_compared}")
+        out.print(f"Not compared: {report.not_compared}")
         return
-    compared = Table(
-        "way", "tokens/s", f"identical of {report.comparison.prompts}", title="Comparison"
-    )
-    for way in report.comparison.contenders:
-        if way.does_not_run:
-            compared.add_row(way.name, "does not run", way.does_not_run)
-        else:
-            compared.add_row(way.name, number(way.speed), str(way.identical))
-    console.print(compared)
-    if report.comparison.left_out:
-        console.print(report.comparison.left_out)
-    ratios = Table("ratio, within a round", "median", "each round")
-    for ratio in report.comparison.ratios:
-        each_round = ", ".join(f"{value:.2f}" for value in ratio.values)
-        ratios.add_row(ratio.name, f"{ratio.median:.2f}", each_round)
-    console.print(ratios)
+    _print_tables(comparison_tables(report.comparison), out)
+    out.print(report.comparison.said())
+
+
+def _print_tables(tables: list[Table], out: Console) -> None:
+    from rich.table import Table as Shown
+
+    for table in tables:
+        shown = Shown(*table.header, title=table.title, show_header=bool(table.header))
+        for row in table.rows:
+            shown.add_row(*row)
+        out.print(shown)

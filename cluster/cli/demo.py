@@ -120,6 +120,8 @@ async def _ask(
             with Live(
                 console=console,
                 refresh_per_second=12,
+                redirect_stdout=False,
+                redirect_stderr=False,
                 get_renderable=lambda: show(answers, *console.size),
             ):
                 await asyncio.gather(*streams)
