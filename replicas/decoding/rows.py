@@ -151,7 +151,7 @@ class DecodingRows:
         if state.decoding.changes_logits:
             state.adjust(logits, draft)
 
-    def committed(self, row: int, tokens: Sequence[int], accepted: int) -> None:
+    def committed(self, row: int, tokens: Sequence[int]) -> None:
         state = self._states[row]
         if state is None:
             return
