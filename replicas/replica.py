@@ -16,7 +16,7 @@ from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel, buckets
 from replicas.decoding import DecodingRows, Grammars
-from replicas.decoding.tokens import end_of_turn_ids, read_tokens
+from replicas.decoding.tokens import load_grammars
 from replicas.drafters import Drafter, Seen
 from replicas.drafters.load import load_drafter
 from replicas.eqspec import StepRows, step
@@ -27,7 +27,6 @@ from replicas.models.build import build
 from replicas.models.paged_model import Model, Output, PagedModel, Wants
 from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.models.prefill import fill
-from replicas.models.shapes import is_planted
 from replicas.resident import Resident, Tally
 from replicas.sampling.choice import sampling_batch
 from replicas.stopwatch import Stopwatch
@@ -118,11 +117,7 @@ class Replica:
         files = read_pair(config)
         check_memory(config, files, resolve_device(config.device))
         replica = cls(load_pair(config, files), config)
-        if not is_planted(config.target):
-            encoder, eos = read_tokens(config)
-            ends = end_of_turn_ids(encoder, eos)
-            vocab = replica.spec.embedding_size
-            replica.grammars = Grammars(encoder.backend_tokenizer, ends, vocab)
+        replica.grammars = load_grammars(config, replica.spec.embedding_size)
         if config.calibrate:
             replica.spec = calibrated(replica, *replica.planned)
         return replica

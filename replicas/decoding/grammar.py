@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+if TYPE_CHECKING:
+    from llguidance import JsonCompileOptions, LLMatcher
+
+_JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 """One way to write a document: a small model that is free to add spaces may never stop."""
 
 
@@ -28,17 +34,20 @@ class Grammars:
     def __init__(self, tokenizer: Any, ends: Sequence[int], vocab: int) -> None:
         """`tokenizer`: of `tokenizers`. `vocab`: the width of the logits."""
         self._ends = frozenset(ends)
+        from llguidance import LLTokenizer
+
+        self._matcher = _matcher()
         self._tokens = LLTokenizer(_plain(tokenizer), n_vocab=vocab, eos_token=list(ends))
 
     def check(self, grammar: str) -> None:
         """Raises GrammarError."""
-        wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
+        wrong, said = self._matcher.validate_grammar_with_warnings(grammar, self._tokens)
         if wrong:
             raise GrammarError(said[0])
 
     def match(self, grammar: str, tokens: Sequence[int]) -> GrammarState:
         """The state after these new tokens, which the grammar allows. Raises GrammarError."""
-        state = GrammarState(LLMatcher(self._tokens, grammar, log_level=0), self._ends)
+        state = GrammarState(self._matcher(self._tokens, grammar, log_level=0), self._ends)
         state.advance(tokens)
         return state
 
@@ -62,9 +71,7 @@ class GrammarState:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             self._check()
             allowed = np.unpackbits(bits, count=logits.shape[-1], bitorder="little")
-            logits[place].masked_fill_(
-                torch.from_numpy(allowed == 0).to(logits.device), -torch.inf
-            )
+            logits[place].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
             if place == len(draft) or not allowed[draft[place]] or draft[place] in self._ends:
                 break
             self._matcher.consume_token(draft[place])
@@ -88,22 +95,29 @@ class GrammarState:
 
 def from_json_schema(schema: str) -> str:
     """Documents of a JSON schema, given as JSON, written as `json.dumps` writes them."""
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    return _matcher().grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
 
 
 def from_regex(pattern: str) -> str:
     """Whole texts that match a regular expression."""
-    return LLMatcher.grammar_from_regex(pattern)
+    return _matcher().grammar_from_regex(pattern)
 
 
 def from_choice(texts: Sequence[str]) -> str:
     """One of these texts."""
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+    return _matcher().grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
 
 
 def from_lark(grammar: str) -> str:
     """Texts of a context-free grammar in llguidance's variant of Lark."""
-    return LLMatcher.grammar_from_lark(grammar)
+    return _matcher().grammar_from_lark(grammar)
+
+
+def _matcher() -> type[LLMatcher]:
+    """Imported here: a replica on its own serves without llguidance, all but grammars."""
+    from llguidance import LLMatcher
+
+    return LLMatcher
 
 
 def _plain(tokenizer: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from replicas.decoding.grammar import Grammars
@@ -63,14 +62,12 @@ class RowState:
         return len(self._content) - self.decoding.prompt_tokens
 
     def _penalise(self, logits: torch.Tensor, draft: Sequence[int], counts: _Counts) -> None:
-        ids, new, seen = counts.with_draft(draft)
-        ids, new, seen = (torch.from_numpy(one).to(logits.device) for one in (ids, new, seen))
+        ids, new, seen = (one.to(logits.device) for one in counts.with_draft(draft))
         scores = logits[:, ids].float()
         factor = self.decoding.repetition_penalty
         if factor != 1.0:
-            scores = torch.where(
-                seen, torch.where(scores > 0, scores / factor, scores * factor), scores
-            )
+            repeated = torch.where(scores > 0, scores / factor, scores * factor)
+            scores = torch.where(seen, repeated, scores)
         scores -= self.decoding.frequency_penalty * new
         scores -= self.decoding.presence_penalty * (new > 0)
         logits[:, ids] = scores.to(logits.dtype)
@@ -106,21 +103,21 @@ class _Counts:
                 self._new.append(0.0)
             self._new[column] += 1.0
 
-    def with_draft(self, draft: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def with_draft(self, draft: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the row's tokens and the draft's: ids, [n], int64; by place how often each is among
         the new ones, [1 + len(draft), n], float32; and whether it is there at all, bool."""
         known = len(self._new)
         column = self._column
         others = dict.fromkeys(token for token in draft if token not in column)
         place_of = column | {token: known + i for i, token in enumerate(others)}
-        new = np.zeros((1 + len(draft), len(place_of)), dtype=np.float32)
-        new[:, :known] = self._new
-        seen = np.zeros(new.shape, dtype=bool)
+        new = torch.zeros((1 + len(draft), len(place_of)))
+        new[:, :known] = torch.tensor(self._new)
+        seen = torch.zeros(new.shape, dtype=torch.bool)
         seen[:, :known] = True
         for place, token in enumerate(draft, 1):
             new[place:, place_of[token]] += 1.0
             seen[place:, place_of[token]] = True
-        return np.fromiter(place_of, dtype=np.int64, count=len(place_of)), new, seen
+        return torch.tensor(list(place_of)), new, seen
 
 
 def _penalises(decoding: Decoding) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from replicas.config import ReplicaConfig
+from replicas.decoding.grammar import Grammars
 from replicas.models.pair import resolve
+from replicas.models.shapes import is_planted
 
 
 def read_tokens(config: ReplicaConfig) -> tuple[Any, tuple[int, ...]]:
@@ -32,3 +35,14 @@ def end_of_turn_ids(encoder: Any, eos_token_ids: tuple[int, ...]) -> tuple[int, 
     which chat models end their turns with."""
     eos = getattr(encoder, "eos_token_id", None)
     return tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
+
+
+def load_grammars(config: ReplicaConfig, vocab: int) -> Grammars | None:
+    """None for a planted target, which has no tokens, and where llguidance is not installed.
+
+    `vocab`: the width of the logits.
+    """
+    if is_planted(config.target) or find_spec("llguidance") is None:
+        return None
+    encoder, eos = read_tokens(config)
+    return Grammars(encoder.backend_tokenizer, end_of_turn_ids(encoder, eos), vocab)
