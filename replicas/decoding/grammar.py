@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions, LLMatcher
+    from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions
 
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
