@@ -461,10 +461,9 @@ def test_a_chunk_is_never_smaller_than_the_least(token_s: float) -> None:
     assert policy.prefill_tokens("r", 8, 2048) == PREFILL_TOKENS_LEAST
 
 
-@pytest.mark.parametrize("by_time", [True, False])
-def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bool) -> None:
+def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair, draft_len=0, prefill_by_time=by_time)
+    policy = policy_for(pair, draft_len=0)
     assert policy.prefill_tokens("r", 4, 2048) == 2048, "as long as nothing is known"
     pair.turn(policy, rows_of(8), 20)
     for count in (64, 512, 2000):
@@ -473,9 +472,6 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bo
         times = StepTimes(prefill_s=1e-3 + 1e-4 * count)
         policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
     chunk = policy.prefill_tokens("r", 8, 2048)
-    if not by_time:
-        assert chunk == 2048
-        return
     assert 1e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
     wider = policy.prefill_tokens("r", 2, 2048)
     assert 1e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
