@@ -13,6 +13,7 @@ import pytest
 from cluster.client import NO_RETRY, Client
 from cluster.config import ClusterConfig
 from cluster.pool import ray_pool
+from protos import lockstep_pb2 as pb
 from scheduler.messages import Action, Event, Submit
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.load import all_right, fake_asks, serve
@@ -48,6 +49,7 @@ def hosted() -> Iterator[HostedCluster]:
 
 def test_a_request_that_breaks_an_invariant_fails_alone(hosted: HostedCluster) -> None:
     first = hosted.process("pool").pid
+    request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=POISON), max_new_tokens=20)
     told: list[grpc.RpcError] = []
 
     def ask() -> None:
@@ -55,7 +57,7 @@ def test_a_request_that_breaks_an_invariant_fails_alone(hosted: HostedCluster) -
             Client(hosted.address, retry=NO_RETRY) as client,
             pytest.raises(grpc.RpcError) as error,
         ):
-            client.generate(prompt_token_ids=POISON, max_new_tokens=20, timeout_s=100.0)
+            client.generate(request, timeout_s=100.0)
         told.append(error.value)
 
     def poison() -> None:
