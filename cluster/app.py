@@ -37,7 +37,8 @@ from cluster.pool.protocol import silence_s
 from cluster.pool.ray_pool import RayPool, log_to_stderr, open_pool, this_process
 from cluster.pool.stopping import stop_pools
 from cluster.serve_app import ServeApp, began_ray_here
-from cluster.worker.ranks import RankProcess, RayRank, host_of, without_progress_bars
+from cluster.worker.loading import UP, stage, tell_of_weights
+from cluster.worker.ranks import RankProcess, RayRank, host_of
 from cluster.worker.resources import gpus_of, placement, replica_config, sharing_gpus
 from cluster.worker.worker import HostedReplica, Worker
 from replicas.config import ReplicaConfig
@@ -67,7 +68,8 @@ def load_replica(config: ReplicaConfig) -> HostedReplica:
     """
     from replicas.parallel import replica as parallel
 
-    without_progress_bars()
+    stage(f"loads {config.target}")
+    tell_of_weights()
     group = get_current_placement_group()
     if config.tensor_parallel == 1 or group is None:
         return parallel.load_replica(config)
@@ -102,6 +104,7 @@ class ReplicaDeployment:
 
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
         log_to_stderr()
+        stage("starts its process")
         own = replica_config(config)
         context = serve.get_replica_context()
         self._shards = config.pool.shards
@@ -114,6 +117,7 @@ class ReplicaDeployment:
             shard=shard_of_rank(context.rank.rank, self._shards),
         )
         await self._worker.start()
+        stage(UP)
         # A look at all that torch and the models brought along would hold up a step for 0.2 s.
         collect_seldom()
 

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.sentences import sentences
+from cluster.sentences import joined, problems
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig
@@ -132,9 +132,9 @@ class IngressConfig(_Settings):
 class ServerConfig(_Settings):
     """Where Serve's proxies listen. Its gRPC proxy always listens on all interfaces."""
 
-    grpc_port: int = Field(9000, ge=1, le=65535)
-    http_host: str = Field("127.0.0.1", min_length=1)
-    http_port: int = Field(8000, ge=1, le=65535)
+    grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
+    http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")
+    http_port: int = Field(8000, ge=1, le=65535, description="Port of the HTTP proxy.")
     http_hosts: tuple[str, ...] = Field(
         (),
         description="Names, in lower case and without port, by which HTTP clients may call this "
@@ -304,6 +304,16 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
 class ConfigError(ValueError):
     """Settings that make no sense; the message names each key."""
 
+    problems: tuple[tuple[str, str], ...] = ()
+    """The path of each wrong setting, and what is wrong with it, where that is known."""
+
+    @classmethod
+    def of(cls, error: ValidationError) -> Self:
+        found = problems(error, ClusterConfig, SHORT_NAMES)
+        made = cls(joined(found))
+        made.problems = found
+        return made
+
 
 def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     """Settings from a mapping of sections, of short names (`target`, `replicas`), or of both.
@@ -325,16 +335,18 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(sentences(error, ClusterConfig, SHORT_NAMES)) from None
+        raise ConfigError.of(error) from None
 
 
-def overridden(config: ClusterConfig, args: Mapping[str, Any]) -> ClusterConfig:
-    """The same settings, but for those in `args`; short names only. Raises `ConfigError`."""
+def overridden(config: ClusterConfig, given: Mapping[str, Any]) -> ClusterConfig:
+    """The same settings, but for those in `given`, by their sections. Raises `ConfigError`."""
     # What was not said follows what is said now: another target has another drafter.
     nested = config.model_dump(exclude_unset=True)
-    for key, value in args.items():
-        section, name = SHORT_NAMES.get(key, ("", key))
-        (nested.setdefault(section, {}) if section else nested)[name] = _scalar(value)
+    for key, value in given.items():
+        section = isinstance(
+            getattr(config, key, None), _Settings | ReplicaConfig | SchedulerConfig
+        )
+        nested[key] = nested.get(key, {}) | value if section else value
     return from_args(nested)
 
 

@@ -36,18 +36,32 @@ _KINDS: Mapping[str, str] = {
 _VALUE_CHARS_MAX = 80
 
 
-def sentences(
+def sentences(error: ValidationError, model: type[BaseModel], values: bool = True) -> str:
+    """All that `problems` finds."""
+    return joined(problems(error, model, values=values))
+
+
+def joined(found: Iterable[tuple[str, str]]) -> str:
+    """A sentence for each place and what is wrong there, with semicolons between them."""
+    # What concerns several fields has no place of its own.
+    return "; ".join(": ".join(filter(None, each)) for each in found)
+
+
+def problems(
     error: ValidationError,
     model: type[BaseModel],
     more: Iterable[str] = (),
     values: bool = True,
-) -> str:
-    """One for each error, joined by semicolons.
+) -> tuple[tuple[str, str], ...]:
+    """The place of each error, as "replica.dtype", and what is wrong there.
 
     `model`: what was validated, or a list of it. `more`: names that are allowed at the top beside
     its own. `values`: whether a wrong value is shown.
     """
-    return "; ".join(_sentence(dict(item), model, more, values) for item in error.errors())
+    return tuple(
+        (".".join(map(str, item["loc"])), _reason(dict(item), model, more, values))
+        for item in error.errors()
+    )
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
@@ -56,28 +70,22 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _sentence(
-    item: dict[str, Any], model: type[BaseModel], more: Iterable[str], values: bool
-) -> str:
+def _reason(item: dict[str, Any], model: type[BaseModel], more: Iterable[str], values: bool) -> str:
     place: Sequence[str | int] = item["loc"]
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
         names = list(_fields(model, place[:-1]))
         if len(place) == 1:
             names += more
-        reason = "unknown name" + did_you_mean(str(place[-1]), names)
-    elif kind == "missing":
-        reason = "must be given"
-    elif kind in ("value_error", "assertion_error"):
-        reason = str(context.get("error", item["msg"]))
-    else:
-        rule = _RULES.get(kind) or _KINDS.get(kind.partition("_")[0])
-        limits = {name: _whole(value) for name, value in context.items()}
-        reason = rule.format(**limits) if rule else item["msg"]
-        if values:
-            reason += f", is {_shown(item['input'])}"
-    # What concerns several fields has no place of its own.
-    return ": ".join(part for part in (".".join(map(str, place)), reason) if part)
+        return "unknown name" + did_you_mean(str(place[-1]), names)
+    if kind == "missing":
+        return "must be given"
+    if kind in ("value_error", "assertion_error"):
+        return str(context.get("error", item["msg"]))
+    rule = _RULES.get(kind) or _KINDS.get(kind.partition("_")[0])
+    limits = {name: _whole(value) for name, value in context.items()}
+    reason = rule.format(**limits) if rule else item["msg"]
+    return f"{reason}, is {_shown(item['input'])}" if values else reason
 
 
 def _whole(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
@@ -42,17 +41,6 @@ class SpeculativeConfig(BaseModel):
         " num_speculative_tokens in every step.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        for key in given:
-            if key not in cls.model_fields:
-                near = get_close_matches(str(key), cls.model_fields, 1, 0.0)
-                raise ValueError(f"{key}: no such setting; did you mean {near[0]}?")
-        return given
-
     @model_validator(mode="after")
     def _whole(self) -> SpeculativeConfig:
         of_model = self.method in ("draft_model", "eagle3")
@@ -87,9 +75,14 @@ class ReplicaConfig(BaseModel):
         " draft for tiny, suffix decoding for others.",
     )
     speculative: SpeculativeConfig | None = Field(
-        None, description="What drafts, and how far; null: what `draft` says."
+        None,
+        description="What drafts, and how far, as"
+        """ '{"method": "suffix", "num_speculative_tokens": 4}'; methods draft_model, suffix,"""
+        " eagle3 and none. Null: what `draft` says.",
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where it runs.")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Of weights and KV cache; float32 is the exactness reference."
     )

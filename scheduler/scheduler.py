@@ -15,7 +15,7 @@ from typing import Any
 
 from scheduler.batching import Dispatcher, best_replica, lightest, rows_to_move
 from scheduler.config import SchedulerConfig
-from scheduler.draft_length.policy import DraftPolicy, GoodputPolicy
+from scheduler.draft_length import DraftPolicy
 from scheduler.errors import InvalidRequest
 from scheduler.faults import batch_failed, is_guilty, replica_died
 from scheduler.messages import (
@@ -65,13 +65,10 @@ _RETRY_UNKNOWN_S = 5.0
 class Scheduler:
     """One pool of sequences over all replicas; they must all serve the same target."""
 
-    def __init__(
-        self, config: SchedulerConfig | None = None, draft_policy: DraftPolicy | None = None
-    ) -> None:
-        """Without a policy draft lengths are chosen by goodput, or are the config's."""
+    def __init__(self, config: SchedulerConfig | None = None) -> None:
         self.config = config or SchedulerConfig()
         self._pool = Pool(self.config)
-        self._policy: DraftPolicy = draft_policy or GoodputPolicy(self.config)
+        self._policy = DraftPolicy(self.config)
         self._specs: list[ReplicaSpec] = []
         """Distinct specs of the known replicas."""
         self._dispatcher = Dispatcher(self.config, self._pool, self._policy)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.draft_length.estimates import CostEstimates
-from scheduler.draft_length.policy import DraftPolicy
+from scheduler.draft_length import CostEstimates, DraftPolicy
 from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
 from scheduler.state import Pool, Replica
 

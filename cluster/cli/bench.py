@@ -8,23 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.options import (
-    Address,
-    BatchSize,
-    Device,
-    Draft,
-    DraftLen,
-    Dtype,
-    KeyFile,
-    Speculative,
-    Target,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    cluster_config,
-    given_options,
-    reached_server,
-)
+from cluster.cli.flags import ENGINE, with_server, with_settings
 from cluster.writable import check_writable
 
 if TYPE_CHECKING:
@@ -36,7 +20,11 @@ SEED_MAX = 2**62
 """Each request of a run has the next seed, and all are below 2**63."""
 
 
+@with_server
+@with_settings(*ENGINE)
 def bench(
+    settings: Any,
+    server: Any,
     engine: Annotated[
         bool, typer.Option("--engine", help="An engine in this process, not a running cluster.")
     ] = False,
@@ -81,30 +69,21 @@ def bench(
     seed: Annotated[
         int, typer.Option(min=0, max=SEED_MAX, help="Of prompts, arrivals and sampling.")
     ] = 0,
-    draft_len: DraftLen = None,
+    draft_len: Annotated[
+        int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Then: no drafting, and transformers' own ways, here."),
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of --compare.")] = 3,
     compare_prompts: Annotated[int, typer.Option(min=1, help="Prompts of --compare.")] = 16,
-    target: Target = None,
-    draft: Draft = None,
-    speculative: Speculative = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
     html: Annotated[Path | None, typer.Option(help="Write the report here, one page.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
-    address: Address = None,
-    api_key_file: KeyFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Measure a running cluster, or with --engine the engine alone; see docs/benchmarks.md.
 
-    --target, --draft, --device, --dtype and --batch-size are those of --engine and --compare.
+    The settings are those of --engine and --compare.
     """
     if sum(each is not None for each in (in_flight, rate, burst)) > 1:
         raise typer.BadParameter("give one of --in-flight, --rate and --burst")
@@ -147,17 +126,7 @@ def bench(
         rounds=rounds,
         compare_prompts=compare_prompts,
     )
-    given = given_options(
-        target=target,
-        draft=draft,
-        speculative=speculative,
-        device=device,
-        dtype=dtype,
-        batch_size=batch_size,
-    )
-    config = cluster_config(None, given)
-    server = None if engine else reached_server(address, api_key_file, tls_ca, tls_cert, tls_key)
-    raise typer.Exit(_run(plan, config, server, html, json))
+    raise typer.Exit(_run(plan, settings, None if engine else server, html, json))
 
 
 class _Bars:

@@ -1,8 +1,8 @@
 """The further ranks of a replica on several devices, as actors in the replica's placement group.
 
 Ray reserves a bundle per rank, all of them or none, and Serve puts the replica itself into the
-first one. The replica starts the others and leads them over its own connections (see
-`replicas.parallel.meeting`), by which it also knows that one has gone; Ray places and ends them.
+first one. The replica starts the others and leads them through torch's store (see
+`replicas.parallel.rendezvous`); Ray places them, says whether they live, and ends them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from cluster.pool.ray_pool import log_to_stderr
+from cluster.worker.loading import tell_of_weights
 from replicas.config import ReplicaConfig
 
 CPUS_LEAST = 0.001
@@ -30,7 +31,7 @@ class RankProcess:
         from replicas.parallel import replica as parallel
 
         log_to_stderr()
-        without_progress_bars()
+        tell_of_weights()
         parallel.follow(config, rank, address)
 
 
@@ -53,7 +54,7 @@ class RayRank:
         return "rank 0 has gone"
 
     def kill(self) -> None:
-        # Without Ray it has ended with it; to ask would begin another one.
+        # Without Ray the actor has ended too, and a call would start another Ray.
         if ray.is_initialized():
             ray.kill(self._actor)
 
@@ -63,16 +64,9 @@ class RayRank:
             self.kill()
 
 
-def without_progress_bars() -> None:
-    """Those of several processes in one log help nobody."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
 def host_of(group: PlacementGroup) -> str:
-    """Where the ranks of a group reach this process: on one machine nobody else does."""
-    from replicas.parallel.meeting import LOOPBACK
+    """The address at which the ranks of a group reach this process; the loopback on one machine."""
+    from replicas.parallel.rendezvous import LOOPBACK
 
     nodes = placement_group_table(group)["bundles_to_node_id"].values()
     return LOOPBACK if len(set(nodes)) == 1 else ray.util.get_node_ip_address()

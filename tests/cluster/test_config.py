@@ -35,6 +35,10 @@ def test_sections_and_short_names_mix() -> None:
     [
         ({"replica_count": 2}, "replica_count: unknown name"),
         ({"targt": "x"}, "targt: unknown name; did you mean target?"),
+        (
+            {"speculative": {"method": "none", "modle": "x"}},
+            "replica.speculative.modle: unknown name; did you mean model?",
+        ),
         ({"pool": {"leas_s": 1}}, "pool.leas_s: unknown name; did you mean lease_s?"),
         (
             {"autoscaling": {"min_replica": 1}},
@@ -123,7 +127,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
 
 
 def test_options_go_over_a_file() -> None:
-    config = overridden(from_args({"replicas": 3, "target": "a"}), {"target": "b"})
+    config = overridden(from_args({"replicas": 3, "target": "a"}), {"replica": {"target": "b"}})
     assert (config.replicas, config.replica.target) == (3, "b")
 
 

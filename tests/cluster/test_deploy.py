@@ -45,21 +45,43 @@ def test_the_command_line_reads_the_serve_config_too() -> None:
     assert (config.replicas, config.server.grpc_port) == (2, 9000)
 
 
-def test_the_cluster_of_kuberay_has_room_for_the_replicas() -> None:
-    ray_service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
-    config = from_args(
-        yaml.safe_load(ray_service["spec"]["serveConfigV2"])["applications"][0]["args"]
-    )
-    workers = ray_service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+def kuberay() -> tuple[dict[str, Any], Any]:
+    """The Ray cluster, and our settings of the application on it."""
+    spec = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())["spec"]
+    args = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]
+    return spec["rayClusterConfig"], from_args(args)
+
+
+def test_pods_of_kuberay_follow_the_replicas_and_have_room_for_them() -> None:
+    cluster, config = kuberay()
+    (workers,) = cluster["workerGroupSpecs"]
     gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    assert config.actors.replica_gpus is not None
-    assert workers["replicas"] * gpus >= config.replicas * config.actors.replica_gpus
+    per_pod = gpus / config.actors.replica_gpus
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert config.replicas_min < config.replicas_max
+    assert workers["minReplicas"] * per_pod == config.replicas_min
+    assert workers["maxReplicas"] * per_pod == config.replicas_max
+
+
+def test_the_dashboard_of_kuberay_asks_for_a_token() -> None:
+    cluster, _ = kuberay()
+    assert cluster["authOptions"]["mode"] == "token"
+    # Without a version the operator refuses the token's mode.
+    pins = (DEPLOY.parent / "constraints.txt").read_text().splitlines()
+    assert f"ray=={cluster['rayVersion']}" in pins
+    assert "dashboard-host" not in cluster["headGroupSpec"]["rayStartParams"]
+
+
+def test_prometheus_finds_the_metrics_of_every_pod_of_kuberay() -> None:
+    cluster, _ = kuberay()
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert {"containerPort": 8080, "name": "metrics"} in container["ports"]
 
 
 def test_nothing_that_reads_the_models_lands_on_the_head_of_kuberay() -> None:
-    spec = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())["spec"]
-    actors = from_args(yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]).actors
-    head = spec["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]
+    cluster, config = kuberay()
+    head, actors = cluster["headGroupSpec"]["rayStartParams"], config.actors
     assert float(head["num-cpus"]) < min(actors.ingress_cpus, actors.replica_cpus)
 
 

@@ -180,7 +180,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         log=log,
     )
     command = [
-        *(sys.executable, "-m", "cluster.cli.main", "serve", "--device", "cpu"),
+        *(sys.executable, "-m", "cluster.cli.main", "serve", "--verbose", "--device", "cpu"),
         *("--target", str(target), "--draft", str(draft), "--memory", "64MiB"),
         *("--grpc-port", str(server.grpc_port), "--http-port", str(server.http_port)),
         *("--http-host", "0.0.0.0", "--keys-file", str(keys_file)),

@@ -48,7 +48,11 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("said", "field", "message"),
     [
-        ({"metod": "suffix"}, ("speculative",), "metod: no such setting; did you mean method?"),
+        (
+            {"method": "suffix", "modle": "x"},
+            ("speculative", "modle"),
+            "Extra inputs are not permitted",
+        ),
         ({"method": "sufix"}, ("speculative", "method"), "'draft_model', 'suffix', 'eagle3'"),
         ({"method": "eagle3"}, ("speculative",), "model: method eagle3 needs one"),
         ({"method": "suffix", "model": "x"}, ("speculative",), "model: method suffix has none"),

@@ -7,7 +7,7 @@ import math
 from cluster.frontend.metrics import Totals
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.draft_length.estimates import CostEstimates, Latency
+from scheduler.draft_length import CostEstimates, Latency
 from scheduler.status import ReplicaStatus
 
 

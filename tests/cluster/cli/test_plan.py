@@ -232,11 +232,11 @@ def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (["--memory", "much"], "replica.memory"),
+        (["--memory", "much"], "--memory"),
         (["--context-len", "4096"], "context_len: 4096 is over"),
         (["--target", "/nowhere"], "/nowhere"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
-        (["--rows", "5000"], "replica.plan_rows"),
+        (["--rows", "5000"], "--rows"),
     ],
 )
 def test_a_wrong_option_is_named(args: list[str], named: str) -> None:

@@ -14,7 +14,7 @@ from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.status_codes import Refusal, refusal_of_finish
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.draft_length.estimates import CostEstimates, Latency
+from scheduler.draft_length import CostEstimates, Latency
 from scheduler.messages import Finish, FinishReason, ReplicaSpec, StepTimes
 from scheduler.status import PoolStatus, ReplicaStatus
 

@@ -1,0 +1,278 @@
+"""Flags that several commands share: settings, made from the fields of the config, and the server.
+
+A field's description is its help text and its bounds are checked by the config: nothing is said
+twice. A field that is a model of its own is one flag, `--NAME-config`, with JSON for a value.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, ByteSize
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
+
+from cluster.config import (
+    SHORT_NAMES,
+    ClusterConfig,
+    ConfigError,
+    api_key,
+    from_args,
+    from_file,
+    overridden,
+    server_address,
+)
+from cluster.sentences import joined
+
+Command = Callable[..., None]
+ENGINE = ("replica", "scheduler")
+"""Sections of the config that say how one replica computes."""
+_SHORT = {place: short for short, place in SHORT_NAMES.items()}
+_METAVARS = {int: "N", float: "X", ByteSize: "SIZE"}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A setting as an option."""
+
+    section: str
+    """Empty for settings that stand at the top."""
+    field: str
+    name: str
+    info: FieldInfo
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.field}" if self.section else self.field
+
+    def parameter(self) -> inspect.Parameter:
+        """What typer makes the option from; None where it is not given."""
+        type_ = type_of(self.info)
+        kind: Any = str
+        name: str = self.name
+        metavar: str | None = self._metavar()
+        if type_ is bool:
+            kind, name, metavar = bool, f"{self.name}/--no-{self.name.removeprefix('--')}", None
+        panel = f"Settings of the {self.section or 'cluster'}"
+        option = typer.Option(name, help=self._help(), rich_help_panel=panel, metavar=metavar)
+        return _keyword(self.path.replace(".", "_"), Annotated[kind | None, option])
+
+    def value(self, text: Any) -> Any:
+        """The setting's value; what its field says of it is checked with all others.
+
+        Raises ConfigError for JSON that is none.
+        """
+        if not isinstance(text, str):
+            return text
+        if text.lower() in ("null", "none"):
+            return None
+        if model_of(self.info) is not None:
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{self.name}: not JSON: {error}") from None
+        # A server is another process, with another working directory.
+        return str(Path(text).resolve()) if self.field == "keys_file" else text
+
+    def _metavar(self) -> str:
+        type_ = type_of(self.info)
+        if get_origin(type_) is Literal:
+            return "|".join(map(str, get_args(type_)))
+        return "JSON" if model_of(self.info) else _METAVARS.get(type_, "TEXT")
+
+    def _help(self) -> str:
+        model, default = model_of(self.info), self.info.get_default(call_default_factory=True)
+        said = self.info.description or (inspect.getdoc(model) or "" if model else "")
+        said = " ".join(said.split("\n\n")[0].split())
+        facts = [] if type_of(self.info) is ByteSize else [_bounds(self.info)]
+        if default is not None and model is None:
+            shown = str(default).lower() if isinstance(default, bool) else default
+            facts.append(f"default {shown}")
+        listed = "; ".join(filter(None, facts))
+        return f"{said} [{listed}]" if listed else said
+
+
+def flags_of(sections: Sequence[str], renamed: Mapping[str, str] | None = None) -> list[Flag]:
+    """A flag for each field of these sections; "" stands for the top of the config.
+
+    At the top the other sections are flags, too. `renamed`: names by the settings' paths.
+    """
+    flags = []
+    for section in sections:
+        model = model_of(ClusterConfig.model_fields[section]) if section else ClusterConfig
+        assert model is not None, f"{section} is no section"
+        for field, info in model.model_fields.items():
+            if not section and field in sections:
+                continue
+            name = _SHORT.get((section, field), field).replace("_", "-")
+            if model_of(info) is not None:
+                name += "-config"
+            path = f"{section}.{field}" if section else field
+            name = (renamed or {}).get(path, name)
+            flags.append(Flag(section, field, f"--{name}", info))
+    return flags
+
+
+def with_settings(
+    *sections: str, renamed: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
+    """A command that gets its `settings`, a ClusterConfig, by flags and by --config.
+
+    An option of the command's own goes before a setting's of the same name.
+    """
+    flags = flags_of(sections, renamed)
+    file = typer.Option(
+        help="YAML file: settings, or a Serve config file. Flags go before it.",
+        exists=True,
+        dir_okay=False,
+    )
+
+    def settings(options: dict[str, Any]) -> ClusterConfig:
+        path = options.pop("config")
+        given = {flag: options[name] for flag, name in names if options.get(name) is not None}
+        try:
+            nested: dict[str, Any] = {}
+            for flag, text in given.items():
+                place = nested.setdefault(flag.section, {}) if flag.section else nested
+                place[flag.field] = flag.value(text)
+            return overridden(from_file(path), nested) if path else from_args(nested)
+        except (ConfigError, OSError) as error:
+            raise typer.BadParameter(_named_by_flags(error, list(given))) from None
+
+    def decorate(command: Command) -> Command:
+        own = _options(command)
+        added = [_keyword("config", Annotated[Path | None, file])]
+        added += [flag.parameter() for flag in flags if flag.name not in own]
+        return _adding("settings", added, settings)(command)
+
+    names = [(flag, flag.path.replace(".", "_")) for flag in flags]
+    return decorate
+
+
+def type_of(field: FieldInfo) -> Any:
+    """The type of a field without `| None`."""
+    found = field.annotation
+    if get_origin(found) in (Union, UnionType):
+        found = next(each for each in get_args(found) if each is not type(None))
+    return found
+
+
+def model_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a section of its own, else None."""
+    found = type_of(field)
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+def _bounds(field: FieldInfo) -> str:
+    """The range of a number: "from 1 to 8", "at least 1", "above 0" or nothing."""
+    found: dict[str, Any] = {}
+    for each in field.metadata:
+        found |= {name: getattr(each, name) for name in ("ge", "gt", "le") if hasattr(each, name)}
+    if "ge" in found and "le" in found:
+        return f"from {found['ge']:g} to {found['le']:g}"
+    said = {"ge": "at least", "gt": "above", "le": "at most"}
+    return " and ".join(f"{said[name]} {value:g}" for name, value in found.items())
+
+
+def _named_by_flags(error: Exception, given: Sequence[Flag]) -> str:
+    """The sentences on wrong settings, with a flag's name where it was given by one."""
+    names = {flag.path: flag.name for flag in given}
+    found = getattr(error, "problems", ())
+    return joined((_flag_of(path, names), reason) for path, reason in found) or str(error)
+
+
+def _flag_of(path: str, names: Mapping[str, str]) -> str:
+    for prefix, name in names.items():
+        if path == prefix or path.startswith(f"{prefix}."):
+            return name + path.removeprefix(prefix).replace(".", ": ", 1)
+    return path
+
+
+class SectionedCommand(TyperCommand):
+    """A command whose help lists settings under their sections, after its own options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            if record := each.get_help_record(ctx):
+                panels.setdefault(getattr(each, "rich_help_panel", None) or "Options", []).append(
+                    record
+                )
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def with_server(command: Command) -> Command:
+    """A command that gets the `server` to speak to, a `cluster.client.channel.Server`."""
+    return _adding("server", _parameters_of(_server), lambda options: _server(**options))(command)
+
+
+def _file(help_: str) -> Any:
+    return typer.Option(help=help_, exists=True, dir_okay=False)
+
+
+def _server(
+    address: Annotated[
+        str | None,
+        typer.Option(help="host:port of the server; else LOCKSTEP_ADDRESS, else this machine."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, _file("File with the API key; else LOCKSTEP_API_KEY.")
+    ] = None,
+    tls_ca: Annotated[Path | None, _file("Speak TLS; the server's authority, in PEM.")] = None,
+    tls_cert: Annotated[Path | None, _file("Speak TLS; the client's own certificate.")] = None,
+    tls_key: Annotated[Path | None, _file("Key of --tls-cert, in PEM.")] = None,
+) -> Any:
+    from cluster.client.channel import Server, Tls
+
+    try:
+        tls = Tls(tls_ca, tls_cert, tls_key) if tls_ca or tls_cert or tls_key else None
+        if tls is not None:
+            tls.credentials()
+        return Server(address or server_address(), api_key(api_key_file), tls)
+    except (ConfigError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+
+
+def _parameters_of(command: Command) -> list[inspect.Parameter]:
+    found = inspect.signature(command, eval_str=True).parameters.values()
+    return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in found]
+
+
+def _options(command: Command) -> set[str]:
+    return {"--" + each.name.replace("_", "-") for each in _parameters_of(command)}
+
+
+def _adding(
+    argument: str, added: Sequence[inspect.Parameter], value: Callable[[dict[str, Any]], Any]
+) -> Callable[[Command], Command]:
+    """The command with further options, of which it gets one value as `argument`."""
+
+    def decorate(command: Command) -> Command:
+        own = [each for each in _parameters_of(command) if each.name != argument]
+
+        @functools.wraps(command)
+        def run(**options: Any) -> None:
+            taken = {each.name: options.pop(each.name) for each in added}
+            command(**{argument: value(taken)}, **options)
+
+        parameters = [*own, *added]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate

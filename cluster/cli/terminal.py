@@ -1,0 +1,142 @@
+"""What a terminal shows of a command that starts Ray: our own lines, and how far replicas are.
+
+Everything else that this process and Ray's would print goes to a file, through the process's own
+descriptors: Ray writes from several threads and from C++, and its loggers alone would not do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from cluster.worker.loading import LOGGER, UP
+
+_STAGE = re.compile(rf"\(ServeReplica:\S+ (pid=\d+[^)]*)\).*? {re.escape(LOGGER)} (.+)")
+
+
+class Stages:
+    """How far each replica is, by what its process logs, which Ray brings here line by line."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+        """By a replica's process."""
+
+    def read(self, lines: str) -> list[str]:
+        """Takes notice of these lines; what has changed, a sentence for each."""
+        said = []
+        for process, stage in _STAGE.findall(re.sub(r"\x1b\[\d*m", "", lines)):
+            if self.of.get(process) != stage:
+                self.of[process] = stage
+                said.append(f"{self._name(process)} {stage}")
+        return said
+
+    @property
+    def up(self) -> int:
+        return sum(stage == UP for stage in self.of.values())
+
+    def lines(self) -> list[tuple[str, str]]:
+        return [(self._name(process), stage) for process, stage in self.of.items()]
+
+    def _name(self, process: str) -> str:
+        return f"replica {list(self.of).index(process) + 1} ({process.replace('=', ' ')})"
+
+
+class Terminal:
+    """A context in which only `say` and `progress` write to the terminal, unless `verbose`."""
+
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+        self.log: Path | None = None
+        """Where all other lines go."""
+        self._saved: list[int] = []
+        self._read = 0
+
+    def __enter__(self) -> Terminal:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        shown = sys.stderr
+        if not self._verbose:
+            shown = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
+            number, name = tempfile.mkstemp(prefix="lockstep-", suffix=".log")
+            self.log = Path(name)
+            self._saved = [os.dup(1), os.dup(2)]
+            os.dup2(number, 1)
+            os.dup2(number, 2)
+            os.close(number)
+        self._console = Console(file=shown, highlight=False, markup=False, soft_wrap=True)
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, saved in enumerate(self._saved, 1):
+            os.dup2(saved, number)
+            os.close(saved)
+        if self._saved:
+            self._console.file.close()
+        self._saved = []
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[], Stages]]:
+        """Shows what is waited for and how far each replica is; a call takes a look at the log.
+
+        Elsewhere than on a terminal each change is a line.
+        """
+        stages, begun_s = Stages(), time.monotonic()
+        moving = self._console.is_terminal and not self._verbose
+
+        def shown() -> Table:
+            table = Table.grid(padding=(0, 1))
+            seconds = f"{time.monotonic() - begun_s:.0f} s"
+            table.add_row(spinner, f"{what} ({seconds})")
+            for name, stage in stages.lines():
+                table.add_row("", f"{name} {stage}")
+            return table
+
+        def look() -> Stages:
+            for said in stages.read(self._new_lines()):
+                if not moving or said.endswith(UP):
+                    self.say(said)
+            return stages
+
+        if moving:
+            spinner = Spinner("dots")
+            with Live(
+                console=self._console, transient=True, get_renderable=shown, redirect_stdout=False,
+                redirect_stderr=False,
+            ):  # fmt: skip
+                yield look
+        else:
+            self.say(f"{what} ...")
+            yield look
+
+    def _new_lines(self) -> str:
+        """Whole lines that were logged since the last look."""
+        if self.log is None:
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            new = log.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.decode(errors="replace")

@@ -1,0 +1,90 @@
+"""Proves: flags become the settings they name, over those of a file, and a wrong value is a
+sentence with the flag, the value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import serve as cli_serve
+from cluster.cli.main import main
+from cluster.config import ClusterConfig
+
+RUN = CliRunner()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
+    """The settings with which `lockstep serve` would have started."""
+    configs: list[ClusterConfig] = []
+
+    def start(config: ClusterConfig, verbose: bool) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(cli_serve, "serve_until_signal", start)
+    return configs
+
+
+def test_flags_go_before_a_file_and_leave_the_rest_of_it(
+    tmp_path: Path, served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("target: a\nscheduler: {rows_max: 2, wait_rounds: 7}\npool: {shards: 3}\n")
+    (tmp_path / "keys.yaml").write_text("[]\n")
+    monkeypatch.chdir(tmp_path)
+    flags = [
+        *("--config", str(path), "--batch-size", "5", "--draft", "null", "--no-calibrate"),
+        *("--pool-config", json.dumps({"lease_s": 9}), "--memory", "20MiB", "--grpc-port", "9001"),
+        *("--autoscaling-config", json.dumps({"max_replicas": 7}), "--keys-file", "keys.yaml"),
+    ]
+    result = RUN.invoke(main, ["serve", *flags])
+    assert result.exit_code == 0, result.output
+    (config,) = served
+    assert (config.scheduler.rows_max, config.scheduler.wait_rounds) == (5, 7)
+    assert (config.replica.target, config.replica.draft, config.replica.calibrate) == (
+        *("a", None, False),
+    )
+    assert (config.pool.shards, config.pool.lease_s, config.server.grpc_port) == (3, 9.0, 9001)
+    assert config.replica.memory == 20 << 20
+    assert config.replicas_max == 7
+    assert config.auth.keys_file == str(tmp_path / "keys.yaml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--batch-size", "0"], "--batch-size: must be at least 1, is '0'"),
+        (["--draft-len", "x"], "--draft-len: must be a whole number, is 'x'"),
+        (["--dtype", "int8"], "--dtype: must be 'float32', 'bfloat16' or 'float16', is 'int8'"),
+        (["--memory", "much"], "--memory: must be a size in bytes, as 512MiB, is 'much'"),
+        (["--autoscaling-config", "{"], "--autoscaling-config: not JSON: "),
+        (["--pool-config", "3"], "--pool-config: must be a mapping, is 3"),
+        (["--pool-config", '{"shard": 2}'], "--pool-config: shard: unknown name; did you mean"),
+        (
+            ["--speculative-config", '{"method": "sufix"}'],
+            "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none'",
+        ),
+        (["--pool-config", '{"tick_s": 2}'], "tick_s: must be at most a quarter of lease_s (3)"),
+        (["--replicas", "0", "--dtype", "x"], "--replicas: must be at least 1, is '0'; --dtype: "),
+        (["--deterministic", "--attention", "flex"], "deterministic output needs an attention"),
+        (["--http-host", "0.0.0.0"], "--allow-anyone"),
+    ],
+)
+def test_a_wrong_value_is_a_sentence(
+    flags: list[str], said: str, served: list[ClusterConfig]
+) -> None:
+    result = RUN.invoke(main, ["serve", *flags])
+    assert (result.exit_code, served) == (2, [])
+    assert said in result.output
+
+
+def test_what_a_file_says_wrongly_is_named_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("scheduler: {rows: 4}\n")
+    result = RUN.invoke(main, ["serve", "--config", str(path)])
+    assert result.exit_code == 2
+    assert "scheduler.rows: unknown name; did you mean rows_max?" in result.output

@@ -1,0 +1,61 @@
+"""Proves: every command's help is the one in golden/, and each setting of the config has its flag.
+
+`python -m tests.cluster.cli.test_help` writes golden/ anew; look at what changed, and know why.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, Field
+from typer.testing import CliRunner
+
+from cluster.cli.flags import Flag, flags_of, model_of
+from cluster.cli.main import main
+from cluster.config import ClusterConfig
+
+GOLDEN = Path(__file__).parent / "golden"
+COMMANDS = (
+    *("serve", "generate", "chat", "status", "demo"),
+    *("verify", "plan", "bench", "simulate", "keys"),
+)
+
+
+def help_of(command: str) -> str:
+    result = CliRunner().invoke(main, [command, "--help"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_as_it_was(command: str) -> None:
+    assert help_of(command) == (GOLDEN / f"{command}.txt").read_text()
+
+
+def test_every_setting_of_a_section_is_a_flag_that_says_what_it_is() -> None:
+    flags = flags_of(["", "replica", "scheduler", "server", "auth"])
+    for section in ("replica", "scheduler", "server", "auth"):
+        model = model_of(ClusterConfig.model_fields[section])
+        assert model is not None
+        assert [flag.field for flag in flags if flag.section == section] == list(model.model_fields)
+    assert len({flag.name for flag in flags}) == len(flags)
+    assert [flag.name for flag in flags if not flag._help()] == []
+
+
+def test_a_field_that_is_a_model_is_a_flag_with_json() -> None:
+    class Speculative(BaseModel):
+        """How tokens are drafted."""
+
+    class Section(BaseModel):
+        speculative: Speculative | None = Field(None)
+
+    flag = Flag("x", "speculative", "--speculative-config", Section.model_fields["speculative"])
+    assert (flag._metavar(), flag._help()) == ("JSON", "How tokens are drafted.")
+    assert flag.value('{"method": "suffix"}') == {"method": "suffix"}
+    assert flag.value("null") is None
+
+
+if __name__ == "__main__":
+    for each in COMMANDS:
+        (GOLDEN / f"{each}.txt").write_text(help_of(each))
