@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import Any
+
+from scheduler.decoding import Decoding, TokenLogprobs
 
 # --------------------------------------------------------------------------- requests
 
@@ -57,7 +58,7 @@ class Request:
     """The request counts for this one where tenants share a contended pool."""
     cache_salt: str = ""
     """KV blocks are shared only between requests of the same salt."""
-    decoding: Any = None
+    decoding: Decoding | None = None
     """What else a replica does with the request's tokens; the scheduler passes it on unread."""
 
     @property
@@ -96,7 +97,7 @@ class PrefillRow:
     """KV positions that are valid after this batch. None: all of `tokens` but the last."""
     salt: str = ""
     """KV blocks are shared only between sequences of the same salt."""
-    decoding: Any = None
+    decoding: Decoding | None = None
     """The request's; None in all its batches but the first."""
 
     @property
@@ -172,9 +173,9 @@ class RowResult:
     """tried_at[j]: in how many steps draft token j was checked and all before it were accepted, so
     that accepted_at[j] / tried_at[j] is the acceptance at j. Not of steps that the draft's
     confidence cut before j."""
-    extras: tuple[Any, ...] = ()
-    """What a replica says of each of the tokens, if anything; of a prefill, of the prompt. The pool
-    cuts them where it cuts tokens."""
+    extras: tuple[TokenLogprobs, ...] = ()
+    """What the request wants to be told of each of the tokens; of a prefill, of the prompt tokens
+    after the positions that it has filled. The pool cuts them where it cuts tokens."""
     reused: int = 0
     """In a sequence's first prefill batch: KV positions from the beginning that the replica had
     already, of another sequence with the same prefix."""
@@ -433,8 +434,9 @@ class Emit:
     request_id: str
     start: int
     tokens: tuple[int, ...]
-    extras: tuple[Any, ...] = ()
-    """What a replica says of each of the tokens; with no tokens, of the prompt."""
+    extras: tuple[TokenLogprobs, ...] = ()
+    """What the request wants to be told of each of the tokens. With no tokens: of the prompt, from
+    the token at index `start` + 1 on; after a loss they may come again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,10 +228,11 @@ class Scheduler:
             if committed:
                 self._pool.rate.add(committed, now_s)
         else:
+            begins = {row.sequence_id: row.begin for row in batch.prefill}
             for sequence, row in answers:
                 self._pool.filled(replica, sequence, row.reused)
                 if row.extras:
-                    self._out.append(Emit(sequence.id, len(sequence.committed), (), row.extras))
+                    self._out.append(Emit(sequence.id, begins[sequence.id], (), row.extras))
         replica.figures.note(batch, result, committed)
         replica.pipeline.failed.discard(batch.kind)
         replica.raise_rows_cap(batch)

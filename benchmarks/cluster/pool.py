@@ -152,7 +152,7 @@ async def drive(
 
 async def _batches(pools: Sequence[PoolPort]) -> list[int]:
     views = [await pool.status() for pool in pools]
-    return [sum(replica.batches for replica in view.status.replicas) for view in views]
+    return [view.status.figures.batches for view in views]
 
 
 def measure_pool(shards: int, replicas: int, requests: int, step_s: float) -> dict[str, Any]:

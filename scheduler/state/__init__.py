@@ -5,7 +5,7 @@ from scheduler.state.pipeline import InFlight, Pipeline
 from scheduler.state.pool import Pool
 from scheduler.state.prefixes import PrefixSet, block_keys
 from scheduler.state.ready_rows import ReadyRows, Row
-from scheduler.state.replica import Replica
+from scheduler.state.replica import BatchFigures, Replica
 from scheduler.state.sequence import (
     Answer,
     Chunk,
@@ -17,6 +17,7 @@ from scheduler.state.sequence import (
 
 __all__ = [
     "Answer",
+    "BatchFigures",
     "Chunk",
     "InFlight",
     "Move",

@@ -23,8 +23,9 @@ from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
 from cluster.config import ConfigError, from_args, from_file
 from cluster.pool.protocol import PoolView, merged_view
 from cluster.worker import resources
-from scheduler.messages import ReplicaSpec, StepTimes
+from scheduler.messages import ReplicaSpec
 from scheduler.scaling import AutoscalingConfig
+from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 
 SETTINGS: dict[str, Any] = {
@@ -173,10 +174,13 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
     second = 0
 
     def shard(name: str, waiting: int, rows: int, per_s: int) -> PoolView:
-        replica = ReplicaStatus(
-            name, SPEC, False, 0, 0, 0, 2000, second, float(second), second, second * rows, 0, 0,
-            second * per_s, 0.0, 0, 0, StepTimes(),
-        )  # fmt: skip
+        figures = BatchFigures(
+            busy_s=float(second),
+            steps=second,
+            row_steps=second * rows,
+            committed_tokens=second * per_s,
+        )
+        replica = ReplicaStatus(name, SPEC, figures=figures)
         return PoolView(name, 1.0, 1, PoolStatus(waiting, waiting, (replica,), {}, 0))
 
     def ask() -> PoolView:
