@@ -19,10 +19,10 @@ import yaml
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from cluster import app
 from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
 from cluster.config import ConfigError, from_args, from_file
 from cluster.pool.protocol import PoolView, merged_view
+from cluster.worker import resources
 from scheduler.messages import ReplicaSpec
 from scheduler.scaling import AutoscalingConfig
 from scheduler.state import BatchFigures
@@ -313,7 +313,7 @@ def test_the_number_of_replicas_does_not_choose_the_pool() -> None:
 
 def test_replicas_that_may_come_share_the_cores_from_the_first_on() -> None:
     config = from_args({"autoscaling": {"max_replicas": 64}})
-    assert app._replica_config(config).torch_threads == 1
+    assert resources.replica_config(config).torch_threads == 1
 
 
 @pytest.mark.parametrize(
