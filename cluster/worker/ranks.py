@@ -1,8 +1,8 @@
 """The further ranks of a replica on several devices, as actors in the replica's placement group.
 
 Ray reserves a bundle per rank, all of them or none, and Serve puts the replica itself into the
-first one. The replica starts the others and leads them over its own connections (see
-`replicas.parallel.meeting`), by which it also knows that one has gone; Ray places and ends them.
+first one. The replica starts the others and leads them through torch's store (see
+`replicas.parallel.rendezvous`); Ray places them, says whether they live, and ends them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RayRank:
         return "rank 0 has gone"
 
     def kill(self) -> None:
-        # Without Ray it has ended with it; to ask would begin another one.
+        # Without Ray the actor has ended too, and a call would start another Ray.
         if ray.is_initialized():
             ray.kill(self._actor)
 
@@ -65,8 +65,8 @@ class RayRank:
 
 
 def host_of(group: PlacementGroup) -> str:
-    """Where the ranks of a group reach this process: on one machine nobody else does."""
-    from replicas.parallel.meeting import LOOPBACK
+    """The address at which the ranks of a group reach this process; the loopback on one machine."""
+    from replicas.parallel.rendezvous import LOOPBACK
 
     nodes = placement_group_table(group)["bundles_to_node_id"].values()
     return LOOPBACK if len(set(nodes)) == 1 else ray.util.get_node_ip_address()

@@ -137,9 +137,14 @@ def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
 
 
 def plan_memory(
-    config: ReplicaConfig, pair: PairShape, device: torch.device, loaded: bool
+    config: ReplicaConfig,
+    pair: PairShape,
+    device: torch.device,
+    loaded: bool,
+    free: int | None = None,
 ) -> MemoryPlan:
-    """Divide the memory; `loaded` says whether the weights are on the device already.
+    """Divide the memory; `loaded` says whether the weights are on the device already, `free` what
+    the device has left, None: as `free_bytes` finds it.
 
     Prepacked weights come before a larger cache. Where the budget is short of what the wanted
     batches take, prefill passes become narrower, then rows and draft tokens fewer. Raises
@@ -166,7 +171,8 @@ def plan_memory(
     elif given_blocks is not None:
         budget, given = None, ""
     else:
-        free = max(free_bytes(device, config.gpu_share or 1.0) - (0 if loaded else pair.weights), 0)
+        free = free_bytes(device, config.gpu_share or 1.0) if free is None else free
+        free = max(free - (0 if loaded else pair.weights), 0)
         share = _CUDA_SHARE if on_gpu else _CPU_SHARE
         budget = pair.weights + int(free * share)
         given = f"memory: {in_mib(budget)} ({share:.0%} of what is free beside the weights)"

@@ -1,14 +1,14 @@
 """One replica on several devices: rank 0 is the replica, the other ranks do as it does.
 
-`load_parallel` starts a process per further device and loads the pair in all of them: the target
-divided (`models.sharding`), the draft whole. Rank 0 is what the caller holds; it hands each batch
-to the others (`parallel.meeting`) and all of them run it, meeting in the sums and joins of the
-target's layers. Every rank sees the same logits, so every rank commits the same tokens; what each
-of them committed is compared after every batch.
+`load_parallel` starts a process per further device and loads the target in all of them, each its
+part (`models.sharding`). Rank 0 is what the caller holds. It sends each batch to the others
+(`parallel.rendezvous`), and all ranks run it together: they meet in the sums and joins of the
+target's layers and in rank 0's drafts (`parallel.drafts`). Every rank sees the same logits, so
+every rank commits the same tokens; what each of them committed is compared after every batch.
 
 A rank that ends, fails alone or disagrees takes the replica with it: rank 0 raises ReplicaBroken
-then and ever after, so that its process is replaced. A rank whose caller has gone ends by itself.
-By default all ranks are processes of one machine; who has several starts them himself.
+then and ever after, so that its process is replaced. A rank ends by itself when rank 0 has gone.
+By default all ranks are processes of one machine; `start` may place them on others.
 """
 
 from __future__ import annotations
@@ -16,39 +16,76 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
-import socket
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable
 from multiprocessing.context import SpawnProcess
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
+from replicas.drafters.load import load_drafter
+from replicas.memory import MemoryPlan, check_memory, free_bytes, pair_shape, plan_memory
 from replicas.models.pair import PairRefused, load_pair, read_pair, resolve_device
-from replicas.parallel.meeting import LOOPBACK, Address, Meeting, NobodyCame, Store, call, store_of
-from replicas.parallel.ranks import DONE_S, FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
+from replicas.parallel.drafts import DrafterTraits, FollowingDrafter, LeadingDrafter
+from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
+from replicas.parallel.rendezvous import (
+    GROUP_TIMEOUT,
+    LOOPBACK,
+    Address,
+    Channel,
+    Store,
+    host_store,
+    join_store,
+)
 from replicas.replica import Replica
 from scheduler.messages import Batch, ReplicaSpec, StepResult
 
 StartRank = Callable[[ReplicaConfig, int, Address], RankHandle]
 """Starts a process, on any machine, that calls `follow` with these; returns without waiting."""
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=5)
-"""Ranks read weights at their own pace before they first meet. For those that fail see `ranks`."""
 _COME_S = 300.0
 """What a rank's process may take to begin: it has to import torch, maybe with many others."""
+_LOAD_S = 1800.0
+"""What a rank may need longer than rank 0 to read its weights."""
+_DONE_S = 60.0
+"""Ranks end a batch together, but for what each does after the last sum."""
+_IDLE_S = 3600.0
+"""A rank asks again after this time without a message."""
+_RESUME = "resume"
+"""Rank 0 has failed with the same error as this rank: both go on."""
+
+_T = TypeVar("_T")
+_Committed = list[tuple[str, tuple[int, ...]]]
+"""What a batch has committed, by row."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Start:
+    """What a rank must know before it builds its replica."""
+
+    plan: MemoryPlan
+    drafter: DrafterTraits | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Released:
+    """Rows to release, and how far the drafter's caches hold each of them."""
+
+    rows: dict[str, int | None]
 
 
 class ParallelReplica:
     """Rank 0 and the others; to be used like a `Replica`, from one thread."""
 
-    def __init__(self, replica: Replica, ranks: Ranks) -> None:
+    def __init__(
+        self, replica: Replica, ranks: Ranks, drafter: LeadingDrafter | None = None
+    ) -> None:
+        """`drafter` is the replica's."""
         self._replica = replica
         self._ranks = ranks
+        self._drafter = drafter
         self.spec: ReplicaSpec = replica.spec
 
     def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
@@ -61,22 +98,27 @@ class ParallelReplica:
             self._ranks.tell(answer)
             return answer
 
-        self._ranks.begin()
         self._ranks.tell(batch)
         try:
             result = self._replica.step(batch, asked)
         except ReplicaBroken:
             raise
         except Exception as error:
-            self._compare(Failure.of(error))
+            self._compare(Failure.of(error), FAILED_S)
+            self._ranks.tell(_RESUME)
             raise
-        self._compare(_committed(result))
+        self._compare(_committed(result), _DONE_S)
         return result
 
     def release(self, sequence_ids: Iterable[str]) -> None:
-        ids = tuple(sequence_ids)
-        self._ranks.tell(ids)
-        self._replica.release(ids)
+        """As `Replica.release`; raises ReplicaBroken."""
+        here, drafter = self._replica.residents, self._drafter
+        rows = {
+            name: drafter.valid(name) if drafter is not None and name in here else None
+            for name in sequence_ids
+        }
+        self._ranks.tell(_Released(rows))
+        self._replica.release(rows)
 
     @property
     def residents(self) -> tuple[str, ...]:
@@ -92,11 +134,10 @@ class ParallelReplica:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _compare(self, own: object) -> None:
-        answers = self._ranks.collect(FAILED_S if isinstance(own, Failure) else DONE_S)
-        for rank, answer in enumerate(answers, start=1):
+    def _compare(self, own: object, within_s: float) -> None:
+        for rank, answer in enumerate(self._ranks.collect(_Committed, within_s), start=1):
             if answer != own:
-                self._ranks.fail(f"rank {rank} answered {answer!r}, rank 0 {own!r}")
+                raise self._ranks.fail(f"rank {rank} answered {answer}, rank 0 {own}")
 
 
 def load_replica(config: ReplicaConfig) -> Replica | ParallelReplica:
@@ -122,190 +163,171 @@ def load_parallel(
     `start` starts a further rank, by default as a process of this machine; all of them must reach
     `host`, which is here. Raises what `Replica.load` raises, whichever rank met it.
     """
-    count = config.tensor_parallel
     check_memory(config, read_pair(config), resolve_device(config.device))
-    processes: list[RankHandle] = []
-    meeting = Meeting(host, _COLLECTIVE_TIMEOUT)
+    store, address = host_store(host)
+    handles: list[RankHandle] = []
     try:
-        for rank in range(1, count):
-            processes.append((start or start_here)(config, rank, meeting.address))
-        connections = meeting.gather(count, _COME_S, lambda missing: _lost(processes, missing))
-    except BaseException as error:
-        # Those that have begun meet nobody.
-        for process in processes:
-            process.kill()
-            process.leave(0.0)
-        meeting.close()
-        if isinstance(error, NobodyCame):
-            raise PairRefused(f"tensor_parallel: {error}") from None
+        for rank in range(1, config.tensor_parallel):
+            handles.append((start or start_here)(config, rank, address))
+    except BaseException:
+        for handle in handles:
+            handle.leave(0.0)
         raise
-    ranks = Ranks(connections, processes)
+    ranks = Ranks(store, handles)
     try:
-        replica = _load(
-            config, 0, meeting.store, lambda gpu: _all_here(gpu, ranks), lambda p: _least(p, ranks)
-        )
-        parallel = ParallelReplica(replica, ranks)
-        if ranks.broken is not None:
-            raise ranks.broken
+        parallel = _lead(config, store, ranks)
         if config.calibrate:
-            parallel.spec = calibrated(parallel, *replica.planned)
+            parallel.spec = calibrated(parallel, *parallel._replica.planned)
     except BaseException as error:
-        for process in processes:
-            process.kill()
+        for handle in handles:
+            handle.kill()
         ranks.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if ranks.broken is not None and isinstance(error, RuntimeError):
             raise PairRefused(f"tensor_parallel: {ranks.broken}") from error
         raise
-    finally:
-        meeting.close()
     return parallel
 
 
-def _load(
-    config: ReplicaConfig,
-    rank: int,
-    store: Store,
-    arrive: Callable[[str], None],
-    agree: Callable[[MemoryPlan], MemoryPlan],
-) -> Replica:
-    """This rank's replica, with the memory plan that all ranks agree on."""
+def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
+    """Load rank 0, in step with the others."""
+    config = _on_device(config, 0)
+    device = torch.device(config.device)
+    # A process group waits for minutes for a rank that never comes: it is formed when all are here.
+    _loaded(ranks, bool, _COME_S)
+    _form_group(config, 0, store)
+    pair = load_pair(config)
+    # The rank with the least room decides: all of them cut batches alike.
+    share = config.gpu_share or 1.0
+    free = min(free_bytes(device, share), *_loaded(ranks, int, _LOAD_S))
+    plan = plan_memory(config, pair_shape(pair), device, loaded=True, free=free)
+    drafter = load_drafter(pair, config, plan)
+    leading = None if drafter is None else LeadingDrafter(drafter)
+    ranks.tell(_Start(plan, None if leading is None else leading.traits))
+    return ParallelReplica(Replica(pair, config, plan, leading), ranks, leading)
+
+
+def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
+    """A further rank's life: load, then do what rank 0 says until it goes.
+
+    Raises what loading raises, which rank 0 is told, and the error of a batch that failed here
+    alone.
+    """
+    store = join_store(address)
+    rank_0 = Channel(store.clone(), rank, of_rank_0=False)
+    try:
+        replica, drafter = _load_rank(config, rank, store, rank_0)
+    except Exception as error:
+        with contextlib.suppress(dist.DistError):
+            rank_0.send(Failure.of(error))
+        raise
+    with contextlib.suppress(dist.DistError):  # rank 0 has gone, or its machine
+        _serve(replica, drafter, rank_0)
+
+
+def _load_rank(
+    config: ReplicaConfig, rank: int, store: Store, rank_0: Channel
+) -> tuple[Replica, FollowingDrafter | None]:
+    """This rank's part of the target, and no drafter but rank 0's."""
+    config = _on_device(config, rank)
+    device = torch.device(config.device)
+    rank_0.send(True)
+    _form_group(config, rank, store)
+    files = dataclasses.replace(read_pair(config), draft_config=None)
+    pair = load_pair(config.model_copy(update={"draft": None, "speculative": None}), files)
+    rank_0.send(free_bytes(device, config.gpu_share or 1.0))
+    start: _Start = rank_0.receive(_Start, _LOAD_S)
+    drafter = None if start.drafter is None else FollowingDrafter(start.drafter)
+    return Replica(pair, config, start.plan, drafter), drafter
+
+
+def _serve(replica: Replica, drafter: FollowingDrafter | None, rank_0: Channel) -> None:
+    def interrupted() -> bool:
+        answer: bool = rank_0.receive(bool, _IDLE_S)
+        return answer
+
+    while True:
+        try:
+            message = rank_0.receive(Batch | _Released | None, _IDLE_S)
+        except TimeoutError:
+            continue
+        if message is None:
+            return
+        if isinstance(message, _Released):
+            if drafter is not None:
+                drafter.reach = message.rows
+            replica.release(message.rows)
+            continue
+        try:
+            result = replica.step(message, interrupted)
+        except Exception as error:
+            rank_0.send(Failure.of(error))
+            try:
+                while rank_0.receive(str | bool, FAILED_S) != _RESUME:
+                    pass  # rank 0 asks about steps that are not run here
+            except TimeoutError:
+                raise error from None
+        else:
+            rank_0.send(_committed(result))
+
+
+def _on_device(config: ReplicaConfig, rank: int) -> ReplicaConfig:
+    """The config with the device of this rank, which is made the current one."""
     device = resolve_device(config.device)
     if device.type == "cuda":
         # It may see the GPUs of all ranks, or its own only.
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    arrive(_gpu_of(device))
+    return config.model_copy(update={"device": str(device)})
+
+
+def _form_group(config: ReplicaConfig, rank: int, store: Store) -> None:
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if config.device.startswith("cuda") else "gloo",
         store=store,
         rank=rank,
         world_size=config.tensor_parallel,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=GROUP_TIMEOUT,
     )
-    own = config.model_copy(update={"device": str(device)})
-    pair = load_pair(own)
-    return Replica(pair, own, agree(plan_memory(own, pair_shape(pair), pair.device, loaded=True)))
 
 
-def _gpu_of(device: torch.device) -> str:
-    """Which one it is, of all machines; empty for a CPU, which ranks may share."""
-    if device.type != "cuda":
-        return ""
-    known = torch.cuda.get_device_properties(device)
-    return f"{socket.gethostname()} {getattr(known, 'uuid', device.index)}"
-
-
-def _all_here(own: str, ranks: Ranks) -> None:
-    """All ranks are there, on a GPU each, before any of them begins to wait for the others: nothing
-    ends the wait for one that never comes."""
-    taken = {own: 0}
-    for rank, gpu in enumerate(_loaded(ranks), start=1):
-        assert isinstance(gpu, str)
-        if gpu and gpu in taken:
-            ranks.fail(f"ranks {taken[gpu]} and {rank} have the same GPU")
-        taken[gpu] = rank
-    ranks.begin()
-
-
-def _loaded(ranks: Ranks) -> list[object]:
+def _loaded(ranks: Ranks, kind: type[_T], within_s: float) -> list[_T]:
     """The ranks' answers while they load; raises ReplicaBroken where one could not."""
-    answers = ranks.collect()
+    answers = ranks.collect(kind, within_s)
     for rank, answer in enumerate(answers, start=1):
         if isinstance(answer, Failure):
-            ranks.fail(f"rank {rank} failed with {answer.kind}: {answer.message}")
+            raise ranks.fail(f"rank {rank} failed with {answer}")
     return answers
 
 
-def _least(own: MemoryPlan, ranks: Ranks) -> MemoryPlan:
-    """The plan of the rank with the least room, sent to all: they decide how batches are cut."""
-    plans = [own]
-    for answer in _loaded(ranks):
-        assert isinstance(answer, MemoryPlan)
-        plans.append(answer)
-    least = min(plans, key=lambda plan: (plan.work.rows, plan.work.pass_tokens, plan.kv_blocks))
-    blocks = min(plan.kv_blocks for plan in plans)
-    least = dataclasses.replace(least, kv_blocks=blocks)
-    ranks.tell(least)
-    return least
-
-
-class _LocalRank:
+class LocalRank:
     """A rank as a process of this machine."""
 
     def __init__(self, process: SpawnProcess) -> None:
-        self._process = process
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
+        self.process = process
 
     def ended(self) -> str | None:
-        code = self._process.exitcode
+        code = self.process.exitcode
         return None if code is None else f"exit code {code}"
 
     def kill(self) -> None:
-        self._process.kill()
+        self.process.kill()
 
     def leave(self, within_s: float) -> None:
-        self._process.join(within_s)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self.process.join(within_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
 
 
-def start_here(config: ReplicaConfig, rank: int, address: Address) -> RankHandle:
+def start_here(config: ReplicaConfig, rank: int, address: Address) -> LocalRank:
     """Start a rank as a process of this machine; it ends with this one."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=follow, args=(config, rank, address), daemon=True)
     process.start()
-    return _LocalRank(process)
+    return LocalRank(process)
 
 
-def _lost(processes: Sequence[RankHandle], missing: Sequence[int]) -> str | None:
-    """Which of those that are missing has ended, and how. Who came says himself why he ends."""
-    for rank in missing:
-        if (how := processes[rank - 1].ended()) is not None:
-            return f"rank {rank} has ended before it came: {how}"
-    return None
-
-
-def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
-    """A further rank's life: call rank 0, load, then do what it says until it goes.
-
-    Raises what loading raises, which rank 0 is told.
-    """
-    with call(address, rank) as caller:
-        _follow(config, rank, store_of(address, _COLLECTIVE_TIMEOUT), caller)
-
-
-def _follow(config: ReplicaConfig, rank: int, store: Store, caller: Connection) -> None:
-    def agree(plan: MemoryPlan) -> MemoryPlan:
-        caller.send(plan)
-        agreed: MemoryPlan = caller.recv()
-        return agreed
-
-    try:
-        replica = _load(config, rank, store, caller.send, agree)
-    except Exception as error:  # whatever it is, nobody else can say it
-        with contextlib.suppress(OSError):
-            caller.send(Failure.of(error))
-        raise
-    try:
-        while True:
-            message = caller.recv()
-            if not isinstance(message, Batch):
-                replica.release(message)
-                continue
-            try:
-                answer: object = _committed(replica.step(message, caller.recv))
-            except Exception as error:
-                answer = Failure.of(error)
-            caller.send(answer)
-    except (EOFError, OSError):
-        pass  # rank 0 has gone, or its machine
-
-
-def _committed(result: StepResult) -> list[tuple[str, tuple[int, ...]]]:
+def _committed(result: StepResult) -> _Committed:
     return [(row.sequence_id, row.tokens) for row in result.rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.draft_length.policy import row_draft_lens
+from scheduler.draft_length import StepPlan
 from scheduler.messages import Batch, BatchKind, PrefillRow, StepRow
 from scheduler.state import Chunk, Sequence
 
@@ -31,40 +31,21 @@ def prefill_batch(batch_id: int, replica_id: str, chunks: list[Chunk]) -> Batch:
 
 
 def speculate_batch(
-    batch_id: int,
-    replica_id: str,
-    sequences: list[Sequence],
-    draft_len: int,
-    steps: int,
-    verify_tokens: int | None = None,
-    least: int = 0,
+    batch_id: int, replica_id: str, sequences: list[Sequence], plan: StepPlan
 ) -> Batch:
-    """Up to `steps` steps of these residents, which stand by rising length.
-
-    `draft_len` is the policy's k; rows that may not draft so much have their own, and the batch's
-    is the largest of them; `least`: so much every row may draft. `verify_tokens` is dropped where
-    it is all that they draft.
-    """
-    if draft_len <= least:
-        drafted = draft_len * len(sequences)
-        rows = tuple([StepRow(one.id, one.length, draft_len, one.blocks) for one in sequences])
-    else:
-        limits = row_draft_lens(sequences, draft_len)
-        drafted, draft_len = sum(limits), max(limits)
-        rows = tuple(
-            [
-                StepRow(one.id, one.length, limit, one.blocks)
-                for one, limit in zip(sequences, limits, strict=True)
-            ]
-        )
-    if verify_tokens is not None and verify_tokens >= drafted:
-        verify_tokens = None
+    """Steps of these residents, which stand by rising length, as planned."""
+    rows = tuple(
+        [
+            StepRow(one.id, one.length, draft_len, one.blocks)
+            for one, draft_len in zip(sequences, plan.draft_lens, strict=True)
+        ]
+    )
     return Batch(
         batch_id,
         replica_id,
         BatchKind.SPECULATE,
         rows=rows,
-        draft_len=draft_len,
-        steps=steps,
-        verify_tokens=verify_tokens,
+        draft_len=plan.draft_len,
+        steps=plan.steps,
+        verify_tokens=plan.verify_tokens,
     )

@@ -22,7 +22,7 @@ batch of several steps is interrupted as soon as other rows wait for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from scheduler.batching.batches import prefill_batch, speculate_batch
@@ -31,7 +31,7 @@ from scheduler.batching.grouping import choose_rows, groups_needed, is_due, may_
 from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
 from scheduler.batching.prefill import budget_for_waiting, chunks, oldest_partial
 from scheduler.config import SchedulerConfig
-from scheduler.draft_length.policy import DraftPolicy
+from scheduler.draft_length import DraftPolicy, StepPlan
 from scheduler.faults import excluded
 from scheduler.messages import Action, Batch, BatchKind, Dispatch, Interrupt, Release
 from scheduler.state import Pool, Replica, Sequence
@@ -263,11 +263,10 @@ class Dispatcher:
         """Some steps of these ready rows, by rising length. Where blocks run out, a sequence is
         sent back, if nothing is in flight that may free some."""
         plan = self._policy.plan(replica.id, rows, steps_most)
-        draft_len, steps = plan.draft_len, plan.steps
-        lacking, growth = _lacking(replica, rows, steps, draft_len)
-        if steps > 1 and growth > replica.blocks_free:
-            steps = 1
-            lacking, growth = _lacking(replica, rows, steps, draft_len)
+        lacking, growth = _lacking(replica, rows, plan)
+        if plan.steps > 1 and growth > replica.blocks_free:
+            plan = replace(plan, steps=1)
+            lacking, growth = _lacking(replica, rows, plan)
         if growth > replica.blocks_free:
             if replica.pipeline.batches:
                 return False
@@ -275,10 +274,7 @@ class Dispatcher:
             return True
         batch_id = self._new_batch_id()
         self._pool.step(replica, rows, lacking, batch_id)
-        batch = speculate_batch(
-            batch_id, replica.id, rows, draft_len, steps, plan.verify_tokens, plan.least
-        )
-        self._send(replica, batch, rows)
+        self._send(replica, speculate_batch(batch_id, replica.id, rows, plan), rows)
         return True
 
     def _send(self, replica: Replica, batch: Batch, rows: list[Sequence]) -> None:
@@ -307,11 +303,11 @@ class Dispatcher:
 
 
 def _lacking(
-    replica: Replica, rows: list[Sequence], steps: int, draft_len: int
+    replica: Replica, rows: list[Sequence], plan: StepPlan
 ) -> tuple[list[tuple[Sequence, int]], int]:
-    """Rows whose blocks do not last for all that they can hold after so many steps, each with those
+    """Rows whose blocks do not last for all that they can hold after these steps, each with those
     that it needs; and how many that is more."""
-    ahead = steps * (draft_len + 1)
+    ahead = plan.steps * (plan.draft_len + 1)
     block_size = replica.spec.block_size
     lacking, growth = [], 0
     for one in rows:

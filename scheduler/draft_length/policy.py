@@ -1,17 +1,16 @@
 """How a step is run: how many tokens the draft proposes, and how many steps a batch has.
 
-A policy is asked per batch and told every result. Its choice never changes what a request receives,
-only how fast. It has no clock and draws nothing at random, or the scheduler would no longer replay.
+The policy is asked per batch and told every result. Its choice never changes what a request
+receives, only how fast. It has no clock and draws nothing at random, or the scheduler would no
+longer replay.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.acceptance import Acceptance
@@ -47,43 +46,16 @@ BATCH_S_MAX = 0.1
 class StepPlan:
     """How to run a batch."""
 
-    draft_len: int
-    """k of the batch; a row may have less."""
+    draft_lens: list[int]
+    """Draft tokens of each row per step."""
     steps: int
     verify_tokens: int | None = None
     """Draft tokens of all rows that are verified; None: all."""
-    least: int = 0
-    """Every row may draft so many tokens, as far as was looked."""
 
-
-class DraftPolicy(Protocol):
-    """Plans each speculate batch."""
-
-    def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
-        """A replica is there; called once per incarnation."""
-
-    def lost(self, replica_id: str) -> None:
-        """That replica is gone for good."""
-
-    def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
-        """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
-
-    def apart(self, replica_id: str) -> float:
-        """KV positions that a batch may read beyond its rows' own; with more, two steps take less
-        time than one. Infinitely many where its rows need not read so far, or nothing is known."""
-
-    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
-        """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
-        ready or step: each of them waits for it. It begins behind `begin` positions of its row."""
-
-    def observe(
-        self, batch: Batch, result: StepResult, answers: Rows[Answer], round_trip_s: float | None
-    ) -> None:
-        """A batch is done: its times, and what its live rows accepted. `round_trip_s` is what
-        passed beside its run, where nothing else was in flight."""
-
-    def estimates(self, replica_id: str) -> CostEstimates:
-        """What it expects of a replica that has joined and was not lost."""
+    @property
+    def draft_len(self) -> int:
+        """k of the batch."""
+        return max(self.draft_lens)
 
 
 @dataclass(slots=True)
@@ -121,7 +93,7 @@ class _Known:
         return self.table.step_s(*self.planned) if self.planned[0] else 0.0
 
 
-class GoodputPolicy:
+class DraftPolicy:
     """Drafts, and verifies, what has the greatest goodput by a latency table and by acceptance.
 
     A draft length in the config or in the replica's spec is followed, and so is a request's for its
@@ -143,6 +115,7 @@ class GoodputPolicy:
         self._replicas: dict[str, _Known] = {}
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
+        """A replica is there; called once per incarnation."""
         fixed = [one for one in (self._config.draft_len, spec.draft_len) if one is not None]
         most = min(spec.draft_len_max, self._config.draft_len_max)
         self._replicas[replica_id] = _Known(
@@ -155,33 +128,37 @@ class GoodputPolicy:
         )
 
     def lost(self, replica_id: str) -> None:
+        """That replica is gone for good."""
         del self._replicas[replica_id]
 
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
+        """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
         known = self._replicas[replica_id]
-        kv, least, probe = known.kv_of(rows), 0, None
-        asked = [one.draft_len for one in rows if one.draft_len]
+        kv, probe = known.kv_of(rows), None
         if known.fixed is not None:
             known.choice = Choice(known.fixed)
         else:
-            limits = row_draft_lens(rows, known.most)
-            least = min(limits)
-            probe = self._choose(known, rows, limits, kv)
+            probe = self._choose(known, rows, kv)
         choice = known.choice if probe is None else Choice(probe)
+        asked = [one.draft_len for one in rows if one.draft_len]
         if asked:
-            pinned = min(max(asked), known.most)
-            if known.fixed is not None:
-                # What a server fixes its clients may lower and not raise.
-                pinned = min(pinned, known.fixed)
-            if pinned >= choice.draft_len:
-                choice = Choice(pinned)
+            # What a server fixes its clients may lower and not raise.
+            most = known.most if known.fixed is None else min(known.fixed, known.most)
+            if min(max(asked), most) >= choice.draft_len:
+                choice = Choice(min(max(asked), most))
         known.planned = (len(rows), choice.draft_len, kv)
         steps = 1
         if probe is None:
             steps = known.steps = self._steps(known, steps_most)
-        return StepPlan(choice.draft_len, steps, choice.verify_tokens(len(rows)), least)
+        draft_lens = [row_draft_len(one, choice.draft_len) for one in rows]
+        verify_tokens = choice.verify_tokens(len(rows))
+        if verify_tokens is not None and verify_tokens >= sum(draft_lens):
+            verify_tokens = None
+        return StepPlan(draft_lens, steps, verify_tokens)
 
     def apart(self, replica_id: str) -> float:
+        """KV positions that a batch may read beyond its rows' own; with more, two steps take less
+        time than one. Infinitely many where its rows need not read so far, or nothing is known."""
         known = self._replicas[replica_id]
         if known.reads_apart:
             return math.inf
@@ -193,14 +170,15 @@ class GoodputPolicy:
         return known.apart
 
     def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
-        """A chunk is as much as takes one step's time, so that rows that step lose half their speed
-        at most, or more where their batch is not full: further rows make it fuller. But always
-        enough that its fixed cost is a small part of it."""
+        """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
+        ready or step: each of them waits for it. It begins behind `begin` positions of its row.
+
+        A chunk is as much as takes one step's time, so that rows that step lose half their speed at
+        most, or more where their batch is not full: further rows make it fuller. But always enough
+        that its fixed cost is a small part of it."""
         known = self._replicas[replica_id]
         table, step_s = known.table, known.step_s()
-        if not stepping_rows or not self._config.prefill_by_time or step_s <= 0.0:
-            return most
-        if len(table.prefill) < 2:
+        if not stepping_rows or step_s <= 0.0 or len(table.prefill) < 2:
             return most
         # Of noise at small depths more than twice that depth is not foretold.
         begin = min(begin, 2 * known.filled_behind)
@@ -217,6 +195,8 @@ class GoodputPolicy:
     def observe(
         self, batch: Batch, result: StepResult, answers: Rows[Answer], round_trip_s: float | None
     ) -> None:
+        """A batch is done: its times, and what its live rows accepted. `round_trip_s` is what
+        passed beside its run, where nothing else was in flight."""
         known = self._replicas[result.replica_id]
         if batch.kind is BatchKind.PREFILL:
             self._observe_prefill(known, batch, result)
@@ -230,6 +210,7 @@ class GoodputPolicy:
         self._acceptance.observe(answers)
 
     def estimates(self, replica_id: str) -> CostEstimates:
+        """What is expected of a replica that has joined and was not lost."""
         known = self._replicas[replica_id]
         table, (rows, _, kv) = known.table, known.planned
         return CostEstimates(
@@ -249,11 +230,10 @@ class GoodputPolicy:
 
     # ----------------------------------------------------------------- choices
 
-    def _choose(
-        self, known: _Known, rows: Rows[Sequence], limits: list[int], kv: int
-    ) -> int | None:
+    def _choose(self, known: _Known, rows: Rows[Sequence], kv: int) -> int | None:
         """Makes the best choice the replica's. Returns the draft length of a probe, if one is due
         instead."""
+        limits = [row_draft_len(one, known.most) for one in rows]
         table, most = known.table, max(limits)
         if most <= 0:
             known.choice = Choice()
@@ -350,20 +330,9 @@ def _positions_of_a_step(known: _Known) -> float:
     return (more_s + max(known.round_trip_s or 0.0, 0.0)) / position_s
 
 
-def row_draft_lens(sequences: Iterable[Sequence], draft_len: int) -> list[int]:
-    """`row_draft_len` of each."""
-    return [
-        draft_len
-        # True of nearly all, and so not worth a call for each.
-        if one.draft_len is None and one.length_max - one.length > draft_len
-        else row_draft_len(one, draft_len)
-        for one in sequences
-    ]
-
-
 def row_draft_len(sequence: Sequence, draft_len: int) -> int:
-    """Draft tokens of one row where its group has `draft_len`: its own, if the request has one,
-    and never beyond its limit.
+    """Draft tokens of one row where its batch has `draft_len`: its own, if the request has one, and
+    never beyond its limit.
 
     The target adds one token of its own, so a row with n tokens left drafts at most n - 1.
     """

@@ -11,7 +11,7 @@ import pytest
 from replicas import calibration
 from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
 from replicas.replica import Replica
-from scheduler.draft_length.latency import LatencyTable
+from scheduler.draft_length import LatencyTable
 from scheduler.messages import (
     Batch,
     BatchKind,

@@ -1,15 +1,15 @@
-"""Proves that a replica on two ranks (processes that talk gloo) is a replica on one."""
+"""Proves that a replica on two ranks (processes that talk gloo) is a replica on one, and that
+messages arrive as what they are. A rank that ends, fails alone, disagrees or never comes breaks the
+replica within a bound, with an error that names it."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from replicas.models.pair import PairRefused, read_pair
 from replicas.models.shapes import SHAPES
 from replicas.parallel import ranks
 from replicas.parallel import replica as parallel
-from replicas.parallel.meeting import Address, Meeting
-from replicas.parallel.ranks import Ranks, ReplicaBroken
-from replicas.parallel.replica import ParallelReplica, _LocalRank, load_parallel
+from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
+from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
+from replicas.parallel.replica import LocalRank, ParallelReplica, load_parallel
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
-from tests.open_files import assert_closed_but, open_files
+from scheduler.messages import Batch, BatchKind, PrefillRow, Request, SamplingParams, StepRow
 from tests.replicas.test_replica import Client
 from tests.tiny_pairs import tiny_replica
 
@@ -39,14 +38,16 @@ NEW = 16
 
 def config(shape: str, **more: object) -> ReplicaConfig:
     return ReplicaConfig(
-        target=f"planted:{shape}?scale=0.8&layers=2",
-        draft="planted:tiny-draft",
-        device="cpu",
-        torch_threads=1,
-        block_size=4,
-        kv_blocks=512,
-        calibrate=False,
-        **more,
+        **{
+            "target": f"planted:{shape}?scale=0.8&layers=2",
+            "draft": "planted:tiny-draft",
+            "device": "cpu",
+            "torch_threads": 1,
+            "block_size": 4,
+            "kv_blocks": 512,
+            "calibrate": False,
+            **more,
+        }
     )
 
 
@@ -65,6 +66,16 @@ def run(replica: Replica | ParallelReplica, batch: int, k: int) -> list[list[int
     return [output.tokens for output in engine.generate(requests)]
 
 
+def trimmed(replica: Replica | ParallelReplica) -> tuple[dict[str, list[int]], list[list[int]]]:
+    """What rows hold after steps that check the four most probable draft tokens, and what each
+    step accepted."""
+    client = Client(replica)  # type: ignore[arg-type]
+    client.prefill(a=[4, 5, 6], b=[7, 8, 9, 10], c=[1, 2])
+    results = [client.steps(3, verify=4) for _ in range(4)]
+    replica.release(client.contents)
+    return client.contents, [list(row.accepted_at) for one in results for row in one.rows]
+
+
 @pytest.fixture
 def loaded() -> Iterator[list[ParallelReplica]]:
     replicas: list[ParallelReplica] = []
@@ -73,14 +84,39 @@ def loaded() -> Iterator[list[ParallelReplica]]:
         replica.close()
 
 
+@pytest.fixture
+def double(loaded: list[ParallelReplica]) -> ParallelReplica:
+    loaded.append(load_parallel(config("tiny", tensor_parallel=2)))
+    return loaded[0]
+
+
+def process_of(replica: ParallelReplica) -> LocalRank:
+    (handle,) = replica._ranks._handles
+    assert isinstance(handle, LocalRank)
+    return handle
+
+
+# --------------------------------------------------------------------------- one replica
+
+
 @pytest.mark.parametrize(
-    ("model_type", "vocab", "bias"),
-    [("llama", 512, False), ("qwen3", 511, False), ("glm4", 512, True)],
+    ("model_type", "vocab", "bias", "speculative"),
+    [
+        ("llama", 512, False, {"method": "draft_model", "model": "planted:tiny-draft"}),
+        ("qwen3", 511, False, {"method": "suffix"}),
+        ("glm4", 512, True, {"method": "eagle3", "model": "planted:head"}),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_one(
-    tmp_path: Path, model_type: str, vocab: int, bias: bool, loaded: list[ParallelReplica]
+    tmp_path: Path,
+    model_type: str,
+    vocab: int,
+    bias: bool,
+    speculative: dict[str, str],
+    loaded: list[ParallelReplica],
 ) -> None:
-    """An odd vocabulary cannot be divided: its output matrix stays whole."""
+    """With every kind of drafter, all on rank 0. An odd vocabulary cannot be divided: its output
+    matrix stays whole."""
     sizes = {
         **SHAPES["tiny"],
         "model_type": model_type,
@@ -88,13 +124,17 @@ def test_two_ranks_give_the_tokens_of_one(
         "attention_bias": bias,
     }
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    settings = config(str(tmp_path)).model_copy(update={"draft": None} if vocab != 512 else {})
-    if model_type == "llama":
-        settings = settings.model_copy(update={"calibrate": True})
+    settings = config(
+        "tiny",
+        target=f"planted:{tmp_path}?scale=0.8&layers=4",
+        draft=None,
+        speculative=speculative,
+        calibrate=model_type == "llama",
+    )
     single = Replica.load(settings)
     double = load_parallel(settings.model_copy(update={"tensor_parallel": 2}))
     loaded.append(double)
-    # Layers that are parted are the model's own, and sums of parts have other bits.
+    # Layers that are divided are the model's own, and sums of parts have other bits.
     assert "separate layers" in double.spec.arithmetic
     told = {name: getattr(double.spec, name) for name in ("arithmetic", "fingerprint", "timings")}
     assert double.spec.fingerprint != single.spec.fingerprint
@@ -103,38 +143,59 @@ def test_two_ranks_give_the_tokens_of_one(
     assert bool(double.spec.timings) == settings.calibrate
     for batch, k in ((1, 0), (4, 3), (3, 2)):
         assert run(double, batch, k) == run(single, batch, k)
+    assert trimmed(double) == trimmed(single)
     assert double.residents == ()
 
 
-def test_a_rank_that_ends_breaks_the_replica_at_once(loaded: list[ParallelReplica]) -> None:
-    double = load_parallel(config("tiny", tensor_parallel=2))
-    loaded.append(double)
-    expected = run(double, 2, 2)
-    assert len(expected) == 5
-    process = double._ranks._processes[0]
-    assert isinstance(process, _LocalRank)
+def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A process takes more than a second to end, and longer on a busy machine.
+    monkeypatch.setattr(ranks, "_LEAVE_S", 100.0)
+    double = load_parallel(config("tiny", tensor_parallel=2, dtype="bfloat16", deterministic=True))
+    assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
+    double.close()
+    assert process_of(double).ended() == "exit code 0"
+
+
+def test_an_error_of_all_ranks_breaks_nothing(double: ParallelReplica) -> None:
+    client = Client(double)  # type: ignore[arg-type]
+    client.prefill(a=[4, 5, 6])
+    client.contents["a"].append(7)
+    with pytest.raises(AssertionError, match="the pool says 4 tokens"):
+        client.steps(2)
+    assert double.residents == ("a",)
+    assert len(run(double, 2, 2)) == 5
+
+
+# --------------------------------------------------------------------------- what breaks it
+
+
+def test_a_rank_that_ends_breaks_the_replica(double: ParallelReplica) -> None:
+    assert len(run(double, 2, 2)) == 5
+    process = process_of(double).process
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.leave(10)
-    assert process.ended() == "exit code -9"
-    with pytest.raises(ReplicaBroken, match=r"rank 1 (has ended|is gone)"):
+    with pytest.raises(ReplicaBroken, match="rank 1 has ended: exit code -9"):
         run(double, 2, 2)
+    assert double.broken is not None
 
 
 ROWS, FATAL = 2, 3
 """Rows, and the draft length, at which a rank breaks."""
+follow = parallel.follow
 
 
 def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> None:
     """A rank as any other, but for its verification of FATAL draft tokens."""
-    load = parallel._load
+    load = parallel._load_rank
 
-    def loaded(*args: object) -> Replica:
+    def loaded(*args: Any) -> Any:
         if how == "refuses":
             raise PairRefused("nothing here")
         if how == "lacks":
             raise KeyError("q_proj")
-        replica = load(*args)  # type: ignore[arg-type]
+        replica, drafter = load(*args)
         forward = replica._target.forward
 
         def fails(tokens, layout, *wants):  # type: ignore[no-untyped-def]
@@ -145,20 +206,17 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> N
             return forward(tokens, layout, *wants)
 
         replica._target.forward = fails  # type: ignore[method-assign]
-        return replica
+        return replica, drafter
 
-    parallel._load = loaded
+    vars(parallel).update(_load_rank=loaded, FAILED_S=0.5)
     follow(config, rank, address)
-
-
-follow = parallel.follow
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("raises", "rank 1 failed with MemoryError: no room here, and rank 0 did not"),
-        ("ends", "rank 1 has ended"),
+        ("raises", "rank 1 (has ended:|answered) MemoryError: no room here"),
+        ("ends", "rank 1 has ended: exit code 1"),
     ],
 )
 def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
@@ -166,7 +224,6 @@ def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
 ) -> None:
     """Rank 0 is inside a sum then; the process group would end that after minutes, unnamed."""
     monkeypatch.setattr(parallel, "follow", partial(_breaking, how))
-    monkeypatch.setattr(ranks, "ALONE_S", 0.5)
     double = load_parallel(config("tiny", tensor_parallel=2))
     loaded.append(double)
     assert len(run(double, ROWS, FATAL - 1)) == 5
@@ -176,27 +233,87 @@ def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
 
 
 def test_ranks_that_wait_for_rank_0_are_not_waited_for(
-    loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
+    double: ParallelReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    double = load_parallel(config("tiny", tensor_parallel=2))
-    loaded.append(double)
     assert len(run(double, 2, 2)) == 5
     monkeypatch.setattr(parallel, "FAILED_S", 0.5)
     monkeypatch.setattr(double._replica._target, "forward", lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(ReplicaBroken, match=r"rank 1 has not answered 0\.5 s after rank 0"):
+    with pytest.raises(ReplicaBroken, match=r"rank 1 has not answered within 0\.5 s"):
         run(double, 2, 2)
 
 
-def test_an_error_of_all_ranks_breaks_nothing(loaded: list[ParallelReplica]) -> None:
-    double = load_parallel(config("tiny", tensor_parallel=2))
-    loaded.append(double)
-    client = Client(double)  # type: ignore[arg-type]
-    client.prefill(a=[4, 5, 6])
-    client.contents["a"].append(7)
-    with pytest.raises(AssertionError, match="the pool says 4 tokens"):
-        client.steps(2)
-    assert double.residents == ("a",)
-    assert len(run(double, 2, 2)) == 5
+class _Silent:
+    """A rank's process that runs and says nothing."""
+
+    killed = left = False
+
+    def ended(self) -> str | None:
+        return None
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def leave(self, within_s: float) -> None:
+        self.left = True
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[Ranks, Store, list[_Silent]]]:
+    """Ranks 1 and 2, the store, and their processes."""
+    store, address = host_store()
+    handles = [_Silent(), _Silent()]
+    told = Ranks(store, handles)
+    yield told, join_store(address), handles
+    told.close()
+
+
+def test_a_rank_that_disagrees_breaks_the_replica_for_good(
+    silent: tuple[Ranks, Store, list[_Silent]],
+) -> None:
+    told, theirs, handles = silent
+    for rank, token in ((1, 4), (2, 5)):
+        Channel(theirs, rank, of_rank_0=False).send([("a", (token,))] if rank == 2 else [("a", ())])
+    client = Client(ParallelReplica(tiny_replica("llama"), told))  # type: ignore[arg-type]
+    with pytest.raises(ReplicaBroken, match=r"rank 2 answered .*\(5,\).* rank 0 \[\('a', \(\)\)\]"):
+        client.prefill(a=[4, 5, 6])
+    with pytest.raises(ReplicaBroken, match="rank 2 answered"):
+        client.prefill(b=[4, 5, 6])
+    assert all(handle.killed for handle in handles)
+    told.close()
+    assert all(handle.left for handle in handles)
+
+
+def test_a_rank_that_never_answers_is_named(silent: tuple[Ranks, Store, list[_Silent]]) -> None:
+    told, theirs, _ = silent
+    Channel(theirs, 1, of_rank_0=False).send(True)
+    with pytest.raises(ReplicaBroken, match=r"rank 2 has not answered within 0\.2 s"):
+        told.collect(bool, 0.2)
+
+
+# --------------------------------------------------------------------------- messages
+
+
+def test_messages_arrive_whole_in_order_and_as_what_they_are() -> None:
+    store, address = host_store()
+    ours, theirs = Channel(store, 1, True), Channel(join_store(address), 1, False)
+    row = PrefillRow("é", tuple(range(2_000_000)), 7, SamplingParams(0.7, seed=2**62), (1,), 3)
+    large = Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
+    small = Batch(2, "r", BatchKind.SPECULATE, rows=(StepRow("é", 3, 4, 5),), verify_tokens=0)
+    for batch in (small, large, None):
+        ours.send(batch)
+    assert [theirs.receive(Batch | None, 10) for _ in range(3)] == [small, large, None]
+    theirs.send(Failure("KeyError", "q_proj"))
+    answer = ours.receive(list[int] | Failure, 10)
+    assert answer == Failure("KeyError", "whatever is said")
+    assert str(answer) == "KeyError: q_proj"
+    with pytest.raises(TimeoutError, match=r"no message within 0\.05 s"):
+        ours.receive(bool, 0.05)
+    theirs.send("no number")
+    with pytest.raises(ValidationError):
+        ours.receive(int, 10)
+
+
+# --------------------------------------------------------------------------- loading
 
 
 @pytest.mark.parametrize(
@@ -207,110 +324,30 @@ def test_what_a_rank_fails_with_while_it_loads_is_told(
 ) -> None:
     """Rank 0 waits to meet it."""
     monkeypatch.setattr(parallel, "follow", partial(_breaking, how))
-    with pytest.raises(PairRefused, match=f"rank 1 failed with {message}"):
+    with pytest.raises(PairRefused, match=f"rank 1 (failed with|has ended:) {message}"):
         load_parallel(config("tiny", tensor_parallel=2))
 
 
-class _Ended:
-    """A rank's process, as its starter sees it."""
+def test_a_rank_that_cannot_be_started_ends_those_that_were() -> None:
+    started: list[_Silent] = []
 
-    def __init__(self, how: str | None) -> None:
-        self._how = how
+    def start(_config: ReplicaConfig, rank: int, _address: Address) -> _Silent:
+        if rank == 2:
+            raise BlockingIOError("no process left")
+        started.append(_Silent())
+        return started[-1]
 
-    def ended(self) -> str | None:
-        return self._how
-
-    def kill(self) -> None: ...
-
-    def leave(self, within_s: float) -> None: ...
-
-
-def test_a_rank_that_came_says_itself_why_it_ends() -> None:
-    processes = [_Ended("exit code 1"), _Ended(None)]
-    assert parallel._lost(processes, [2]) is None
-    assert parallel._lost(processes, [1, 2]) == "rank 1 has ended before it came: exit code 1"
+    with pytest.raises(BlockingIOError, match="no process left"):
+        load_parallel(config("tiny", tensor_parallel=2).model_copy(update=THREE), start)
+    assert [handle.left for handle in started] == [True]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "same"),
-    [
-        ("abc", None),
-        ("aab", "0 and 1"),
-        ("aba", "0 and 2"),
-        ("abb", "1 and 2"),
-        (("", "", ""), None),
-    ],
-)
-def test_ranks_that_have_the_same_gpu_are_refused(gpus: Sequence[str], same: str | None) -> None:
-    pipes = [Pipe() for _ in gpus[1:]]
-    for (_, theirs), gpu in zip(pipes, gpus[1:], strict=True):
-        theirs.send(gpu)
-    known = Ranks([ours for ours, _ in pipes], [])
-    try:
-        if same is None:
-            parallel._all_here(gpus[0], known)
-        else:
-            with pytest.raises(ReplicaBroken, match=f"ranks {same} have the same GPU"):
-                parallel._all_here(gpus[0], known)
-    finally:
-        known.close()
-        for _, theirs in pipes:
-            theirs.close()
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_ranks_that_are_closed_leave_no_pipe_open(broken: bool) -> None:
-    before = open_files()
-    ours, theirs = Pipe()
-    closed = Ranks([ours], [])
-    if broken:
-        with pytest.raises(ReplicaBroken, match="differs"):
-            closed.fail("rank 1 differs")
-    for _ in range(2):
-        closed.close()
-    theirs.close()
-    assert_closed_but(before)
-
-
-def test_a_rank_that_cannot_be_started_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_more(_process: SpawnProcess) -> None:
-        raise BlockingIOError("no process left")
-
-    monkeypatch.setattr(SpawnProcess, "start", no_more)
-    Meeting().close()  # what torch opens once and for all
-    before = open_files()
-    with pytest.raises(BlockingIOError, match="no process left") as raised:
-        load_parallel(config("tiny", tensor_parallel=2))
-    # Whoever keeps the error keeps all that its frames held.
-    assert raised.tb is not None
-    assert_closed_but(before)
-
-
-def test_a_rank_that_disagrees_breaks_the_replica_for_good() -> None:
-    ours, theirs = Pipe()
-    theirs.send([("a", (1, 2, 3))])
-    replica = ParallelReplica(tiny_replica("llama"), Ranks([ours], []))
-    client = Client(replica)  # type: ignore[arg-type]
-    with pytest.raises(
-        ReplicaBroken, match=r"rank 1 answered .*1, 2, 3.* rank 0 \[\('a', \(\)\)\]"
-    ):
-        client.prefill(a=[4, 5, 6])
-    with pytest.raises(ReplicaBroken, match="rank 1 answered"):
-        client.prefill(b=[4, 5, 6])
-
-
-def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # A process takes more than a second to end, and longer on a busy machine.
-    monkeypatch.setattr(ranks, "_LEAVE_S", 100.0)
-    double = load_parallel(config("tiny", tensor_parallel=2, dtype="bfloat16", deterministic=True))
-    assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
-    process = double._ranks._processes[0]
-    double.close()
-    assert process.ended() == "exit code 0"
+THREE = {
+    "tensor_parallel": 3,
+    "target": "planted:vicuna-68m?scale=0.8",
+    "draft": None,
+    "kv_blocks": 1024,
+}
 
 
 def test_a_rank_has_the_part_that_was_planned_before_weights_were_read(

@@ -250,8 +250,8 @@ def test_the_snapshot_says_who_is_where() -> None:
     status = hand.scheduler.snapshot()
     (one,) = status.replicas
     assert (status.waiting, status.live, one.residents) == (1, 3, 2)
-    assert (one.kv_blocks_used, one.kv_blocks_total) == (3 + 4, 1000)
-    assert one.committed_tokens == sum(len(tokens) for tokens in hand.tokens.values())
+    assert (one.kv_blocks_used, one.spec.kv_blocks) == (3 + 4, 1000)
+    assert one.figures.committed_tokens == sum(len(tokens) for tokens in hand.tokens.values())
     for name in "abc":
         hand.cancel(name)
     assert hand.scheduler.snapshot().finished[FinishReason.CANCELLED] == 3

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
-from scheduler.batching.batches import speculate_batch
-from scheduler.messages import BatchKind, Dispatch, Emit, Request
-from scheduler.state.sequence import Sequence
+from scheduler.messages import BatchKind, Dispatch, Emit
 from tests.scheduler.hand import Hand, batches_of, of_kind, only, rows_of
 
 
@@ -190,17 +186,3 @@ def test_actions_of_a_finished_row_come_before_the_batch_that_takes_its_blocks()
     names = [type(action).__name__ for action in actions]
     assert names == ["Emit", "Finish", "Release", "Dispatch"]
     assert rows_of(only(actions, Dispatch).batch) == ["b"]
-
-
-@pytest.mark.parametrize("least", [0, 3, 4, 8])
-@pytest.mark.parametrize("draft_len", [0, 2, 4])
-@pytest.mark.parametrize("verify", [None, 3, 12])
-def test_a_batch_is_the_same_where_it_is_known_what_all_rows_may_draft(
-    least: int, draft_len: int, verify: int | None
-) -> None:
-    """Or where it is not known, and looked up row by row."""
-    left = (least + 1, least + 2, 100)
-    rows = [Sequence(Request(str(i), (1,) * 9, most), i) for i, most in enumerate(left)]
-    known = speculate_batch(1, "r", rows, draft_len, 1, verify, least)
-    assert known == speculate_batch(1, "r", rows, draft_len, 1, verify)
-    assert known.draft_len == max(row.draft_len for row in known.rows) == draft_len

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduler.batching.cutting import part_of
 from scheduler.batching.grouping import passes_bound
 from scheduler.config import SchedulerConfig
-from scheduler.draft_length.policy import GoodputPolicy
+from scheduler.draft_length import DraftPolicy
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -66,7 +66,7 @@ def test_a_step_is_worth_the_positions_that_are_read_in_its_time(round_trip_s: f
         for rows in (1, 4, 8)
         for kv in (1000, 100_000)
     )
-    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy = DraftPolicy(SchedulerConfig(draft_len=0))
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings))
     rows = [Sequence(Request(str(n), (1,) * 100, 50), n) for n in range(8)]
     assert policy.apart("r") == math.inf, "nothing has stepped"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -13,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.estimates import CostEstimates
 from scheduler.draft_length.goodput import SHARES
-from scheduler.draft_length.policy import GoodputPolicy, StepPlan, row_draft_len
+from scheduler.draft_length.policy import DraftPolicy, StepPlan, row_draft_len
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -23,7 +21,6 @@ from scheduler.messages import (
     PrefillRow,
     PrefillTiming,
     ReplicaJoined,
-    ReplicaLost,
     ReplicaSpec,
     Request,
     RowResult,
@@ -115,7 +112,7 @@ class Pair:
 
     def turn(
         self,
-        policy: GoodputPolicy,
+        policy: DraftPolicy,
         rows: list[Sequence],
         batches: int,
         steps_most: int = 1,
@@ -140,9 +137,9 @@ def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
     return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
 
 
-def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> GoodputPolicy:
+def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> DraftPolicy:
     """A policy that knows the pair's times, or nothing."""
-    policy = GoodputPolicy(SchedulerConfig(trim_drafts=trims, **settings))
+    policy = DraftPolicy(SchedulerConfig(trim_drafts=trims, **settings))
     timings = pair.timings() if pair else ()
     spec = ReplicaSpec(1000, 16, 10_000, 100, timings=timings, trims_drafts=trims)
     policy.joined("r", spec)
@@ -319,7 +316,7 @@ def test_a_server_that_drafts_nothing_says_so() -> None:
 
 
 def test_a_replica_without_a_draft_never_drafts() -> None:
-    policy = GoodputPolicy(SchedulerConfig())
+    policy = DraftPolicy(SchedulerConfig())
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
     assert policy.plan("r", rows_of(2), 1).draft_len == 0
     assert policy.estimates("r").draft_len == 0
@@ -327,7 +324,7 @@ def test_a_replica_without_a_draft_never_drafts() -> None:
 
 def test_without_a_draft_steps_still_follow_their_times() -> None:
     slow = Pair(CHEAP, LinearCost(0.06), acceptance=0.0)
-    policy = GoodputPolicy(SchedulerConfig())
+    policy = DraftPolicy(SchedulerConfig())
     timings = slow.timings()[:1]
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0, timings=timings))
     rows = rows_of(2)
@@ -338,7 +335,7 @@ def test_without_a_draft_steps_still_follow_their_times() -> None:
 
 @pytest.mark.parametrize(("server", "expected"), [(None, 3), (2, 2), (5, 3)])
 def test_a_replica_can_fix_its_draft_length(server: int | None, expected: int) -> None:
-    policy = GoodputPolicy(SchedulerConfig(draft_len=server))
+    policy = DraftPolicy(SchedulerConfig(draft_len=server))
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len=3))
     assert policy.plan("r", rows_of(2), 1).draft_len == expected
     assert policy.plan("r", rows_of(2, draft_len=8), 1).draft_len == expected
@@ -437,7 +434,7 @@ def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> No
     truth = LinearCost(1e-3, 1e-4, 1e-8)
     tried = tuple(PrefillTiming(tokens, truth(tokens, 0)) for tokens in (16, 64, 256))
     spec = ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried))
-    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy = DraftPolicy(SchedulerConfig(draft_len=0))
     policy.joined("r", spec)
     pair.turn(policy, rows_of(8), 1)
     first = policy.prefill_tokens("r", 8, 2048)
@@ -457,17 +454,16 @@ def test_a_chunk_is_never_smaller_than_the_least(token_s: float) -> None:
     """Though a step takes less time than that."""
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     tried = tuple(PrefillTiming(tokens, token_s * tokens) for tokens in (16, 64, 256))
-    policy = GoodputPolicy(SchedulerConfig(draft_len=0))
+    policy = DraftPolicy(SchedulerConfig(draft_len=0))
     policy.joined("r", ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried)))
     pair.turn(policy, rows_of(8), 1)
     assert pair.step_s(8, 0) < token_s * PREFILL_TOKENS_LEAST
     assert policy.prefill_tokens("r", 8, 2048) == PREFILL_TOKENS_LEAST
 
 
-@pytest.mark.parametrize("by_time", [True, False])
-def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bool) -> None:
+def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair, draft_len=0, prefill_by_time=by_time)
+    policy = policy_for(pair, draft_len=0)
     assert policy.prefill_tokens("r", 4, 2048) == 2048, "as long as nothing is known"
     pair.turn(policy, rows_of(8), 20)
     for count in (64, 512, 2000):
@@ -476,67 +472,11 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bo
         times = StepTimes(prefill_s=1e-3 + 1e-4 * count)
         policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
     chunk = policy.prefill_tokens("r", 8, 2048)
-    if not by_time:
-        assert chunk == 2048
-        return
     assert 1e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
     wider = policy.prefill_tokens("r", 2, 2048)
     assert 1e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
     assert policy.prefill_tokens("r", 8, 50) == 50
     assert policy.prefill_tokens("r", 0, 2048) == 2048
-
-
-class Recorder:
-    """A policy of one's own: writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
-        self.told.append(f"joined {replica_id}")
-
-    def lost(self, replica_id: str) -> None:
-        self.told.append(f"lost {replica_id}")
-
-    def plan(self, replica_id: str, rows: list[Sequence], steps_most: int) -> StepPlan:
-        self.told.append(f"asked {[row.length for row in rows]}, {steps_most} steps")
-        return StepPlan(2, 1)
-
-    def apart(self, replica_id: str) -> float:
-        return math.inf
-
-    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
-        return most
-
-    def observe(
-        self, batch: Batch, result: StepResult, answers: list[Answer], trip_s: float | None
-    ) -> None:
-        self.told.append(
-            f"observed {batch.kind} of {[one.id for one, _ in answers]} after {trip_s}"
-        )
-
-    def estimates(self, replica_id: str) -> CostEstimates:
-        return CostEstimates(draft_len=2)
-
-
-def test_a_policy_of_ones_own_is_asked_per_batch_and_told_every_result() -> None:
-    policy = Recorder()
-    scheduler = Scheduler(SchedulerConfig(steps_per_batch_max=3), policy)
-    scheduler.step(ReplicaJoined("r", ReplicaSpec(100, 4, 100, 100)), 0.0)
-    scheduler.step(Submit(Request("a", (1, 2), 9, committed=(3,))), 1.0)
-    done = StepResult(1, "r", (RowResult("a"),), times=StepTimes(total_s=0.5))
-    (action,) = scheduler.step(StepDone(done), 2.0)
-    assert isinstance(action, Dispatch)
-    assert (action.batch.draft_len, action.batch.steps) == (2, 1)
-    assert scheduler.snapshot().replicas[0].estimates == CostEstimates(draft_len=2)
-    scheduler.step(StepDone(done), 2.0)
-    scheduler.step(ReplicaLost("r"), 3.0)
-    assert policy.told == [
-        "joined r",
-        "observed prefill of ['a'] after 0.5",
-        "asked [3], 3 steps",
-        "lost r",
-    ]
 
 
 def test_a_long_prompt_stalls_a_lone_group_for_one_step_at_a_time() -> None:

@@ -1,0 +1,88 @@
+"""One drafter for all ranks of a replica: rank 0 proposes, the others get its tokens.
+
+The other ranks hold no drafter. What else the drafter decides there, because it decides which
+blocks are shared, comes with rank 0's messages: its traits, and how far its caches reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from replicas.drafters import Ask, Drafter, Proposal, Seen
+from replicas.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """What a replica reads of its drafter beside the drafts."""
+
+    name: str
+    taps: tuple[int, ...]
+    rates: bool
+
+
+class LeadingDrafter:
+    """Rank 0's drafter; sends the other ranks what it proposes."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.name, self.taps, self.rates = drafter.name, drafter.taps, drafter.rates
+        self.begin, self.end = drafter.begin, drafter.end
+        self.observe, self.rollback = drafter.observe, drafter.rollback
+        self.valid = drafter.valid
+
+    @property
+    def traits(self) -> DrafterTraits:
+        return DrafterTraits(self.name, self.taps, self.rates)
+
+    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+        proposal = self._drafter.propose(ask, watch)
+        k = max(proposal.lens)
+        lens = torch.tensor(proposal.lens, device=proposal.tokens.device)[None]
+        drafts = torch.cat((lens, proposal.tokens[:k]))
+        drafts = pad(drafts, (0, 0, 0, ask.k - k))  # [1 + ask.k, rows], int64
+        dist.broadcast(drafts, src=0)
+        rated = proposal.log_probabilities
+        if ask.rate and k:
+            assert rated is not None
+            rated = rated[:, :k].contiguous()
+            dist.broadcast(rated, src=0)
+        return Proposal(drafts[1 : 1 + k], proposal.lens, rated if ask.rate and k else None)
+
+
+class FollowingDrafter:
+    """Another rank's: has no drafts of its own."""
+
+    def __init__(self, traits: DrafterTraits) -> None:
+        self.name, self.taps, self.rates = traits.name, traits.taps, traits.rates
+        self.reach: dict[str, int | None] = {}
+        """What rank 0's drafter says of the rows that are released now. In a prefill it has seen
+        all that the target has filled."""
+
+    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None: ...
+
+    def end(self, row: str) -> None: ...
+
+    def observe(self, seen: Seen) -> None: ...
+
+    def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None: ...
+
+    def valid(self, row: str) -> int | None:
+        return self.reach.get(row)
+
+    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+        rows, device = len(ask.ids), ask.table.device
+        drafts = torch.empty((1 + ask.k, rows), dtype=torch.int64, device=device)
+        dist.broadcast(drafts, src=0)
+        lens = drafts[0].tolist()
+        k = max(lens)
+        rated: torch.Tensor | None = None
+        if ask.rate and k:
+            rated = torch.empty((rows, k), dtype=torch.float32, device=device)
+            dist.broadcast(rated, src=0)
+        return Proposal(drafts[1 : 1 + k], lens, rated)
