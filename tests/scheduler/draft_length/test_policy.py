@@ -17,22 +17,17 @@ from scheduler.draft_length.policy import DraftPolicy, StepPlan, row_draft_len
 from scheduler.messages import (
     Batch,
     BatchKind,
-    Dispatch,
     PrefillRow,
     PrefillTiming,
-    ReplicaJoined,
     ReplicaSpec,
     Request,
     RowResult,
     SamplingParams,
-    StepDone,
     StepResult,
     StepRow,
     StepTimes,
     StepTiming,
-    Submit,
 )
-from scheduler.scheduler import Scheduler
 from scheduler.state.sequence import Answer, Sequence
 
 LENGTH = 100
@@ -309,15 +304,12 @@ def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others(
     assert plan.steps > 1
 
 
-def test_a_server_that_drafts_nothing_says_so() -> None:
-    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len_max=0)
-    assert policy.plan("r", rows_of(2), 1).draft_len == 0
-    assert policy.estimates("r").draft_len == 0
-
-
-def test_a_replica_without_a_draft_never_drafts() -> None:
-    policy = DraftPolicy(SchedulerConfig())
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
+@pytest.mark.parametrize(("server", "replica"), [(0, 32), (8, 0)])
+def test_without_a_draft_or_where_the_server_allows_none_nothing_is_drafted(
+    server: int, replica: int
+) -> None:
+    policy = DraftPolicy(SchedulerConfig(draft_len_max=server))
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=replica))
     assert policy.plan("r", rows_of(2), 1).draft_len == 0
     assert policy.estimates("r").draft_len == 0
 
@@ -333,32 +325,24 @@ def test_without_a_draft_steps_still_follow_their_times() -> None:
     assert policy.estimates("r").step_s == pytest.approx(0.06, rel=0.1)
 
 
-@pytest.mark.parametrize(("server", "expected"), [(None, 3), (2, 2), (5, 3)])
-def test_a_replica_can_fix_its_draft_length(server: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("server", "replica", "fixed"),
+    [(None, 3, 3), (2, 3, 2), (5, 3, 3), (3, None, 3), (0, None, 0)],
+)
+def test_a_server_or_a_replica_can_fix_the_draft_length(
+    server: int | None, replica: int | None, fixed: int
+) -> None:
+    """A request drafts no more, neither for itself nor for those it steps with, and may draft
+    less."""
     policy = DraftPolicy(SchedulerConfig(draft_len=server))
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len=3))
-    assert policy.plan("r", rows_of(2), 1).draft_len == expected
-    assert policy.plan("r", rows_of(2, draft_len=8), 1).draft_len == expected
-
-
-@pytest.mark.parametrize("pinned", [0, 3])
-def test_the_server_can_pin_the_draft_length(pinned: int) -> None:
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len=replica))
     pair = Pair(CHEAP, TARGET, acceptance=0.9)
-    policy = policy_for(pair, draft_len=pinned)
-    rows = rows_of(4)
-    for _ in range(5):
-        assert policy.plan("r", rows, 1).draft_len == pinned
-        pair.turn(policy, rows, 1)
-
-
-@pytest.mark.parametrize("pinned", [0, 3])
-def test_a_request_drafts_no_more_than_the_server_has_pinned(pinned: int) -> None:
-    """Neither for itself nor for those that it steps with, and it may still draft less."""
-    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len=pinned)
-    rows = [*rows_of(3), *rows_of(1, draft_len=8)]
-    assert policy.plan("r", rows, 1).draft_len == pinned
-    assert policy.plan("r", rows_of(1, draft_len=8), 1).draft_len == pinned
-    assert row_draft_len(rows_of(1, draft_len=1)[0], pinned) == min(1, pinned)
+    for _ in range(3):
+        for rows in (rows_of(4), rows_of(2, draft_len=8), [*rows_of(3), *rows_of(1, draft_len=8)]):
+            assert policy.plan("r", rows, 1).draft_len == fixed
+        pair.turn(policy, rows_of(4), 1)
+    less = policy.plan("r", [*rows_of(1), *rows_of(1, draft_len=1)], 1)
+    assert less.draft_lens == [fixed, min(1, fixed)]
 
 
 def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
@@ -477,44 +461,3 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
     assert 1e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
     assert policy.prefill_tokens("r", 8, 50) == 50
     assert policy.prefill_tokens("r", 0, 2048) == 2048
-
-
-def test_a_long_prompt_stalls_a_lone_group_for_one_step_at_a_time() -> None:
-    """All rows are in the batch in flight when a chunk is planned: they wait for it as well."""
-    pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    scheduler = Scheduler(SchedulerConfig(draft_len=0, steps_per_batch_max=1))
-    spec = ReplicaSpec(100_000, 16, 100_000, 100, timings=pair.timings())
-    chunks: list[int] = []
-
-    def tell(event: object) -> list[Batch]:
-        actions = scheduler.step(event, 0.0)  # type: ignore[arg-type]
-        return [one.batch for one in actions if isinstance(one, Dispatch)]
-
-    batches = tell(ReplicaJoined("r", spec))
-    for index in range(8):
-        batches += tell(Submit(Request(f"row {index}", (1,) * LENGTH, 10_000)))
-    for number in range(120):
-        if number == 60:
-            batches += tell(Submit(Request("long", (1,) * 20_000, 10)))
-        batch = batches.pop(0)
-        if batch.kind is BatchKind.PREFILL:
-            filled = sum(
-                (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
-                for row in batch.prefill
-            )
-            if number > 62:
-                chunks.append(filled)
-            spent_s = 1e-3 + 1e-4 * filled
-            times = StepTimes(prefill_s=spent_s, total_s=spent_s)
-            rows = tuple(RowResult(row.sequence_id) for row in batch.prefill)
-            result = StepResult(batch.id, "r", rows, times=times)
-        else:
-            spent_s = pair.step_s(len(batch.rows), 0)
-            rows = tuple(RowResult(row.sequence_id, (1,), 1) for row in batch.rows)
-            read = len(batch.rows) * batch.rows[-1].length
-            times = StepTimes(verify_s=spent_s, total_s=spent_s)
-            result = StepResult(batch.id, "r", rows, 1, times, read, read)
-        batches += tell(StepDone(result))
-    assert len(chunks) > 10
-    for filled in chunks:
-        assert 1e-3 + 1e-4 * filled < 1.5 * pair.step_s(8, 0)

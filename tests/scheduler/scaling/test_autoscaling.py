@@ -277,16 +277,6 @@ def test_who_lets_requests_wait_has_enough_to_do_though_its_groups_are_small() -
     assert meter.look(status(5, seen("a", 2.0, 100, 20, 2))) == 50.0
 
 
-def test_who_waits_in_another_shard_gives_a_replica_nothing_to_do() -> None:
-    """The queue is of the shard with replica a; b steps small groups where nobody waits."""
-    meter = CapacityMeter(300.0, rows_max=8)
-    for second in range(100):
-        busy_s = float(second)
-        a, b = seen("a", busy_s, 500 * second, second, 8), seen("b", busy_s, 70 * second, second, 2)
-        meter.look(status(5, a), status(0, b))
-    assert meter.tokens_per_s == pytest.approx(500.0)
-
-
 def test_a_replica_that_is_new_or_begins_again_is_no_sample() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     assert meter.look(status(0, seen("a", 50.0, 10, 5, 8))) == 300.0
