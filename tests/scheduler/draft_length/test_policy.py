@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from random import Random
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.goodput import SHARES
-from scheduler.draft_length.policy import DraftPolicy, StepPlan, row_draft_len
+from scheduler.draft_length.policy import DraftPolicy, row_draft_len
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -21,128 +18,20 @@ from scheduler.messages import (
     PrefillTiming,
     ReplicaSpec,
     Request,
-    RowResult,
     SamplingParams,
     StepResult,
-    StepRow,
     StepTimes,
-    StepTiming,
 )
-from scheduler.state.sequence import Answer, Sequence
-
-LENGTH = 100
-
-
-class LinearCost(NamedTuple):
-    """Seconds: once, per token and per KV position."""
-
-    fixed_s: float
-    token_s: float = 0.0
-    kv_s: float = 0.0
-
-    def __call__(self, tokens: float, kv: float) -> float:
-        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
-
-
-class Pair:
-    """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
-
-    def __init__(self, draft: LinearCost, verify: LinearCost, acceptance: float) -> None:
-        self.draft, self.acceptance = draft, acceptance
-        self.verify: Callable[[int, int], float] = verify
-        self.rng = Random(0)
-
-    def step_s(self, rows: int, draft_len: int) -> float:
-        kv = rows * (LENGTH + draft_len)
-        return self.verify(rows * (draft_len + 1), kv) + draft_len * self.draft(rows, kv)
-
-    def goodput(self, rows: int, draft_len: int) -> float:
-        expected = sum(self.acceptance**j for j in range(draft_len + 1))
-        return rows * expected / self.step_s(rows, draft_len)
-
-    def timings(self) -> tuple[StepTiming, ...]:
-        return tuple(
-            StepTiming(
-                rows,
-                draft_len,
-                rows * (LENGTH + draft_len),
-                draft_len * self.draft(rows, rows * (LENGTH + draft_len)),
-                self.verify(rows * (draft_len + 1), rows * (LENGTH + draft_len)),
-                1e-6,
-            )
-            for rows in (1, 4, 16)
-            for draft_len in (0, 2, 8)
-        )
-
-    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Batch, StepResult]:
-        results = []
-        for row in rows:
-            tried, accepted = [0] * plan.draft_len, [0] * plan.draft_len
-            for _ in range(plan.steps):
-                for at in range(plan.draft_len):
-                    tried[at] += 1
-                    if self.rng.random() >= self.acceptance:
-                        break
-                    accepted[at] += 1
-            drafted = plan.steps * plan.draft_len
-            new = (1,) * (plan.steps + sum(accepted))
-            results.append(
-                RowResult(row.id, new, plan.steps, drafted, tuple(accepted), tuple(tried))
-            )
-        kv = len(rows) * (LENGTH + plan.draft_len)
-        draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
-        verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
-        batch = Batch(
-            1,
-            "r",
-            BatchKind.SPECULATE,
-            rows=tuple(StepRow(row.id, LENGTH, plan.draft_len, 99) for row in rows),
-            draft_len=plan.draft_len,
-            steps=plan.steps,
-        )
-        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
-        return batch, StepResult(
-            1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
-        )
-
-    def turn(
-        self,
-        policy: DraftPolicy,
-        rows: list[Sequence],
-        batches: int,
-        steps_most: int = 1,
-        trip_s: float | None = None,
-    ) -> tuple[float, int]:
-        """Time and tokens of so many batches of these rows."""
-        seconds, tokens = 0.0, 0
-        for _ in range(batches):
-            batch, result = self.answer(rows, policy.plan("r", rows, steps_most))
-            policy.observe(batch, result, answers(rows, result), trip_s)
-            seconds += result.times.total_s
-            tokens += sum(len(row.tokens) for row in result.rows)
-        return seconds, tokens
-
-
-def answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
-    return list(zip(rows, result.rows, strict=True))
-
-
-def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
-    prompt = (1,) * LENGTH
-    return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
-
-
-def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> DraftPolicy:
-    """A policy that knows the pair's times, or nothing."""
-    policy = DraftPolicy(SchedulerConfig(trim_drafts=trims, **settings))
-    timings = pair.timings() if pair else ()
-    spec = ReplicaSpec(1000, 16, 10_000, 100, timings=timings, trims_drafts=trims)
-    policy.joined("r", spec)
-    return policy
-
-
-CHEAP = LinearCost(1e-3, 1e-5, 1e-8)
-TARGET = LinearCost(10e-3, 3e-4, 1e-7)
+from scheduler.state.sequence import Sequence
+from tests.scheduler.draft_length.pair import (
+    CHEAP,
+    TARGET,
+    LinearCost,
+    Pair,
+    answers,
+    policy_for,
+    rows_of,
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -168,25 +57,6 @@ def test_the_draft_length_comes_to_the_greatest_goodput(
         pair.turn(policy, rows, 1)
         chosen.append(pair.goodput(count, policy.estimates("r").draft_len))
     assert sum(chosen) / len(chosen) >= (0.92 if count > 1 else 0.88) * best
-
-
-@pytest.mark.parametrize("tile", [16, 32, 64])
-@pytest.mark.parametrize("acceptance", [0.75, 0.85])
-def test_a_verification_that_takes_whole_tiles_is_filled_up(tile: int, acceptance: float) -> None:
-    """Of 8 rows k = 1, 3 and 7 end at a tile: more tokens than with the draft length before them,
-    in the same time. A straight line through the times has it that all tokens cost alike."""
-    bound = LinearCost(10e-3, 1e-3, 1e-7)
-    pair = Pair(CHEAP, bound, acceptance)
-    pair.verify = lambda tokens, kv: bound(tile * -(-tokens // tile), kv)
-    policy = policy_for(pair)
-    rows = rows_of(8)
-    pair.turn(policy, rows, 200)
-    reached = []
-    for _ in range(200):
-        pair.turn(policy, rows, 1)
-        reached.append(pair.goodput(8, policy.estimates("r").draft_len))
-    best = max(pair.goodput(8, draft_len) for draft_len in range(9))
-    assert sum(reached) / len(reached) >= 0.95 * best
 
 
 @pytest.mark.parametrize("times", [1.5, 3.0, 10.0])

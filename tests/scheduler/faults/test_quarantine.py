@@ -135,21 +135,14 @@ def test_rows_that_nobody_suspects_step_between_any_two_batches_of_suspects() ->
     assert 4 <= sum(alone) < len(alone) <= 60, "suspects come in, in turns with the others"
 
 
-def test_a_row_that_failed_alone_goes_to_another_replica() -> None:
+@pytest.mark.parametrize(("context_len", "goes"), [(512, "s"), (50, "r")])
+def test_a_row_that_failed_alone_goes_to_another_replica_if_one_could_hold_it(
+    context_len: int, goes: str
+) -> None:
     hand = crowd(1)
-    hand.join("s")
-    (batch,) = hand.in_flight()
-    hand.fail(batch)
-    assert not hand.in_flight("r")
-    assert rows_of(hand.in_flight("s")[0]) == ["q0"]
-
-
-def test_a_row_that_failed_alone_stays_if_no_other_replica_could_hold_it() -> None:
-    hand = crowd(1)
-    hand.join("s", context_len=50)
-    (batch,) = hand.in_flight()
-    hand.fail(batch)
-    assert rows_of(hand.in_flight("r")[0]) == ["q0"]
+    hand.join("s", context_len=context_len)
+    hand.fail(hand.in_flight()[0])
+    assert [name for name in "rs" if hand.in_flight(name)] == [goes]
 
 
 def test_nothing_goes_beside_a_batch_of_suspects() -> None:
@@ -194,6 +187,7 @@ def test_a_replica_that_leaves_by_itself_blames_nobody() -> None:
     hand = crowd(4)
     hand.lose(by_batch=False)
     assert not any(one.quarantined or one.record.failures for one in hand.sequences())
+    assert hand.records == {}
 
 
 def test_a_token_clears_a_suspect() -> None:
@@ -357,9 +351,3 @@ def test_what_came_since_the_last_word_clears_a_request_in_another_pool_as_in_it
         for name in ("failures", "deaths", "kills", "rows_limit"):
             assert getattr(moved.record, name) == getattr(stayed.record, name), (tokens, name)
         assert (moved.record.failures == 0) == (tokens > 0)
-
-
-def test_a_request_that_broke_nothing_comes_without_blame() -> None:
-    hand = crowd(2)
-    hand.lose(by_batch=False)
-    assert hand.records == {}
