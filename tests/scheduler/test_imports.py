@@ -1,5 +1,7 @@
-"""Proves that the core is pure: no clock, no environment, no chance of its own. That it brings along
-no Ray, tensors or network is import-linter's to prove."""
+"""Proves that the core is pure: no clock, no environment, no chance of its own.
+
+That it brings along no Ray, tensors or network is import-linter's to prove.
+"""
 
 from __future__ import annotations
 
