@@ -73,7 +73,6 @@ bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
 	$(BIN)/python -m benchmarks.engine --threads 2 --hopeless-rounds 9 --json $(RESULTS)/engine.json
 	$(CLUSTER) --parts real --in-flight 1 16 --requests-per-client 4 --rounds 3
 	$(CLUSTER) --parts synthetic --in-flight 16 64 --rounds 3
-	$(CLUSTER) --parts synthetic --in-flight 16 64 --requests-per-client 4 --synthetic-replicas 4 --through-ray
 	$(CLUSTER) --parts pools
 	$(MAKE) --no-print-directory bench-scheduler
 	$(BIN)/python -m benchmarks.adaptive --json $(RESULTS)/adaptive.json

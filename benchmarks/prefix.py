@@ -64,14 +64,14 @@ def serve(
         if output.first_token_s is not None
     ]
     assert len(waits) == len(requests), "every request gets tokens"
-    (status,) = engine.scheduler.snapshot().replicas
+    figures = engine.scheduler.snapshot().figures
     return Round(
         sharing=replica.spec.prefix_sharing,
         tokens_per_s=sum(len(output.tokens) for output in outputs) / elapsed_s,
         first_token_p50_s=median(waits),
         first_token_p95_s=quantiles(waits, n=20)[-1],
-        prefill_tokens=status.prefill_tokens,
-        reused_tokens=status.reused_tokens,
+        prefill_tokens=figures.prefill_tokens,
+        reused_tokens=figures.reused_tokens,
         outputs=[output.tokens for output in outputs],
     )
 

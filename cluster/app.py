@@ -34,11 +34,13 @@ from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.garbage import collect_seldom
 from cluster.pool.protocol import silence_s
-from cluster.pool.ray_pool import PoolProcess, RayPool, log_to_stderr, stop_pools, this_process
+from cluster.pool.ray_pool import RayPool, log_to_stderr, open_pool, this_process
+from cluster.pool.stopping import stop_pools
 from cluster.serve_app import ServeApp, began_ray_here
 from cluster.worker.loading import UP, stage, tell_of_weights
-from cluster.worker.ranks import RankProcess, RayRank, bundles, host_of
-from cluster.worker.worker import HostedReplica, ReplicaRunner
+from cluster.worker.ranks import RankProcess, RayRank, host_of
+from cluster.worker.resources import gpus_of, placement, replica_config, sharing_gpus
+from cluster.worker.worker import HostedReplica, Worker
 from replicas.config import ReplicaConfig
 from scheduler.scaling import shard_of_rank
 
@@ -89,36 +91,9 @@ def _start_rank(group: PlacementGroup, config: ReplicaConfig, rank: int, address
     return RayRank(actor, actor.follow.remote(config, rank, address))
 
 
-# --------------------------------------------------------------------------- the pool
-
-
-def pool_opener(config: ClusterConfig, name: str) -> Callable[[], ActorHandle]:
-    """Finds the actor of a shard, or creates it. It outlives its creator and leaves when idle."""
-
-    def open_actor() -> ActorHandle:
-        actor: ActorHandle = (
-            ray.remote(PoolProcess)
-            .options(
-                name=name,
-                namespace=config.pool.namespace,
-                get_if_exists=True,
-                lifetime="detached",
-                max_restarts=-1,
-                max_task_retries=0,
-                num_cpus=0,
-                # Not in the placement group of a replica that happens to create it.
-                scheduling_strategy="DEFAULT",
-            )
-            .remote(config)
-        )
-        return actor
-
-    return open_actor
-
-
 def ray_pools(config: ClusterConfig) -> list[RayPool]:
     """One per shard."""
-    return [RayPool(pool_opener(config, name), config.pool.line) for name in config.pool_names]
+    return [RayPool(functools.partial(open_pool, config, name)) for name in config.pool_names]
 
 
 # --------------------------------------------------------------------------- deployments
@@ -130,35 +105,35 @@ class ReplicaDeployment:
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
         log_to_stderr()
         stage("starts its process")
-        replica_config = _replica_config(config)
+        own = replica_config(config)
         context = serve.get_replica_context()
         self._shards = config.pool.shards
-        self._runner = ReplicaRunner(
+        self._worker = Worker(
             config,
-            lambda: load(replica_config),
+            lambda: load(own),
             ray_pools(config),
             name=context.replica_id.unique_id,
             process=this_process(),
             shard=shard_of_rank(context.rank.rank, self._shards),
         )
-        await self._runner.start()
+        await self._worker.start()
         stage(UP)
         # A look at all that torch and the models brought along would hold up a step for 0.2 s.
         collect_seldom()
 
     def reconfigure(self, _user_config: None, rank: ReplicaRank) -> None:
         """Serve keeps the ranks without gaps, and calls this when ours changes."""
-        self._runner.move_to(shard_of_rank(rank.rank, self._shards))
+        self._worker.move_to(shard_of_rank(rank.rank, self._shards))
 
     def check_health(self) -> None:
-        self._runner.check()
+        self._worker.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"tokens_committed": float(self._runner.tokens_committed)}
+        return {"tokens_committed": float(self._worker.tokens_committed)}
 
     async def __del__(self) -> None:
-        if hasattr(self, "_runner"):
-            await self._runner.close()
+        if hasattr(self, "_worker"):
+            await self._worker.close()
 
 
 class IngressDeployment(GrpcApi):
@@ -202,21 +177,21 @@ def build_app(
     """The application for a validated config; what a replica hosts can be replaced."""
     actors = config.actors
     quiet = {"enable_access_log": False}
-    gpus = _gpus(config)
+    gpus = gpus_of(config)
     replicas = serve.deployment(
         ReplicaDeployment,
         name=_REPLICA,
         num_replicas=None if config.autoscaling else config.replicas,
         autoscaling_config=serve_autoscaling(config),
         ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": gpus},
-        **_placement(config, gpus),
+        **placement(config, gpus),
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
         # Whoever is killed in the middle of a batch counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=quiet,
-    ).bind(_sharing_gpus(config, gpus), load)
+    ).bind(sharing_gpus(config, gpus), load)
     return serve.deployment(
         serve.ingress()(IngressDeployment),
         name="ingress",
@@ -358,49 +333,3 @@ class ClusterRun:
         if self._connected:
             ray.shutdown()
         self._connected = self._began_ray = self._began_serve = False
-
-
-def _gpus(config: ClusterConfig) -> float:
-    """What a replica, or each of its ranks, asks of Ray: no two load onto one GPU by accident."""
-    if config.actors.replica_gpus is not None:
-        return config.actors.replica_gpus
-    if config.replica.device != "auto":
-        # Who names a GPU by its number places the replicas himself.
-        return 1.0 if config.replica.device == "cuda" else 0.0
-    gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
-    if not gpus:
-        return 0.0
-    if config.replica.tensor_parallel > 1:
-        return 1.0
-    # A share must fit on one GPU; Ray counts in steps of 1/10000.
-    replicas_per_gpu = -(-config.replicas_max // gpus)
-    return (10_000 // replicas_per_gpu) / 10_000
-
-
-def _placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
-    """Serve's options for a replica of several ranks: a placement group for all of them."""
-    ranks = config.replica.tensor_parallel
-    if ranks == 1:
-        return {}
-    return {
-        "placement_group_bundles": bundles(ranks, config.actors.replica_cpus, gpus),
-        "placement_group_strategy": config.actors.ranks_strategy,
-    }
-
-
-def _sharing_gpus(config: ClusterConfig, gpus: float) -> ClusterConfig:
-    """The first of several replicas on one GPU must leave the others their part of its memory."""
-    if not 0 < gpus < 1 or config.replica.gpu_share is not None:
-        return config
-    replica = config.replica.model_copy(update={"gpu_share": gpus})
-    return config.model_copy(update={"replica": replica})
-
-
-def _replica_config(config: ClusterConfig) -> ReplicaConfig:
-    """Replicas of one machine share its cores; Ray would give each of them a single thread."""
-    replica = config.planned_replica
-    if replica.torch_threads is not None:
-        return replica
-    processes = config.replicas_max * replica.tensor_parallel
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    return replica.model_copy(update={"torch_threads": threads})

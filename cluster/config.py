@@ -58,13 +58,8 @@ class PoolConfig(_Settings):
         "a lost node for 15 s before it starts the pool anew elsewhere.",
     )
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
-    line: bool = Field(
-        True,
-        description="Batches and news take a connection of their own between the processes, on a "
-        "port that the system draws; where it cannot be opened, and with false, Ray's calls.",
-    )
     lease_s: float = Field(
-        3.0, gt=0, description="Silence after which a replica or an ingress counts as lost."
+        3.0, gt=0, description="Silence after which a replica or a frontend counts as lost."
     )
     poll_s: float = Field(1.0, gt=0, description="Longest wait of one poll; below lease_s.")
     probe_s: float = Field(
@@ -80,7 +75,9 @@ class PoolConfig(_Settings):
         description="How often deadlines and leases are checked; at most a quarter of lease_s.",
     )
     gather_ms: float = Field(
-        25.0, ge=0, description="How long news that is not urgent may wait for more of it."
+        25.0,
+        ge=0,
+        description="How long token updates that are not urgent may wait for more of them.",
     )
     idle_exit_s: float = Field(
         60.0, gt=0, description="The actor leaves when nobody has talked to it for so long."

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Protocol
 
 from scheduler.config import SchedulerConfig
+from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import (
     Action,
@@ -53,6 +54,10 @@ class Output:
     """What one request has received so far."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each of the tokens, where it was asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token of the prompt but the first."""
     reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
     message: str = ""
@@ -141,10 +146,13 @@ class LocalEngine:
                 self._batches.append(batch)
             case Release(_, sequence_ids):
                 self._runner.release(sequence_ids)
-            case Emit(request_id, start, tokens):
+            case Emit(request_id, start, (), extras):
+                self.outputs[request_id].prompt_logprobs[start : start + len(extras)] = extras
+            case Emit(request_id, start, tokens, extras):
                 output = self.outputs[request_id]
                 assert start == len(output.tokens), "tokens come in order, none twice"
                 output.tokens.extend(tokens)
+                output.logprobs.extend(extras)
                 output.first_token_s = output.first_token_s or now_s
             case Finish(request_id, reason, usage, message):
                 output = self.outputs[request_id]

@@ -34,15 +34,15 @@ class NotFinite(ArithmeticError):
 
 
 class RowHooks(Protocol):
-    """What a request adds to choosing, on the host: a function of the row's own tokens."""
+    """What requests add to choosing, on the host: a function of the row's own tokens."""
 
-    def masks(self, row: int, draft: Sequence[int]) -> torch.Tensor | None:
-        """What is added to the row's logits, [1 + len(draft), vocab]: at place j the row's content
-        is followed by the first j draft tokens. None: nothing."""
+    def adjust(self, row: int, draft: Sequence[int], logits: torch.Tensor) -> None:
+        """Change the row's logits, [1 + len(draft), vocab], in place: those of place j follow its
+        content and the first j draft tokens."""
         ...
 
-    def committed(self, row: int, tokens: Sequence[int], accepted: int) -> None:
-        """The row has committed these tokens; draft tokens beyond `accepted` are rolled back."""
+    def committed(self, row: int, tokens: Sequence[int]) -> None:
+        """The row commits these tokens, which are not in its content yet."""
         ...
 
 
@@ -80,19 +80,18 @@ class Outcome:
 
 
 def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
-    """Propose, mask, verify, choose, commit, advance."""
+    """Propose, verify, let requests adjust the logits, choose, commit, advance."""
     proposal = _propose(target, drafter, rows, watch)
     k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
     last = [content[-1] for content in rows.contents]
     tokens = torch.tensor(last, device=rows.table.device)[None]
     tokens = torch.cat((tokens, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
-    masks = _masks(rows, proposal)
     starts = [len(content) - 1 for content in rows.contents]
     layout = target.backend.step_layout(rows.table, starts, k + 1)
     cells = _cells(rows, proposal)
     window = layout.window(0, k + 1) if cells is None else layout.some(cells)
     choosing = _choosing(rows.sampling, layout.positions, cells, target.vocab)
-    chosen, taps = _verify(target, drafter, tokens, window, cells, choosing, masks, watch)
+    chosen, taps = _verify(target, drafter, rows, proposal, tokens, window, cells, choosing, watch)
     outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
     if drafter is not None:
         seen = _seen(rows, outcome, k, cells, taps)
@@ -102,10 +101,8 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
         else:
             drafter.observe(seen)
     if rows.hooks is not None:
-        for row, (new, accepted) in enumerate(
-            zip(outcome.committed, outcome.accepted, strict=True)
-        ):
-            rows.hooks.committed(row, new, accepted)
+        for row, new in enumerate(outcome.committed):
+            rows.hooks.committed(row, new)
     return outcome
 
 
@@ -141,20 +138,20 @@ def _whole(proposal: Proposal, draft_lens: Sequence[int]) -> Proposal:
     return Proposal(pad(proposal.tokens, (0, 0, 0, missing)), draft_lens)
 
 
-def _masks(rows: StepRows, proposal: Proposal) -> torch.Tensor | None:  # [rows, 1 + k, vocab]
-    if rows.hooks is None:
-        return None
-    drafts = proposal.tokens.t().tolist()
+def _adjust(
+    hooks: RowHooks,
+    proposal: Proposal,
+    cells: Selection | None,
+    logits: torch.Tensor,  # [tokens of the check, vocab], row by row
+) -> None:
+    """Let requests change the logits of their rows."""
     k = proposal.tokens.shape[0]
-    whole: torch.Tensor | None = None
-    for row, draft in enumerate(drafts):
-        mask = rows.hooks.masks(row, draft)
-        if mask is None:
-            continue
-        if whole is None:
-            whole = mask.new_zeros((len(drafts), 1 + k, mask.shape[-1]))
-        whole[row] = mask
-    return None if whole is None else whole.to(rows.table.device)
+    seen = proposal.lens if cells is None else cells.seen.tolist()
+    first = 0
+    for row, draft in enumerate(proposal.tokens.t().tolist()):
+        checked = min(proposal.lens[row], seen[row])
+        hooks.adjust(row, draft[:checked], logits[first : first + 1 + checked])
+        first += 1 + (k if cells is None else seen[row])
 
 
 def _cells(rows: StepRows, proposal: Proposal) -> Selection | None:
@@ -186,11 +183,12 @@ def _choosing(
 def _verify(
     target: Model,
     drafter: Drafter | None,
+    rows: StepRows,
+    proposal: Proposal,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
     window: Layout,
     cells: Selection | None,
     choosing: tuple[SamplingBatch, torch.Tensor | None],
-    masks: torch.Tensor | None,  # [rows, 1 + k, vocab]
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
@@ -201,9 +199,8 @@ def _verify(
     with watch.section("verify"):
         out = target.forward(flat, window, wants)
     assert out.logits is not None
-    if masks is not None:
-        masks = masks.flatten(0, 1) if cells is None else masks.flatten(0, 1)[cells.cells]
-        out.logits += masks
+    if rows.hooks is not None:
+        _adjust(rows.hooks, proposal, cells, out.logits)
     sampling, noise = choosing
     logits = out.logits.view(count, width, -1) if cells is None else out.logits[:, None]
     picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)

@@ -15,21 +15,24 @@ import torch
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel, buckets
+from replicas.decoding import DecodingRows, Grammars
+from replicas.decoding.tokens import load_grammars
 from replicas.drafters import Drafter, Seen
 from replicas.drafters.load import load_drafter
-from replicas.eqspec import RowHooks, StepRows, step
+from replicas.eqspec import StepRows, step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, root_key
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.memory.measure import measured_passes
 from replicas.models.build import build
-from replicas.models.paged_model import Model, PagedModel
+from replicas.models.paged_model import Model, Output, PagedModel, Wants
 from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.models.prefill import fill
 from replicas.resident import Resident, Tally
 from replicas.sampling.choice import sampling_batch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
+from scheduler.decoding import TokenLogprobs
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -43,6 +46,8 @@ from scheduler.messages import (
 
 PREFIX_GAIN_TOKENS = {"cpu": 48, "cuda": 2048}
 """Tokens of a prefill that a shared prefix must spare before it is worth a pass of its own."""
+LOGITS_MOST = 256
+"""Tokens of a pass whose logits are wanted: they take far more memory than all else of it."""
 
 
 class Replica:
@@ -85,8 +90,8 @@ class Replica:
             self._target = GraphedModel(target, plan.work.rows, widths, taps)
         self.broken: Exception | None = None
         """One device breaks with its process."""
-        self.hooks: RowHooks | None = None
-        """What requests add to choosing, if anything."""
+        self.grammars: Grammars | None = None
+        """Of the target's tokens; None: no request may have a grammar."""
         self.spec = ReplicaSpec(
             kv_blocks=blocks,
             block_size=config.block_size,
@@ -113,6 +118,7 @@ class Replica:
         files = read_pair(config)
         check_memory(config, files, resolve_device(config.device))
         replica = cls(load_pair(config, files), config)
+        replica.grammars = load_grammars(config, replica.spec.embedding_size)
         if config.calibrate:
             replica.spec = calibrated(replica, *replica.planned)
         return replica
@@ -182,12 +188,13 @@ class Replica:
         start = perf_counter()
         watch = Stopwatch(self._device)
         begins: dict[str, int] = {}
+        told: dict[str, list[TokenLogprobs]] = {}
         try:
             for rows in self._waves(batch.prefill):
                 ids = [row.sequence_id for row in rows]
                 ranges = [self._range(row) for row in rows]
                 with watch.section("prefill"):
-                    self._fill(ids, ranges)
+                    self._fill(ids, ranges, told)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 for sequence_id, (begin, end) in zip(ids, ranges, strict=True):
@@ -202,7 +209,11 @@ class Replica:
             batch_id=batch.id,
             replica_id=batch.replica_id,
             rows=tuple(
-                RowResult(row.sequence_id, reused=begins[row.sequence_id] if row.tokens else 0)
+                RowResult(
+                    row.sequence_id,
+                    reused=begins[row.sequence_id] if row.tokens else 0,
+                    extras=tuple(told.get(row.sequence_id, ())),
+                )
                 for row in batch.prefill
             ),
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
@@ -252,9 +263,11 @@ class Replica:
             sampling=row.sampling,
             stop_token_ids=frozenset(row.stop_token_ids),
             chain=chain,
+            decoding=row.decoding,
         )
         found = 0
-        if self._shared is not None:
+        # What is told of the prompt is computed with it.
+        if self._shared is not None and not resident.tells_of_prompt:
             keys = chain.keys(row.tokens, resident.settled // block_size)
             found = self._shared.adopt(row.sequence_id, keys) * block_size
         resident.to_fill = len(row.tokens) - 1 - found
@@ -288,28 +301,34 @@ class Replica:
     def _frozen(self, sequence_id: str) -> int:
         return 0 if self._shared is None else self._shared.frozen(sequence_id)
 
-    def _fill(self, ids: list[str], ranges: list[TokenRange]) -> None:
-        """Fill the target's cache, and show the drafter what was filled."""
+    def _fill(
+        self, ids: list[str], ranges: list[TokenRange], told: dict[str, list[TokenLogprobs]]
+    ) -> None:
+        """Fill the target's cache, show the drafter what was filled, and add to `told` what rows
+        want to be told of their prompts."""
         for sequence_id, (begin, _) in zip(ids, ranges, strict=True):
             assert begin >= self._frozen(sequence_id), f"{sequence_id}: would write shared blocks"
-        contents = [self._residents[sequence_id].content for sequence_id in ids]
+        residents = [self._residents[sequence_id] for sequence_id in ids]
+        contents = [resident.content for resident in residents]
         table = self._blocks.table(ids, self._device)
-        drafter = self._drafter
+        drafter, most = self._drafter, self._work.pass_tokens
+        tells = any(resident.tells_of_prompt for resident in residents)
 
-        def seen(rows: list[int], parts: list[TokenRange], taps: list[torch.Tensor]) -> None:
-            assert drafter is not None
-            some = [ids[row] for row in rows], [contents[row] for row in rows]
-            drafter.observe(Seen(*some, parts, table[rows], taps=taps))
+        def filled(rows: list[int], parts: list[TokenRange], out: Output) -> None:
+            if drafter is not None:
+                some = [ids[row] for row in rows], [contents[row] for row in rows]
+                drafter.observe(Seen(*some, parts, table[rows], taps=out.taps))
+            first = 0
+            for row, (begin, end) in zip(rows, parts, strict=True) if tells else ():
+                assert out.logits is not None
+                logits = out.logits[first : first + end - begin]
+                told.setdefault(ids[row], []).extend(residents[row].prompt_logprobs(logits, begin))
+                first += end - begin
 
-        fill(
-            self._target,
-            contents,
-            ranges,
-            table,
-            self._work.pass_tokens,
-            () if drafter is None else drafter.taps,
-            None if drafter is None else seen,
-        )
+        taps = () if drafter is None else drafter.taps
+        if tells:
+            most = min(most, LOGITS_MOST)
+        fill(self._target, contents, ranges, table, most, Wants(logits=tells, taps=taps), filled)
 
     # ------------------------------------------------------------------ speculate
 
@@ -327,7 +346,10 @@ class Replica:
             whole=batch.verify_tokens is not None,
         )
         own = read = done = 0
+        hooks: DecodingRows | None = None
         try:
+            if any(resident.decoding is not None for resident in rows):
+                hooks = DecodingRows([resident.row_state(self.grammars) for resident in rows])
             for done in range(1, batch.steps + 1):  # noqa: B007, the count outlives the loop
                 caps = [
                     min(row.draft_len, resident.tokens_left - 1) if batch.verify_tokens != 0 else 0
@@ -343,7 +365,7 @@ class Replica:
                     table,
                     batch.verify_tokens,
                     batch.trial,
-                    self.hooks,
+                    hooks,
                 )
                 outcome = step(self._target, self._drafter, of_step, watch)
                 read += outcome.positions_read
@@ -357,8 +379,7 @@ class Replica:
                     break
         except BaseException:
             for row, resident, tokens_left in zip(batch.rows, rows, before, strict=True):
-                del resident.content[row.length :]
-                resident.tokens_left = tokens_left
+                resident.roll_back(row.length, tokens_left)
             if self._drafter is not None:
                 self._drafter.rollback(ids, [row.length for row in batch.rows])
             raise
@@ -373,8 +394,11 @@ class Replica:
                     draft_tokens=tally.draft_tokens,
                     accepted_at=tally.accepted_at(batch.draft_len),
                     tried_at=tally.tried_at(batch.draft_len),
+                    extras=() if hooks is None else tuple(hooks.told[index]),
                 )
-                for row, resident, tally in zip(batch.rows, rows, tallies, strict=True)
+                for index, (row, resident, tally) in enumerate(
+                    zip(batch.rows, rows, tallies, strict=True)
+                )
             ),
             steps=done,
             times=StepTimes(

@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import torch
+
+from replicas.decoding import Grammars, RowState, token_logprobs
 from replicas.kv_cache import Chain
+from scheduler.decoding import Decoding, TokenLogprobs
 from scheduler.messages import SamplingParams
 
 
@@ -23,6 +27,9 @@ class Resident:
     stop_token_ids: frozenset[int]
     chain: Chain
     """Keys of its blocks."""
+    decoding: Decoding | None = None
+    state: RowState | None = None
+    """What `decoding` makes of the content; None: not made yet."""
     to_fill: int = 0
     """KV positions that prefill batches are still to fill; 0 before any step."""
 
@@ -31,6 +38,36 @@ class Resident:
         """Positions before all that a step may write: a drafter may begin one before the last
         token."""
         return max(len(self.content) - 2, 0)
+
+    @property
+    def tells_of_prompt(self) -> bool:
+        """Whether the request wants to be told of its prompt."""
+        return self.decoding is not None and self.decoding.prompt_logprobs is not None
+
+    def prompt_logprobs(
+        self,
+        logits: torch.Tensor,  # [positions, vocab]
+        begin: int,
+    ) -> tuple[TokenLogprobs, ...]:
+        """What the request is told of its prompt, of the tokens after the positions from `begin`
+        on; nothing if it wants nothing."""
+        if self.decoding is None or self.decoding.prompt_logprobs is None:
+            return ()
+        end = min(begin + len(logits) + 1, self.decoding.prompt_tokens)
+        tokens = self.content[begin + 1 : end]
+        return token_logprobs(logits[: len(tokens)], tokens, self.decoding.prompt_logprobs)
+
+    def row_state(self, grammars: Grammars | None) -> RowState | None:
+        """None where the request asks for nothing."""
+        if self.decoding is not None and self.state is None:
+            self.state = RowState(self.decoding, self.content, self.stop_token_ids, grammars)
+        return self.state
+
+    def roll_back(self, length: int, tokens_left: int) -> None:
+        """Make it what it was when its content had this length."""
+        del self.content[length:]
+        self.tokens_left = tokens_left
+        self.state = None
 
     def commit(self, tokens: list[int]) -> None:
         """Append a step's tokens."""

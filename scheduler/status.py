@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.draft_length import CostEstimates, DraftPolicy
-from scheduler.messages import FinishReason, ReplicaSpec, StepTimes
-from scheduler.state import Pool, Replica
+from scheduler.messages import FinishReason, ReplicaSpec
+from scheduler.state import BatchFigures, Pool, Replica
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One replica; counts are sums since it joined."""
+    """One replica."""
 
     id: str
     spec: ReplicaSpec
-    draining: bool
-    residents: int
+    draining: bool = False
+    residents: int = 0
     """Sequences with reserved blocks: prefilling (or between two chunks), ready, stepping and
     leaving."""
-    batches_in_flight: int
-    kv_blocks_used: int
+    batches_in_flight: int = 0
+    kv_blocks_used: int = 0
     """Reserved blocks: what sequences own, and what is set aside for their next tokens."""
-    kv_blocks_total: int
-    batches: int
-    busy_s: float
-    """Time in which it ran batches; committed_tokens over this is what it commits under load."""
-    steps: int
-    row_steps: int
-    """Steps times rows; committed_tokens over this is the tokens per row and step."""
-    draft_tokens: int
-    accepted_tokens: int
-    committed_tokens: int
-    spread_mean: float
-    """Tokens between the longest and the shortest row of a batch, over its speculate batches."""
-    kv_positions_own: int
-    kv_positions_read: int
-    last_times: StepTimes
-    groups: int = 0
-    """Speculate batches answered, and the sum of their spreads in tokens."""
-    spread_sum: int = 0
-    prefill_tokens: int = 0
-    """KV positions that prefill batches computed, and those that sequences found when they came."""
-    reused_tokens: int = 0
+    figures: BatchFigures = field(default_factory=BatchFigures)
+    """Sums since it joined."""
     estimates: CostEstimates = field(default_factory=CostEstimates)
 
 
@@ -69,6 +50,16 @@ class PoolStatus:
     moved: int = 0
     recovered: int = 0
 
+    @property
+    def serving(self) -> int:
+        """Replicas that take sequences now."""
+        return sum(not replica.draining for replica in self.replicas)
+
+    @property
+    def figures(self) -> BatchFigures:
+        """Of the replicas that are known now, together."""
+        return sum((replica.figures for replica in self.replicas), BatchFigures())
+
 
 def pool_status(pool: Pool, rejected: int, now_s: float, policy: DraftPolicy) -> PoolStatus:
     """Takes O(replicas)."""
@@ -89,7 +80,6 @@ def pool_status(pool: Pool, rejected: int, now_s: float, policy: DraftPolicy) ->
 
 
 def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
-    figures = replica.figures
     return ReplicaStatus(
         id=replica.id,
         spec=replica.spec,
@@ -97,21 +87,6 @@ def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
         residents=len(replica.residents),
         batches_in_flight=len(replica.pipeline),
         kv_blocks_used=replica.blocks_used,
-        kv_blocks_total=replica.spec.kv_blocks,
-        batches=figures.batches,
-        busy_s=figures.busy_s,
-        steps=figures.steps,
-        row_steps=figures.row_steps,
-        draft_tokens=figures.draft_tokens,
-        accepted_tokens=figures.accepted_tokens,
-        committed_tokens=figures.committed_tokens,
-        spread_mean=figures.spread_sum / figures.groups if figures.groups else 0.0,
-        kv_positions_own=figures.kv_positions_own,
-        kv_positions_read=figures.kv_positions_read,
-        last_times=figures.last_times,
+        figures=replace(replica.figures),
         estimates=policy.estimates(replica.id),
-        groups=figures.groups,
-        spread_sum=figures.spread_sum,
-        prefill_tokens=figures.prefill_tokens,
-        reused_tokens=figures.reused_tokens,
     )

@@ -63,7 +63,6 @@ def main() -> None:
     parser.add_argument("--prefill-token-ms", type=float, default=0.03, help="the same")
     parser.add_argument("--acceptance", type=float, default=0.7, help="the same")
     parser.add_argument("--shards", type=int, default=1)
-    parser.add_argument("--through-ray", action="store_true", help="batches and news take no line")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads, everywhere")
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--draft", default="tiny")
@@ -79,11 +78,7 @@ def main() -> None:
                 "target": args.target,
                 "draft": args.draft,
                 "torch_threads": args.threads,
-                "pool": {
-                    "name": "cluster-benchmark",
-                    "shards": args.shards,
-                    "line": not args.through_ray,
-                },
+                "pool": {"name": "cluster-benchmark", "shards": args.shards},
                 "grpc_port": args.grpc_port,
                 "http_port": args.grpc_port + 1,
             }
@@ -96,9 +91,7 @@ def main() -> None:
     if args.json and args.json.exists():
         found = json.loads(args.json.read_text())
     print(machine())
-    settings = {
-        name: getattr(args, name) for name in ("new_tokens", "rounds", "shards", "through_ray")
-    }
+    settings = {name: getattr(args, name) for name in ("new_tokens", "rounds", "shards")}
     for part in args.parts:
         if part == "pools":
             found[part] = measure_pools(**POOLS)
@@ -113,8 +106,7 @@ def main() -> None:
                 entries += measure_real(config, args.prompts, *size)
         print(f"\n{part}\n{table(HEADER, rows_of(entries))}")
         own = {"speed": vars(speed)} if part == "synthetic" else {"threads": args.threads}
-        way = "_through_ray" * args.through_ray
-        way += f"_{args.shards}_shards" * (args.shards > 1)
+        way = f"_{args.shards}_shards" * (args.shards > 1)
         found[part + way] = {**settings, **own, "runs": entries}
     found.pop("machine", None)
     write_json(args.json, found)

@@ -1,10 +1,10 @@
 """What pool processes take of the CPU per batch and per request.
 
 The pools run in processes of their own, as their Ray actors do, but without Ray; they are reached
-over lines. This process is all replicas and one ingress. Where steps take no time, batches come as
-fast as two cores allow, and one core over the CPU time per batch is what one pool can give. Where
-they take some, each of several pools has the load that one has alone, and the busiest one's CPU
-time says how much more they give together, with a core for each.
+over the transport. This process is all replicas and one frontend. Where steps take no time, batches
+come as fast as two cores allow, and one core over the CPU time per batch is what one pool can
+give. Where they take some, each of several pools has the load that one has alone, and the busiest
+one's CPU time says how much more they give together, with a core for each.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from random import Random
 from typing import Any
 
@@ -24,51 +25,66 @@ from benchmarks.cluster.load import process_cpu_s
 from benchmarks.synthetic import Speed, SyntheticReplica
 from cluster.config import ClusterConfig, from_args
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import PoolPort
-from cluster.pool.shard_router import ShardLinks
-from cluster.transport.line import Door, Line, LineServer, connect
-from cluster.worker.worker import ReplicaRunner
+from cluster.pool.protocol import SIGNATURES, PoolPort
+from cluster.pool.shard_router import ShardRouter
+from cluster.transport.codec import Signature
+from cluster.transport.credentials import Key
+from cluster.transport.endpoint import Connection, Endpoint, Server, connect
+from cluster.worker.worker import Worker
 from scheduler.messages import ReplicaSpec, Request
 from scheduler.scaling import shard_of_rank
 from scheduler.simulation import reference_output
 
 SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)
 NEW_TOKENS = 128
-METHODS = ("join", "pull", "drain", "leave", "submit", "news", "part", "status")
+_RARE = {"rare": Signature(tuple[bytes], bytes)}
+"""What Ray carries in a cluster, pickled."""
 _HOST = "127.0.0.1"
 _ANSWER_S = 30.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 """The unit of CPU time; less than one is measured as none."""
 
 
-class LinePool:
-    """Implements PoolPort: every call takes the line."""
+class DirectPool:
+    """Implements PoolPort without Ray."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def __getattr__(self, method: str) -> Any:
         async def call(*args: Any) -> Any:
-            return await self._line.call(method, args, _ANSWER_S)
+            if method in SIGNATURES:
+                return await self._connection.call(method, args, _ANSWER_S)
+            rare = pickle.dumps((method, args))
+            return pickle.loads(await self._connection.call("rare", (rare,), _ANSWER_S))
 
         return call
 
 
-def host_pool(pipe: Connection, config: ClusterConfig) -> None:
-    """A process with one pool; says where it is and ends when it is asked anything."""
+def host_pool(pipe: Pipe, config: ClusterConfig) -> None:
+    """A process with one pool; is told a caller's key, says where it is, and ends when it is asked
+    anything more."""
 
     async def serve() -> None:
         actor = PoolActor(config)
-        server = LineServer({method: getattr(actor, method) for method in METHODS})
-        pipe.send(await server.door(_HOST))
+
+        async def rare(call: bytes) -> bytes:
+            method, args = pickle.loads(call)
+            return pickle.dumps(await getattr(actor, method)(*args))
+
+        methods = {method: getattr(actor, method) for method in SIGNATURES} | {"rare": rare}
+        server = Server({**SIGNATURES, **_RARE}, methods)
+        pipe.send(await server.endpoint(_HOST, pipe.recv()))
         await asyncio.to_thread(pipe.recv)
+        await server.close()
 
     uvloop.run(serve())
 
 
 async def drive(
     config: ClusterConfig,
-    doors: Sequence[Door],
+    key: Key,
+    endpoints: Sequence[Endpoint],
     pids: Sequence[int],
     replicas: int,
     requests: int,
@@ -77,9 +93,10 @@ async def drive(
     """Serves a part of the requests to warm up, then all; figures of the second time."""
     speed = Speed(step_s, step_s, start_s=0.0, acceptance=0.7)
     rng = Random(0)
-    pools: list[PoolPort] = [LinePool(await connect(door)) for door in doors]
-    runners = [
-        ReplicaRunner(
+    connections = [await connect(one, key, {**SIGNATURES, **_RARE}) for one in endpoints]
+    pools: list[PoolPort] = [DirectPool(connection) for connection in connections]
+    workers = [
+        Worker(
             config,
             lambda: SyntheticReplica(SPEC, speed),
             pools,
@@ -88,21 +105,21 @@ async def drive(
         )
         for rank in range(replicas)
     ]
-    for runner in runners:
-        await runner.start()
-    links = ShardLinks(pools, config.pool_names, "ingress", config.pool.poll_s)
-    links.start()
+    for worker in workers:
+        await worker.start()
+    router = ShardRouter(pools, config.pool_names, "frontend", config.pool.poll_s)
+    router.start()
     asked = [
         Request("", tuple(rng.randrange(SPEC.vocab_size) for _ in range(64)), NEW_TOKENS)
         for _ in range(requests)
     ]
     batches, cpu_s, seconds = [0] * len(pools), [0.0] * len(pools), 0.0
     for some in (asked[: requests // 4], asked):
-        while len((await links.status()).status.replicas) < replicas:
+        while len((await router.status()).status.replicas) < replicas:
             await asyncio.sleep(0.05)
         batches_before, cpu_before_s = await _batches(pools), [process_cpu_s(pid) for pid in pids]
         start = time.perf_counter()
-        lives = [links.submit(request, 600.0) for request in some]
+        lives = [router.submit(request, 600.0) for request in some]
         for live in lives:
             await live.ended.wait()
         seconds = time.perf_counter() - start
@@ -114,9 +131,11 @@ async def drive(
         for request, live in zip(some, lives, strict=True):
             expected, _ = reference_output(request, SPEC.vocab_size)
             assert tuple(live.tokens) == expected, "a wrong token"
-    await links.close()
-    for runner in runners:
-        await runner.close()
+    await router.close()
+    for worker in workers:
+        await worker.close()
+    for connection in connections:
+        await connection.close()
     return {
         "shards": len(pools),
         "replicas": replicas,
@@ -133,13 +152,14 @@ async def drive(
 
 async def _batches(pools: Sequence[PoolPort]) -> list[int]:
     views = [await pool.status() for pool in pools]
-    return [sum(replica.batches for replica in view.status.replicas) for view in views]
+    return [view.status.figures.batches for view in views]
 
 
 def measure_pool(shards: int, replicas: int, requests: int, step_s: float) -> dict[str, Any]:
     """Starts so many pool processes, serves the requests, ends them."""
     config = from_args({"pool": {"shards": shards, "lease_s": 30.0, "poll_s": 5.0}})
     context = multiprocessing.get_context("spawn")
+    key = Key()
     processes, pipes = [], []
     for _ in range(shards):
         pipe, theirs = context.Pipe()
@@ -148,9 +168,11 @@ def measure_pool(shards: int, replicas: int, requests: int, step_s: float) -> di
         processes.append(process)
         pipes.append(pipe)
     try:
-        doors = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(key.public_pem)
+        endpoints = [pipe.recv() for pipe in pipes]
         pids = [process.pid or 0 for process in processes]
-        return uvloop.run(drive(config, doors, pids, replicas, requests, step_s))
+        return uvloop.run(drive(config, key, endpoints, pids, replicas, requests, step_s))
     finally:
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.send(None)

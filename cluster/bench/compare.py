@@ -1,4 +1,4 @@
-"""The same prompts through several ways to generate, round by round, and who agreed with whom.
+"""The same prompts through several ways to generate, round by round, and which outputs agree.
 
 Machines are shared and their speed drifts, so the ways take turns and every ratio is one of the
 same round; the median of the rounds is reported with all of them.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from cluster.bench.transformers_runs import (
     ASSISTANCES,
@@ -17,9 +18,13 @@ from cluster.bench.transformers_runs import (
     DoesNotRun,
     Transformers,
 )
+from cluster.bench.workload import BenchError, Workload, engine_request
+from cluster.config import ClusterConfig
 from cluster.local_engine import LocalEngine, Runner
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request
+from scheduler.errors import InvalidRequest
+from scheduler.messages import ReplicaSpec, Request
+from scheduler.validation import check_request
 
 Way = Callable[[Sequence[Request]], list[list[int]]]
 """New tokens of each request, in the requests' batch. May raise DoesNotRun."""
@@ -76,6 +81,18 @@ class Comparison:
     ratios: tuple[Ratio, ...]
     left_out: str = ""
     """Which of the prompts are not compared, and why; a sentence."""
+
+    def said(self) -> str:
+        """What was compared, in sentences."""
+        parts = [
+            f"{self.prompts} prompts, {self.new_tokens} new tokens each, greedy, all in one"
+            " process, in turns. Identical: to transformers' generate at batch 1, in every round."
+        ]
+        if self.assistance:
+            parts.append(f"Assisted generation at its fastest setting: {self.assistance}.")
+        if self.left_out:
+            parts.append(f"{self.left_out}.")
+        return " ".join(parts)
 
 
 def take_turns(
@@ -231,3 +248,72 @@ def compare(
         contenders=contenders,
         ratios=tuple(each for each in ratios if each is not None),
     )
+
+
+# --------------------------------------------------------------------------- models, prompts
+
+
+def as_served(config: ClusterConfig, served: Any) -> ClusterConfig:
+    """The settings with the models of a replica (a `pb.ReplicaStatus`) where none were given."""
+    if served is None or not served.target:
+        return config
+    names = {"target": served.target, "draft": served.draft or None, "dtype": served.dtype}
+    given = config.replica.model_fields_set
+    missing = {name: value for name, value in names.items() if name not in given}
+    return config.model_copy(update={"replica": config.replica.model_copy(update=missing)})
+
+
+def check_comparable(config: ClusterConfig, served: Any, drawn: bool) -> None:
+    """Raises BenchError, before the load, where the prompts will be `drawn` from a vocabulary that
+    the models do not have, and what reading the models' settings raises."""
+    from replicas.models.pair import read_pair
+
+    files = read_pair(config.replica)
+    if drawn and served and files.vocab_size < served.vocab_size:
+        raise BenchError(
+            f"prompt_tokens: they are drawn from the server's {served.vocab_size} tokens, and"
+            f" {config.replica.target!r}, which is compared, has {files.vocab_size}"
+        )
+
+
+def that_fit(
+    requests: list[Request], config: SchedulerConfig, spec: ReplicaSpec
+) -> tuple[list[Request], str]:
+    """Those that such a replica can serve, and a sentence on the others if there are any.
+
+    Raises BenchError if it can serve none.
+    """
+    fit, why = [], ""
+    for request in requests:
+        try:
+            check_request(request, config, spec)
+        except InvalidRequest as error:
+            why = why or str(error)
+        else:
+            fit.append(request)
+    if not fit:
+        raise BenchError(f"no prompt can be compared: {why}")
+    left_out = len(requests) - len(fit)
+    return fit, f"{left_out} of {len(requests)} prompts are not compared: {why}" if why else ""
+
+
+def compare_config(
+    config: ClusterConfig,
+    models: Transformers,
+    replica: Any,
+    workload: Workload,
+    prompts: int,
+    rounds: int,
+    note: Callable[[str, int], None],
+) -> Comparison:
+    """On those of the first `prompts` that fit; `replica` None loads one."""
+    from cluster.frontend.target_text import TargetText
+    from replicas.replica import Replica
+
+    replica = replica or Replica.load(config.planned_replica)
+    text = TargetText.load(config.replica)
+    count = min(prompts, len(workload.prompts))
+    asked = [engine_request(workload, n, text.encode, ()) for n in range(count)]
+    fit, left_out = that_fit(asked, config.scheduler, replica.spec)
+    found = compare(replica, config.scheduler, models, fit, rounds, workload.draft_len, note)
+    return replace(found, left_out=left_out)

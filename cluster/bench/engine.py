@@ -75,12 +75,12 @@ def drive(
 
 def pool_sums(engine: LocalEngine) -> PoolSums:
     """What the engine's pool has counted so far."""
-    replicas = engine.scheduler.snapshot().replicas
+    figures = engine.scheduler.snapshot().figures
     return PoolSums(
-        groups=sum(replica.groups for replica in replicas),
-        spread_sum=sum(replica.spread_sum for replica in replicas),
-        kv_positions_own=sum(replica.kv_positions_own for replica in replicas),
-        kv_positions_read=sum(replica.kv_positions_read for replica in replicas),
+        groups=figures.step_batches,
+        spread_sum=figures.spread_sum,
+        kv_positions_own=figures.kv_positions_own,
+        kv_positions_read=figures.kv_positions_read,
     )
 
 

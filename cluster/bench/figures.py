@@ -230,18 +230,6 @@ def timeline(records: Iterable[Record], elapsed_s: float, bins: int) -> list[flo
     return [count / width_s for count in tokens]
 
 
-def histogram(values: Sequence[float], bins: int) -> list[tuple[float, float, int]]:
-    """(from, to, how many) in `bins` equal parts from 0 to the greatest value."""
-    most = max(values, default=0.0)
-    if most <= 0:
-        return []
-    width = most / bins
-    counts = [0] * bins
-    for value in values:
-        counts[min(int(value / width), bins - 1)] += 1
-    return [(n * width, (n + 1) * width, count) for n, count in enumerate(counts)]
-
-
 def _token_times(record: Record) -> Iterable[float]:
     if len(record.chunks) > 1:
         (first_s, first), (last_s, _) = record.chunks[0], record.chunks[-1]

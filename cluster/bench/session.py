@@ -16,11 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import compared
+from cluster.bench import compare
 from cluster.bench.arrivals import Arrivals, Closed, Extent
 from cluster.bench.figures import PoolSums, Record, summarise
-from cluster.bench.machine import machine
-from cluster.bench.report_json import Report
+from cluster.bench.report import Report, machine
 from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Lengths, Workload, engine_request, prompts_of
 from cluster.config import ClusterConfig
@@ -148,7 +147,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
             "draft": config.replica.drafting.model,
             "device": replica.spec.device,
             "dtype": config.replica.dtype,
-            "rows of a group": config.scheduler.rows_max,
+            "rows of a batch": config.scheduler.rows_max,
             "replicas": 1,
         },
     )
@@ -176,8 +175,8 @@ async def _through_cluster(
         replicas = list(status.replicas)
         first = replicas[0] if replicas else None
         if plan.compare:
-            config = _drafting(plan, compared.as_served(config, first))
-            compared.check_comparable(config, first, drawn=plan.prompt_tokens is not None)
+            config = _drafting(plan, compare.as_served(config, first))
+            compare.check_comparable(config, first, drawn=plan.prompt_tokens is not None)
         workload = plan.workload(
             first.target if first else "", min((r.vocab_size for r in replicas), default=0)
         )
@@ -213,7 +212,7 @@ async def _through_cluster(
                 "draft": first.draft if first else None,
                 "device": first.device if first else None,
                 "dtype": first.dtype if first else None,
-                "rows of a group": "as the server is set",
+                "rows of a batch": "as the server is set",
                 "replicas": None if closing is None else len(closing.replicas),
             },
             unanswered,
@@ -254,7 +253,7 @@ def _reports(
     )
     yield report
     try:
-        comparison = compared.run(
+        comparison = compare.compare_config(
             config,
             models or Transformers.load(config.replica),
             replica,

@@ -25,6 +25,11 @@ main = typer.Typer(
 )
 
 
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Ray's and Serve's lines here, not in a file.")
+]
+
+
 class PriorityName(StrEnum):
     """`protos`' classes, by name."""
 
@@ -54,9 +59,7 @@ def _main(
 @with_settings("", *ENGINE, "server", "auth")
 def serve(
     settings: Any,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Ray's and Serve's lines here, not in a file.")
-    ] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
     from cluster.frontend.admission.keys import read
@@ -213,13 +216,14 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
     grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC proxy.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP proxy.")] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Start a cluster, stream eight answers, compare them with plain decoding, stop everything."""
     from cluster.cli.demo import run_demo
 
     given = {"replicas": replicas, "grpc_port": grpc_port, "http_port": http_port}
     settings = from_args({name: value for name, value in given.items() if value is not None})
-    raise typer.Exit(run_demo(settings, max_new_tokens))
+    raise typer.Exit(run_demo(settings, max_new_tokens, verbose))
 
 
 main.command(cls=SectionedCommand)(bench)

@@ -12,15 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from cluster.cli.console import console
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, TooLittleMemory, Workload, pair_shape_of, plan_memory
 from replicas.models.pair import PairRefused, read_pair, resolve_device
 
-_NOTES = Console(stderr=True, highlight=False)
 _LENGTHS = (256, 1024, 8192, 65536)
 """Sequences of these lengths are counted, besides those of full context."""
 
@@ -43,21 +42,19 @@ def print_plan(config: ReplicaConfig, as_json: bool) -> int:
         device = _device(config)
         plan = plan_memory(config, pair_shape_of(read_pair(config), config), device, loaded=False)
     except TooLittleMemory as error:
-        _NOTES.print(str(error), soft_wrap=True)
+        console(stderr=True).print(str(error))
         if as_json:
             print(json.dumps({"fits": None, "least_bytes": error.least, "message": str(error)}))
         return 1
     except (PairRefused, OSError, ValueError) as error:
-        _NOTES.print(str(error), soft_wrap=True)
+        console(stderr=True).print(str(error))
         return 2
     if as_json:
         print(json.dumps(_as_dict(plan, config, device), indent=2))
         return 0
-    # Names and sizes belong on one line each, also where a terminal's width is unknown.
-    out = Console(highlight=False)
-    out.print(_table(plan, config, device))
-    for line in _what_fits(plan):
-        out.print(line, soft_wrap=True)
+    out = console()
+    for each in (_table(plan, config, device), *_what_fits(plan)):
+        out.print(each)
     return 0
 
 

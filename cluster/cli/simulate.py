@@ -184,7 +184,7 @@ def simulate(
     if json is not None:
         _write("--json", json, runs.to_json(described, results))
     if svg is not None:
-        _write("--svg", svg, runs.to_svg(results))
+        _write("--svg", svg, runs.picture(results))
     empty = [result for result in results if not result.figures.finished]
     for result in empty:
         typer.echo(f"{result.case.named()}: no request finished", err=True)

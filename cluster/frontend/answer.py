@@ -16,12 +16,12 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
-from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
 from cluster.pool.protocol import STOPPING
-from cluster.pool.shard_router import ShardLinks
+from cluster.pool.shard_router import ShardRouter
 from scheduler.messages import Finish, FinishReason, Request, Usage
 
 log = logging.getLogger("lockstep.frontend")
@@ -37,7 +37,7 @@ class _Sequence:
     """One sequence on its way."""
 
     index: int
-    live: LiveRequest
+    live: InFlightRequest
     text: TextStream
     taken: int
     """Tokens of `live` that the text has seen."""
@@ -55,7 +55,7 @@ class Answer:
         self,
         call: GenerateCall,
         arrived_s: float,
-        router: ShardLinks,
+        router: ShardRouter,
         meter: FrontendMeter,
         config: ClusterConfig,
         clock: Callable[[], float],
@@ -105,7 +105,7 @@ class Answer:
 
     def _log(
         self,
-        lives: Sequence[LiveRequest],
+        lives: Sequence[InFlightRequest],
         prompt_tokens: int,
         new_tokens: int,
         first_s: float,
@@ -250,7 +250,7 @@ class Answer:
             refusal=refusal,
         )
 
-    def _finish(self, live: LiveRequest) -> Finish:
+    def _finish(self, live: InFlightRequest) -> Finish:
         """What the pool said of a request that has ended. Raises Refused where it served none."""
         if live.unreachable:
             stopping = self._router.stopping.is_set()

@@ -9,9 +9,12 @@ from itertools import zip_longest
 
 from scheduler.messages import FailureRecord, Finish, Reject, Request, Usage
 
+_PROBATION_TOKENS = 64
+"""So many tokens on, a request is out of quarantine again; an event may bring as many."""
+
 
 @dataclass(slots=True, eq=False)
-class LiveRequest:
+class InFlightRequest:
     """An accepted request: what was delivered and whether it has ended."""
 
     request: Request
@@ -31,6 +34,8 @@ class LiveRequest:
     cancelled: bool = False
     record: FailureRecord = field(default_factory=FailureRecord)
     """What pools have found out about it; the next one is told."""
+    pool_failures: int = 0
+    """How many pools in a row have ended in an event of this request, without a new token."""
     recovered: int = 0
     earlier: dict[str, Usage] = field(default_factory=dict)
     """What it used in pools that it has left, by the id that it had there; empty figures while a
@@ -47,6 +52,18 @@ class LiveRequest:
     def tokens_left(self) -> int:
         """How many tokens it may still get."""
         return self.request.max_new_tokens - len(self.tokens)
+
+    def pool_failed(self) -> None:
+        """A pool has ended in an event of this request, perhaps among others: it runs alone until
+        it has come beyond that point."""
+        length = len(self.request.prompt) + len(self.tokens)
+        self.pool_failures = self.pool_failures + 1 if length <= self.record.broke_at else 1
+        self.record = replace(
+            self.record,
+            rows_limit=1,
+            broke_at=max(length, self.record.broke_at),
+            quarantined_until=max(length + _PROBATION_TOKENS, self.record.quarantined_until),
+        )
 
     def usage(self, last: Usage) -> Usage:
         """In all pools together, `last` being that of the one where it ended."""

@@ -183,66 +183,20 @@ class PoolMeter:
 
 def gauges(status: PoolStatus) -> dict[str, float]:
     """The gauges that a snapshot of the scheduler gives."""
-    totals = Totals.of(status)
+    blocks = sum(replica.spec.kv_blocks for replica in status.replicas)
+    used = sum(replica.kv_blocks_used for replica in status.replicas)
+    figures = status.figures
     return {
         "lockstep_waiting_requests": status.waiting,
         "lockstep_waiting_tokens": status.waiting_tokens,
         "lockstep_outstanding_tokens": status.outstanding_tokens,
         "lockstep_running_requests": status.live - status.waiting,
         "lockstep_replicas": len(status.replicas),
-        "lockstep_kv_blocks": totals.kv_blocks,
-        "lockstep_kv_blocks_free": totals.kv_blocks - totals.kv_blocks_used,
-        "lockstep_acceptance": totals.acceptance,
-        "lockstep_group_spread": totals.spread_mean,
+        "lockstep_kv_blocks": blocks,
+        "lockstep_kv_blocks_free": blocks - used,
+        "lockstep_acceptance": figures.acceptance,
+        "lockstep_group_spread": figures.spread_mean,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over the replicas that are known now."""
-
-    kv_blocks: int
-    kv_blocks_used: int
-    steps: int
-    row_steps: int
-    draft_tokens: int
-    accepted_tokens: int
-    committed_tokens: int
-    acceptance: float
-    """accepted_tokens / draft_tokens; 0 when nothing was drafted."""
-    spread_mean: float
-    """Longest minus shortest row of a group in tokens, weighted by the replicas' steps."""
-    groups: int
-    spread_sum: int
-    kv_positions_own: int
-    kv_positions_read: int
-    prefill_tokens: int
-    reused_tokens: int
-
-    @classmethod
-    def of(cls, status: PoolStatus) -> Totals:
-        replicas = status.replicas
-        steps = sum(replica.steps for replica in replicas)
-        draft = sum(replica.draft_tokens for replica in replicas)
-        accepted = sum(replica.accepted_tokens for replica in replicas)
-        spread = sum(replica.spread_mean * replica.steps for replica in replicas)
-        return cls(
-            kv_blocks=sum(replica.kv_blocks_total for replica in replicas),
-            kv_blocks_used=sum(replica.kv_blocks_used for replica in replicas),
-            steps=steps,
-            row_steps=sum(replica.row_steps for replica in replicas),
-            draft_tokens=draft,
-            accepted_tokens=accepted,
-            committed_tokens=sum(replica.committed_tokens for replica in replicas),
-            acceptance=accepted / draft if draft else 0.0,
-            spread_mean=spread / steps if steps else 0.0,
-            groups=sum(replica.groups for replica in replicas),
-            spread_sum=sum(replica.spread_sum for replica in replicas),
-            kv_positions_own=sum(replica.kv_positions_own for replica in replicas),
-            kv_positions_read=sum(replica.kv_positions_read for replica in replicas),
-            prefill_tokens=sum(replica.prefill_tokens for replica in replicas),
-            reused_tokens=sum(replica.reused_tokens for replica in replicas),
-        )
 
 
 class FrontendMeter:

@@ -33,7 +33,7 @@ from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
-from cluster.pool.shard_router import ShardLinks
+from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Priority, Request, SamplingParams
 from scheduler.validation import SEED_MAX, check_request
@@ -55,7 +55,7 @@ class FrontendService:
         self.config = config
         self._text = text
         pool = config.pool
-        self._router = ShardLinks(
+        self._router = ShardRouter(
             pools, config.pool_names, name, pool.poll_s, pool.move_s, pool.unreachable_s, clock
         )
         self._meter = meter or FrontendMeter()

@@ -6,13 +6,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
+
+if TYPE_CHECKING:
+    from replicas.decoding import Grammars
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class TargetText:
     def load(cls, config: ReplicaConfig) -> TargetText:
         """Raises OSError for a name that is not found."""
         # Imported here: the command line imports this module before it knows that it needs it.
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from transformers import AutoConfig
 
+        from replicas.decoding.tokens import read_tokens
         from replicas.models.pair import resolve
         from replicas.models.shapes import is_planted
 
@@ -55,16 +59,9 @@ class TargetText:
                 f"{config.target}: a planted model has no tokenizer; it serves benchmarks within"
                 " one process, not a cluster"
             )
-        path = resolve(config.target)
+        encoder, eos_ids = read_tokens(config)
         options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-        encoder = AutoTokenizer.from_pretrained(path, **options)
-        model = AutoConfig.from_pretrained(path, **options)
-        try:
-            generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
-        except OSError:
-            generation_eos = model.eos_token_id
-        eos = generation_eos if generation_eos is not None else encoder.eos_token_id
-        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        model = AutoConfig.from_pretrained(resolve(config.target), **options)
         limit = getattr(model, "max_position_embeddings", None) or 1 << 30
         return cls(
             tokenizer=encoder.backend_tokenizer,
@@ -107,7 +104,14 @@ class TargetText:
 
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn of a conversation: the target's own end of text, and the
-        tokenizer's, which chat models end their turns with."""
-        eos = getattr(self.encoder, "eos_token_id", None)
-        return tuple(dict.fromkeys((*self.eos_token_ids, *(() if eos is None else (eos,)))))
+        """Tokens that end a turn of a conversation."""
+        from replicas.decoding.tokens import end_of_turn_ids
+
+        return end_of_turn_ids(self.encoder, self.eos_token_ids)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        from replicas.decoding import Grammars
+
+        vocab = max(self.embedding_size, self.spec.vocab_size)
+        return Grammars(self.tokenizer, self.end_of_turn_ids, vocab)

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
+class AckQueue(Generic[T]):
     """Numbers items from 1. One event loop, no threads.
 
     `gather_s`: how long an item that is not urgent may wait for others before a poll returns.

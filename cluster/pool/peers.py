@@ -1,4 +1,4 @@
-"""Who talks to the pool: what its actor remembers of a replica and of an ingress."""
+"""Who talks to the pool: what its actor remembers of a replica and of a frontend."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.pool.ack_queue import Mailbox
-from cluster.pool.protocol import News, ReleaseNote
-from cluster.transport.line import Connection
-from scheduler.messages import Batch, Finish, Interrupt, RecordFailure, ReplicaSpec
+from cluster.pool.ack_queue import AckQueue
+from cluster.pool.protocol import InterruptNote, ReleaseNote, Update
+from cluster.transport.endpoint import Peer
+from scheduler.messages import Batch, ReplicaSpec
 
 _LOST_ASKS = 5
-"""How often Ray is asked about a process whose connection has ended, in the time between two
-questions about others: it knows of a death a moment later than the connection."""
+"""How often Ray is asked about a process whose stream has ended, in the time between two questions
+about others: it knows of a death a moment later than the stream."""
 _STUCK_S = 1.0
 """A process that leaves Ray's question unanswered for so long does nothing."""
 
@@ -30,12 +30,12 @@ class ReplicaPeer:
     process: Any
     """What a `Probe` understands; None: nobody can be asked."""
     heard_s: float
-    mailbox: Mailbox[Batch | ReleaseNote | Interrupt]
-    batches: set[int] = field(default_factory=set)
+    work: AckQueue[Batch | ReleaseNote | InterruptNote]
+    batches: dict[int, Batch] = field(default_factory=dict)
     """Dispatched and not answered."""
     draining: bool = False
-    connection: Connection | None = None
-    """That of its last pull; None where it came another way."""
+    stream: Peer | None = None
+    """That of its last pull; None before."""
     _asked: asyncio.Task[bool] | None = None
     _asked_s: float = 0.0
 
@@ -43,17 +43,17 @@ class ReplicaPeer:
         """The lease finds every death; asking Ray finds a killed process sooner.
 
         Ray is asked every so often, for a question costs both processes a millisecond and more.
-        Not about one whose connection is there, for that ends with the process, unless it is
-        `quiet`: it may hang, or its machine be gone. Never waits: the answer to one call's question
-        is found by a later one.
+        Not about one whose stream is there, for that ends with the process, unless it is `quiet`:
+        it may hang, or its machine be gone. Never waits: the answer to one call's question is found
+        by a later one.
         """
         if probe is None or self.process is None:
             return False
         if self._asked is not None and self._asked.done():
             answer, self._asked = self._asked, None
             return not answer.cancelled() and answer.exception() is None and not answer.result()
-        if self.connection is not None:
-            if self.connection.lost:
+        if self.stream is not None:
+            if self.stream.lost:
                 every_s /= _LOST_ASKS
             elif not quiet:
                 return False
@@ -67,17 +67,17 @@ class ReplicaPeer:
         return self._asked is not None and now_s - self._asked_s > _STUCK_S
 
     def close(self) -> None:
-        self.mailbox.close()
+        self.work.close()
         if self._asked is not None:
             self._asked.cancel()
 
 
 @dataclass(slots=True)
-class IngressPeer:
-    """One session of an ingress."""
+class FrontendPeer:
+    """One session of a frontend."""
 
     heard_s: float
-    mailbox: Mailbox[News | RecordFailure | Finish]
+    updates: AckQueue[Update]
     requests: set[str] = field(default_factory=set)
     """Live ones."""
     unfinished: int = 0

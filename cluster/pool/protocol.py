@@ -1,9 +1,9 @@
-"""What the pool actor, the replicas and the ingresses say to each other.
+"""What the pool, the workers and the frontends say to each other.
 
-Each side talks to a `PoolPort`: in a cluster the handle of the actor (see `ray_pool`), in unit
-tests the `PoolActor` itself. Everything is safe to repeat: items carry a rising number that the
-reader acknowledges with its next call, so a lost reply loses nothing and a repeated one is
-recognised.
+Each side talks to a `PoolPort`: in a cluster a `RayPool`, in unit tests the `PoolActor` itself.
+Calls that come with every batch (`SIGNATURES`) go over the transport, so their messages are typed;
+the others go through Ray. Everything is safe to repeat: items carry a rising number that the reader
+acknowledges with its next call, so a lost reply loses nothing and a repeated one is recognised.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
+from cluster.transport.codec import Signature
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
+    FailureRecord,
     Finish,
-    Interrupt,
-    RecordFailure,
     Reject,
     ReplicaSpec,
-    StepFailed,
     StepResult,
     Submit,
     Usage,
@@ -33,12 +34,19 @@ STOPPING = "the server is stopping"
 
 
 def silence_s(poll_s: float) -> float:
-    """How long a pool or an ingress that polls every `poll_s` may be silent and be thought well."""
+    """How long a pool or a frontend that polls every `poll_s` may be silent and be thought well."""
     return 2 * poll_s + 1.0
 
 
 class PoolUnreachable(LockstepError):
-    """The pool did not answer. It may have died, and with it all that it knew."""
+    """The pool did not answer, or it has a fault. What it knew may be gone."""
+
+
+class PoolFailed(PoolUnreachable):
+    """An invariant of the pool is broken: it answers nothing any more and its process ends."""
+
+
+# --------------------------------------------------------------------------- workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +59,61 @@ class JoinReply:
     """Why the replica cannot be in this pool; it is not known then."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseNote:
+class ReleaseNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Free the blocks of these sequences, after the batches that came before."""
 
     sequence_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PullReply:
+class InterruptNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the batch with this id, and earlier ones, after the step in hand."""
+
+    batch_id: int
+
+
+class FailureNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The replica lives but could not run the batch."""
+
+    batch_id: int
+    message: str
+
+
+class PullReply(msgspec.Struct, frozen=True, array_like=True):
     """What a replica has to do next; with `known` false it must join again under a new id."""
 
     known: bool
     number: int = 0
     """Of the last item; the next pull acknowledges it."""
-    items: tuple[Batch | ReleaseNote | Interrupt, ...] = ()
+    items: tuple[Batch | ReleaseNote | InterruptNote, ...] = ()
     first: int = 0
     """Number of the first item; items up to the last one acknowledged were seen before."""
     draining: bool = False
     """The pool has nothing of this replica's any more; it may go."""
 
 
-News = tuple[str, int, tuple[int, ...]]
-"""New tokens: request id, index of the first among the request's new tokens, the tokens."""
+# --------------------------------------------------------------------------- frontends
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLoad:
-    """How much there is to do in a pool, for whoever has several to choose from."""
+class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """New tokens of a request; `start` is the index of the first among its new tokens."""
+
+    request_id: str
+    start: int
+    tokens: tuple[int, ...]
+
+
+class RecordNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What counts against a request from now on; it goes with the request to another pool."""
+
+    request_id: str
+    record: FailureRecord
+
+
+Update = TokenUpdate | RecordNote | Finish
+
+
+class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How much there is to do in a pool, for a frontend that has several to choose from."""
 
     serving: int = 0
     """Replicas that take sequences."""
@@ -88,9 +123,8 @@ class PoolLoad:
     """Longest content (prompt + new tokens) that one of these replicas can hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitReply:
-    """With `known` false the pool has ended this ingress's session and has accepted nothing."""
+class SubmitReply(msgspec.Struct, frozen=True, array_like=True):
+    """With `known` false the pool has ended this frontend's session and has accepted nothing."""
 
     incarnation: str
     rejects: tuple[Reject, ...] = ()
@@ -99,27 +133,41 @@ class SubmitReply:
     """The pool accepts no new request."""
     load: PoolLoad = PoolLoad()
     """With the requests of this call."""
+    failed: tuple[str, ...] | None = None
+    """The pool's process ends; the requests of the event that has broken it."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewsReply:
-    """What happened to an ingress's requests; with `known` false the pool holds none of them."""
+class UpdatesReply(msgspec.Struct, frozen=True, array_like=True):
+    """What happened to a frontend's requests; with `known` false the pool holds none of them."""
 
     incarnation: str
     known: bool
     number: int = 0
-    items: tuple[News | RecordFailure | Finish, ...] = ()
+    items: tuple[Update, ...] = ()
     first: int = 0
     stopping: bool = False
     """The pool accepts no new request."""
     cut: bool = False
     """The grace time is over: whatever is unfinished will not be finished here."""
     load: PoolLoad = PoolLoad()
+    failed: tuple[str, ...] | None = None
+    """As in `SubmitReply`."""
+
+
+SIGNATURES: Mapping[str, Signature] = {
+    "pull": Signature(tuple[str, int, tuple[StepResult | FailureNote, ...], float], PullReply),
+    "submit": Signature(tuple[str, tuple[Submit, ...], tuple[str, ...], int], SubmitReply),
+    "updates": Signature(tuple[str, int, float, int], UpdatesReply),
+}
+"""Arguments and reply of each call that goes over the transport."""
+
+
+# --------------------------------------------------------------------------- rare calls
 
 
 @dataclass(frozen=True, slots=True)
 class PartReply:
-    """What an ingress is told of a session that it has left."""
+    """What a frontend is told of a session that it has left."""
 
     used: Mapping[str, Usage] = field(default_factory=dict)
     """What requests had used that it had not been told the end of, by their ids; less where the
@@ -131,9 +179,9 @@ class StopReply:
     """What a pool that accepts nothing new has still to wait for."""
 
     unfinished: int
-    """Requests that have not ended, here or, by what the ingresses said last, anywhere."""
+    """Requests that have not ended, here or, by what the frontends said last, anywhere."""
     settled: bool
-    """It is so old that ingresses have told it all that an earlier incarnation had accepted."""
+    """It is so old that frontends have told it all that an earlier incarnation had accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +217,7 @@ def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolV
 
 
 class PoolPort(Protocol):
-    """The pool as replicas and ingresses see it. Every call may raise `PoolUnreachable`."""
+    """The pool as workers and frontends see it. Every call may raise `PoolUnreachable`."""
 
     async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply: ...
 
@@ -177,7 +225,7 @@ class PoolPort(Protocol):
         self,
         replica_id: str,
         acknowledged: int,
-        results: Sequence[StepResult | StepFailed],
+        results: Sequence[StepResult | FailureNote],
         wait_s: float,
     ) -> PullReply: ...
 
@@ -189,19 +237,19 @@ class PoolPort(Protocol):
 
     async def submit(
         self,
-        ingress_id: str,
+        frontend_id: str,
         submits: Sequence[Submit],
         cancels: Sequence[str],
         unfinished: int = 0,
     ) -> SubmitReply:
-        """`unfinished`: requests of the whole ingress that have not ended, in all shards."""
+        """`unfinished`: requests of the whole frontend that have not ended, in all shards."""
         ...
 
-    async def news(
-        self, ingress_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
-    ) -> NewsReply: ...
+    async def updates(
+        self, frontend_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
+    ) -> UpdatesReply: ...
 
-    async def part(self, ingress_id: str) -> PartReply: ...
+    async def part(self, frontend_id: str) -> PartReply: ...
 
     async def status(self) -> PoolView: ...
 

@@ -1,9 +1,12 @@
-"""An ingress's side of the pool: submits, polls for news, and starts over when the pool is gone.
+"""A frontend's side of the pool: submits, polls for token updates, starts over when it is gone.
 
-One long poll brings the news of all requests. Every request keeps the tokens delivered so far, so
-when the pool restarts, or has forgotten this ingress, all unfinished requests are submitted again
-with them and go on where they were. Each start over is a new session with a new id: news of an
-older one can never be taken for news of this one, and its lease ends by itself.
+One long poll brings the updates of all requests. Every request keeps the tokens delivered so far:
+when the pool restarts, or has forgotten this frontend, all unfinished requests are submitted again
+with them and go on where they were. Each start over is a new session with a new id: updates of
+an older one can never be taken for updates of this one, and its lease ends by itself.
+
+A pool whose invariant broke says, before it ends, which requests the event was about. They run
+alone then; one that has ended three pools without a new token fails, and nothing else does.
 """
 
 from __future__ import annotations
@@ -16,12 +19,20 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cluster.frontend.in_flight import LiveRequest
-from cluster.pool.protocol import News, NewsReply, PoolLoad, PoolPort, PoolUnreachable, silence_s
+from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.protocol import (
+    PoolLoad,
+    PoolPort,
+    PoolUnreachable,
+    RecordNote,
+    SubmitReply,
+    TokenUpdate,
+    UpdatesReply,
+    silence_s,
+)
 from scheduler.messages import (
     Finish,
     FinishReason,
-    RecordFailure,
     Reject,
     RejectCode,
     Request,
@@ -42,14 +53,16 @@ _PART_S = 0.5
 """How long a new session waits for what the pool has to say of the one before, and a link that is
 closed for its loops to end."""
 _ELSEWHERE = (RejectCode.OVERLOADED, RejectCode.INVALID)
-"""What one pool refuses so, another one may accept. What none accepts an ingress sends to none, so
+"""What one pool refuses so, another one may accept. What none accepts a frontend sends to none, so
 INVALID tells of this pool's replicas."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
+_POOL_FAILURES_MAX = 3
+"""A request that ends so many pools in a row fails."""
 
 
-class PoolLink:
-    """All requests of one ingress process. One event loop calls it."""
+class PoolSession:
+    """All requests of one frontend process. One event loop calls it."""
 
     def __init__(
         self,
@@ -60,7 +73,9 @@ class PoolLink:
         clock: Callable[[], float] = time.monotonic,
         heard: Callable[[], None] = lambda: None,
         unfinished: Callable[[], int] | None = None,
-        elsewhere: Callable[[LiveRequest, Reject], Reject | None] = lambda _live, reject: reject,
+        elsewhere: Callable[[InFlightRequest, Reject], Reject | None] = lambda _live, reject: (
+            reject
+        ),
     ) -> None:
         """Requests end as unreachable when the pool does not answer for `unreachable_s`.
 
@@ -77,10 +92,10 @@ class PoolLink:
         self._heard = heard
         self._unfinished = unfinished or (lambda: len(self._live))
         self._elsewhere = elsewhere
-        self._live: dict[str, LiveRequest] = {}
-        self._left: dict[str, LiveRequest] = {}
+        self._live: dict[str, InFlightRequest] = {}
+        self._left: dict[str, InFlightRequest] = {}
         """Requests that went on elsewhere and of which the pool has not said what they used."""
-        self._queue: list[LiveRequest] = []
+        self._queue: list[InFlightRequest] = []
         self._cancels: list[str] = []
         self._work = asyncio.Event()
         self._steady = asyncio.Event()
@@ -105,18 +120,18 @@ class PoolLink:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: Request, timeout_s: float) -> LiveRequest:
+    def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
         """Hand a request to the pool; its id is replaced by one of this session."""
-        live = LiveRequest(request, self._clock() + timeout_s, list(request.committed))
+        live = InFlightRequest(request, self._clock() + timeout_s, list(request.committed))
         self._enqueue(live)
         return live
 
-    def adopt(self, live: LiveRequest) -> None:
+    def adopt(self, live: InFlightRequest) -> None:
         """Hand over what another link has let go; it goes on where it was."""
         live.recovered += live.sent
         self._enqueue(live)
 
-    def let_go(self, gone: Sequence[LiveRequest]) -> None:
+    def let_go(self, gone: Sequence[InFlightRequest]) -> None:
         """Forget requests that go on elsewhere, and have the pool forget them, too."""
         ids = {live.pool_id for live in gone}
         for live in gone:
@@ -129,7 +144,7 @@ class PoolLink:
         self._queue = [live for live in self._queue if live.pool_id not in ids]
         self._work.set()
 
-    def cancel(self, live: LiveRequest) -> None:
+    def cancel(self, live: InFlightRequest) -> None:
         """The client is gone, or has all that it wants. Its Finish still comes."""
         if live.pool_id in self._live and not live.cancelled:
             live.cancelled = True
@@ -162,7 +177,7 @@ class PoolLink:
         answers = self.answered and self._steady.is_set()
         return ShardLoad(self._load.serving, outstanding, answers, self._load.length_max)
 
-    def stranded(self) -> list[LiveRequest]:
+    def stranded(self) -> list[InFlightRequest]:
         """What it has here that waits for the pool itself, or for a replica that can hold it."""
         load, answered = self.load, self.answered
         return [
@@ -185,7 +200,7 @@ class PoolLink:
         for task in self._tasks:
             if task.done():
                 error = None if task.cancelled() else task.exception()
-                raise RuntimeError("a loop between ingress and pool has died") from error
+                raise RuntimeError("a loop between frontend and pool has died") from error
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -198,7 +213,7 @@ class PoolLink:
 
     # ------------------------------------------------------------------ to the pool
 
-    def _enqueue(self, live: LiveRequest) -> None:
+    def _enqueue(self, live: InFlightRequest) -> None:
         self._counter += 1
         live.pool_id = f"{self._session}-{self._counter}"
         live.sent = False
@@ -222,7 +237,7 @@ class PoolLink:
             except PoolUnreachable as error:
                 await self._start_over(session, f"no answer: {error}")
                 continue
-            if not await self._accepts(session, reply.incarnation):
+            if not await self._accepts(session, reply):
                 continue
             if not reply.known:
                 for unsent in queue:
@@ -243,7 +258,7 @@ class PoolLink:
                 if self._live.get(told.pool_id) is told:
                     told.checked = True
 
-    def _refused(self, live: LiveRequest, reject: Reject) -> None:
+    def _refused(self, live: InFlightRequest, reject: Reject) -> None:
         last: Reject | None = reject
         if reject.code in _ELSEWHERE and not live.cancelled:
             last = self._elsewhere(live, reject)
@@ -251,7 +266,7 @@ class PoolLink:
             live.reject = last
             live.end()
 
-    def _next_call(self) -> tuple[list[LiveRequest], list[str]]:
+    def _next_call(self) -> tuple[list[InFlightRequest], list[str]]:
         """Requests to submit, and those to cancel; what is left goes out with the next call."""
         tokens = count = 0
         for live in self._queue:
@@ -267,7 +282,7 @@ class PoolLink:
         self._cancels = [one for one in self._cancels if one in later]
         return queue, cancels
 
-    def _as_sent(self, live: LiveRequest) -> Submit:
+    def _as_sent(self, live: InFlightRequest) -> Submit:
         live.sent = True
         request = replace(
             live.request,
@@ -294,17 +309,17 @@ class PoolLink:
             # The first poll may overtake the submit that makes this session known.
             registered = self._registered
             try:
-                reply = await self._pool.news(
+                reply = await self._pool.updates(
                     session, acknowledged, self._poll_s, self._unfinished()
                 )
             except PoolUnreachable as error:
                 await self._start_over(session, f"no answer: {error}")
                 continue
             self._expire()
-            if not await self._accepts(session, reply.incarnation):
+            if not await self._accepts(session, reply):
                 continue
             if registered and not reply.known:
-                await self._start_over(session, "it does not know this ingress")
+                await self._start_over(session, "it does not know this frontend")
                 continue
             self._registered = True
             acknowledged = self._take(reply, acknowledged)
@@ -321,27 +336,26 @@ class PoolLink:
             self.stopping.clear()
         self._heard()
 
-    def _take(self, reply: NewsReply, acknowledged: int) -> int:
+    def _take(self, reply: UpdatesReply, acknowledged: int) -> int:
         for number, item in enumerate(reply.items, start=reply.first):
             if number <= acknowledged:
                 continue
             acknowledged = number
             if isinstance(item, Finish):
                 self._finish(item)
-            elif isinstance(item, RecordFailure):
+            elif isinstance(item, RecordNote):
                 if (live := self._live.get(item.request_id)) is not None:
                     live.record = item.record
             else:
                 self._deliver(item)
         return acknowledged
 
-    def _deliver(self, news: News) -> None:
-        request_id, start, tokens = news
-        live = self._live.get(request_id)
+    def _deliver(self, update: TokenUpdate) -> None:
+        live = self._live.get(update.request_id)
         if live is None:
             return
-        seen = len(live.tokens) - start
-        assert seen >= 0, "news never skip a token"
+        tokens, seen = update.tokens, len(live.tokens) - update.start
+        assert seen >= 0, "updates never skip a token"
         live.checked = True
         if seen < len(tokens):
             live.first_s = live.first_s or self._clock()
@@ -362,10 +376,10 @@ class PoolLink:
         for live in [live for live in self._live.values() if live.deadline_s < limit_s]:
             self._end_here(live, FinishReason.DEADLINE)
 
-    def _end_here(self, live: LiveRequest, reason: FinishReason) -> None:
+    def _end_here(self, live: InFlightRequest, reason: FinishReason, message: str = "") -> None:
         self._live.pop(live.pool_id, None)
         here = Usage(prompt_tokens=len(live.request.prompt), completion_tokens=len(live.tokens))
-        live.finish = Finish(live.pool_id, reason, live.usage(here))
+        live.finish = Finish(live.pool_id, reason, live.usage(here), message)
         live.end()
 
     # ------------------------------------------------------------------ starting over
@@ -376,18 +390,30 @@ class PoolLink:
         self._registered = False
         self.cut = False
 
-    async def _accepts(self, session: str, incarnation: str) -> bool:
-        """Whether a reply is of this session and of the pool that it began with."""
+    async def _accepts(self, session: str, reply: SubmitReply | UpdatesReply) -> bool:
+        """Whether a reply is of this session and of the pool that it began with, which lives on."""
         if session != self._session:
             return False
         self._answered_s = self._clock()
         self._fruitless = 0
+        if reply.failed is not None:
+            self._pool_failed(reply.failed)
+            await self._start_over(session, "it has failed")
+            return False
         if self._incarnation is None:
-            self._incarnation = incarnation
-        elif self._incarnation != incarnation:
+            self._incarnation = reply.incarnation
+        elif self._incarnation != reply.incarnation:
             await self._start_over(session, "it has restarted")
             return False
         return True
+
+    def _pool_failed(self, request_ids: Sequence[str]) -> None:
+        for live in [self._live[one] for one in request_ids if one in self._live]:
+            live.pool_failed()
+            if live.pool_failures >= _POOL_FAILURES_MAX:
+                message = f"it has ended the pool {live.pool_failures} times"
+                log.error("request %s: %s", live.pool_id, message)
+                self._end_here(live, FinishReason.FAILED, message)
 
     async def _start_over(self, session: str, why: str) -> None:
         """Begin a new session with all unfinished requests, once the pool answers again."""
@@ -418,7 +444,7 @@ class PoolLink:
         finally:
             self._steady.set()
 
-    async def _part(self, session: str, told: Mapping[str, LiveRequest]) -> None:
+    async def _part(self, session: str, told: Mapping[str, InFlightRequest]) -> None:
         """End a session that was given up, in the pool, too, if that still knows it; and note what
         the requests that it was told of had used there."""
         reply = await self._pool.part(session)

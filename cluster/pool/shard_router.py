@@ -1,7 +1,8 @@
-"""An ingress's side of all shards: chooses one for each request, and looks at them as one pool.
+"""A frontend's side of all shards: chooses one for each request, and looks at them as one pool.
 
-Each shard has a `PoolLink` of its own, which knows nothing of the others. What is handed to a shard
-stays there, unless it does not answer, or has no replica that can hold it, while another one has.
+Each shard has a `PoolSession` of its own, which knows nothing of the others. What is handed to a
+shard stays there, unless it does not answer, or has no replica that can hold it, while another one
+has.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.in_flight import InFlightRequest
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
-from cluster.pool.session import PoolLink
+from cluster.pool.session import PoolSession
+from cluster.transport.codec import NotEncodable, encode
+from scheduler.errors import InvalidRequest
 from scheduler.messages import Reject, RejectCode, Request
 from scheduler.scaling import ShardLoad, choose_shard, next_shard
 
@@ -25,11 +28,11 @@ _LOOKS = 4
 _STATUS_S = 1.0
 """How long all shards' status waits for one of them, once another has answered."""
 _SILENT_STATUS_S = 0.2
-"""The same for one that is silent: its pool may answer this though its line is lost."""
+"""The same for one that is silent: its pool may answer this though its connection is lost."""
 
 
-class ShardLinks:
-    """All requests of one ingress process. One event loop calls it."""
+class ShardRouter:
+    """All requests of one frontend process. One event loop calls it."""
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class ShardLinks:
         unreachable_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names` of the pools, for people; `name` of this ingress.
+        """`names` of the pools, for people; `name` of this frontend.
 
         `move_s`: how long requests wait for a shard that cannot serve them.
         """
@@ -49,8 +52,8 @@ class ShardLinks:
         self._names = names
         self._move_s = move_s
         self._clock = clock
-        self.links = [
-            PoolLink(
+        self.sessions = [
+            PoolSession(
                 pool,
                 f"{name}.{shard}" if shard else name,
                 poll_s,
@@ -75,30 +78,39 @@ class ShardLinks:
         """Whether all shards of a server that stops were told that nothing is left here."""
         self._mover: asyncio.Task[None] | None = None
 
-    def submit(self, request: Request, timeout_s: float) -> LiveRequest:
-        """Hand a request to the shard that will be done with it first."""
+    def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
+        """Hand a request to the shard that will be done with it first.
+
+        Raises InvalidRequest for a `decoding` that cannot be sent.
+        """
+        try:
+            encode(0, "", request.decoding)
+        except NotEncodable as error:
+            raise InvalidRequest("decoding", str(error)) from None
         shard = self._choose(request, request.max_new_tokens - len(request.committed))
-        live = self.links[shard].submit(request, timeout_s)
+        live = self.sessions[shard].submit(request, timeout_s)
         live.shard = shard
         return live
 
-    def cancel(self, live: LiveRequest) -> None:
+    def cancel(self, live: InFlightRequest) -> None:
         """The client is gone, or has all that it wants. Its Finish still comes."""
-        self.links[live.shard].cancel(live)
+        self.sessions[live.shard].cancel(live)
 
     @property
     def unfinished(self) -> int:
-        return sum(link.unfinished for link in self.links)
+        return sum(session.unfinished for session in self.sessions)
 
     async def status(self) -> PoolView:
         """All shards that answer, as one pool. Raises PoolUnreachable when none does.
 
         They are asked all at once, and one that hangs keeps the others' answers for a second at
-        most; once its link knows that it hangs, for a fifth of that, and not at all while it is to
-        answer an earlier look.
+        most; once its session knows that it hangs, for a fifth of that, and not at all while it is
+        to answer an earlier look.
         """
         asked = [self._ask(shard) for shard in range(len(self._pools))]
-        waiting = [ask for ask, link in zip(asked, self.links, strict=True) if link.answered]
+        waiting = [
+            ask for ask, session in zip(asked, self.sessions, strict=True) if session.answered
+        ]
         await asyncio.wait(waiting or asked, timeout=_STATUS_S)
         now_s = asyncio.get_running_loop().time()
         for ask, asked_s in zip(asked, self._asked_s, strict=True):
@@ -124,15 +136,15 @@ class ShardLinks:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        for link in self.links:
-            link.start()
-        if len(self.links) > 1:
+        for session in self.sessions:
+            session.start()
+        if len(self.sessions) > 1:
             self._mover = asyncio.get_running_loop().create_task(self._move_forever())
 
     def check(self) -> None:
         """Raises RuntimeError when a loop has died."""
-        for link in self.links:
-            link.check()
+        for session in self.sessions:
+            session.check()
         if self._mover is not None and self._mover.done():
             error = None if self._mover.cancelled() else self._mover.exception()
             raise RuntimeError("the loop that moves requests has died") from error
@@ -143,7 +155,7 @@ class ShardLinks:
         for ask in self._asked:
             if ask is not None:
                 ask.cancel()
-        await asyncio.gather(*(link.close() for link in self.links))
+        await asyncio.gather(*(session.close() for session in self.sessions))
 
     # ------------------------------------------------------------------ parts
 
@@ -163,15 +175,15 @@ class ShardLinks:
 
     def _choose(self, request: Request, tokens: int) -> int:
         self._turn += 1
-        loads = [link.load for link in self.links]
+        loads = [session.load for session in self.sessions]
         return choose_shard(loads, tokens, self._turn, request.length_max)
 
-    def _refused(self, live: LiveRequest, reject: Reject) -> Reject | None:
+    def _refused(self, live: InFlightRequest, reject: Reject) -> Reject | None:
         """A shard's queue is full, or its replicas are too small: another one is asked. Refused is
         what all of them refuse, to come back when the first that can hold it has room."""
         live.refused[live.shard] = reject
         self._turn += 1
-        loads = [link.load for link in self.links]
+        loads = [session.load for session in self.sessions]
         length_max = live.request.length_max
         shard = next_shard(loads, live.refused, live.tokens_left, self._turn, length_max)
         if shard is None:
@@ -179,23 +191,23 @@ class ShardLinks:
         # No pool has accepted it: the next one may refuse it as well.
         live.sent = False
         live.shard = shard
-        self.links[shard].adopt(live)
+        self.sessions[shard].adopt(live)
         return None
 
     def _heard(self) -> None:
-        if any(link.stopping.is_set() for link in self.links):
+        if any(session.stopping.is_set() for session in self.sessions):
             self.stopping.set()
         else:
             self.stopping.clear()
-        if any(link.cut for link in self.links):
+        if any(session.cut for session in self.sessions):
             # Also of a shard that cannot be heard.
-            for link in self.links:
-                link.cut_off()
+            for session in self.sessions:
+                session.cut_off()
         idle = self.stopping.is_set() and not self.unfinished
         if idle and not self._told_idle:
             # Who stops the server asks them all, and they would hear it with the next poll only.
-            for link in self.links:
-                link.tell()
+            for session in self.sessions:
+                session.tell()
         self._told_idle = idle
 
     async def _move_forever(self) -> None:
@@ -206,25 +218,25 @@ class ShardLinks:
     def _move_stranded(self) -> None:
         """Requests of a shard that cannot serve them go to others, if one of those can."""
         now_s = self._clock()
-        for shard, link in enumerate(self.links):
+        for shard, session in enumerate(self.sessions):
             since_s = self._stranded_s[shard]
-            stranded = link.stranded()
+            stranded = session.stranded()
             if not stranded:
                 self._stranded_s[shard] = None
             elif since_s is None:
                 self._stranded_s[shard] = now_s
             elif now_s - since_s >= self._move_s:
-                loads = [other.load for other in self.links if other is not link]
+                loads = [other.load for other in self.sessions if other is not session]
                 moving = [live for live in stranded if _serves(loads, live)]
                 if moving:
                     log.warning("%d requests that shard %d cannot serve move", len(moving), shard)
-                    link.let_go(moving)
+                    session.let_go(moving)
                 for live in moving:
                     live.shard = self._choose(live.request, live.tokens_left)
-                    self.links[live.shard].adopt(live)
+                    self.sessions[live.shard].adopt(live)
 
 
-def _serves(loads: Sequence[ShardLoad], live: LiveRequest) -> bool:
+def _serves(loads: Sequence[ShardLoad], live: InFlightRequest) -> bool:
     """Whether one of the shards takes it now, or says at once that it never will."""
     return any(
         load.answers

@@ -18,8 +18,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
-from cluster.pool.protocol import PoolPort, PoolUnreachable, PullReply, ReleaseNote
-from scheduler.messages import Batch, BatchKind, Interrupt, ReplicaSpec, StepFailed, StepResult
+from cluster.pool.protocol import (
+    FailureNote,
+    InterruptNote,
+    PoolPort,
+    PoolUnreachable,
+    PullReply,
+    ReleaseNote,
+)
+from cluster.transport.codec import NotEncodable, encode
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepFailed, StepResult
 
 log = logging.getLogger("lockstep.replica")
 
@@ -65,7 +73,7 @@ class _Stop:
     """A job: end the thread."""
 
 
-class ReplicaRunner:
+class Worker:
     """One process's replica and its place in the pool. Call `start` on an event loop."""
 
     def __init__(
@@ -98,7 +106,7 @@ class ReplicaRunner:
         self._name = name
         self._process = process
         self._jobs: queue.SimpleQueue[Batch | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
-        self._results: list[StepResult | StepFailed] = []
+        self._results: list[StepResult | FailureNote] = []
         self._interrupted = 0
         """Batches up to this id end after the step in hand; the thread reads it."""
         self._batch_lost = False
@@ -271,7 +279,7 @@ class ReplicaRunner:
             await self._pool.leave(self.replica_id, blames)
 
     def _start_pull(
-        self, acknowledged: int, results: list[StepResult | StepFailed], wait_s: float
+        self, acknowledged: int, results: list[StepResult | FailureNote], wait_s: float
     ) -> asyncio.Task[PullReply]:
         pull = self._loop.create_task(
             self._pool.pull(self.replica_id, acknowledged, results, wait_s)
@@ -300,7 +308,7 @@ class ReplicaRunner:
             if number <= acknowledged:
                 continue
             acknowledged = number
-            if isinstance(item, Interrupt):
+            if isinstance(item, InterruptNote):
                 self._interrupted = max(self._interrupted, item.batch_id)
                 continue
             if isinstance(item, Batch):
@@ -313,12 +321,17 @@ class ReplicaRunner:
     def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id:
             return
+        try:
+            encode(0, "", result)
+        except NotEncodable as error:
+            result = StepFailed(result.replica_id, result.batch_id, str(error))
         if isinstance(result, StepFailed):
             self._failures[batch.kind] += 1
+            self._results.append(FailureNote(result.batch_id, result.message))
         else:
             self._failures[batch.kind] = 0
             self.tokens_committed += sum(len(row.tokens) for row in result.rows)
-        self._results.append(result)
+            self._results.append(result)
         self._something_new.set()
 
     # ------------------------------------------------------------------ thread

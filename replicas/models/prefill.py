@@ -8,10 +8,10 @@ import torch
 
 from replicas.cuda.transfers import upload
 from replicas.kv_cache import TokenRange, passes
-from replicas.models.paged_model import Model, Wants
+from replicas.models.paged_model import NONE, Model, Output, Wants
 
-Tapped = Callable[[list[int], list[TokenRange], list[torch.Tensor]], None]
-"""Told after each pass: which rows, what of each was computed, and the hidden states tapped."""
+Filled = Callable[[list[int], list[TokenRange], Output], None]
+"""Told after each pass: which rows, what of each was computed, and what was wanted of it."""
 
 
 def fill(
@@ -20,11 +20,10 @@ def fill(
     ranges: Sequence[TokenRange],
     table: torch.Tensor,  # [rows, blocks], int64
     pass_tokens: int,
-    taps: tuple[int, ...] = (),
-    tapped: Tapped | None = None,
+    wants: Wants = NONE,
+    filled: Filled | None = None,
 ) -> None:
     """Write KV for the tokens of each row's range, in passes of at most so many tokens."""
-    wants = Wants(logits=False, taps=taps)
     for one_pass in passes(ranges, pass_tokens):
         rows = [row for row, _ in one_pass]
         parts = [part for _, part in one_pass]
@@ -35,5 +34,5 @@ def fill(
         ]
         layout = model.backend.ranges_layout(table[rows], parts)
         out = model.forward(upload(fed, torch.int64, table.device), layout, wants)
-        if tapped is not None:
-            tapped(rows, parts, out.taps)
+        if filled is not None:
+            filled(rows, parts, out)

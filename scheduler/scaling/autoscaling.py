@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from scheduler.status import PoolStatus, ReplicaStatus
+from scheduler.state import BatchFigures
+from scheduler.status import PoolStatus
 
 _SAMPLE_S = 1.0
 """Least time of work that says something about a replica's speed."""
@@ -75,7 +76,7 @@ class AutoscalingConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the pool looks like to the policy. A figure that is not finite counts as none."""
+    """What the pool looks like to the policy; all figures are finite."""
 
     outstanding_tokens: float
     """Tokens that accepted requests may still commit."""
@@ -83,17 +84,17 @@ class Load:
     """Requests that are on no replica."""
     serving: int
     """Replicas that take sequences now."""
+    tokens_per_s: float
+    """Tokens per second of work of one replica, above 0."""
     committed_per_s: float = 0.0
     """Tokens per second that all replicas have committed over the last seconds."""
-    tokens_per_s: float | None = None
-    """Tokens per second of work of one replica; None: not known."""
     partial: bool = False
     """Whether some of the pool could not be seen: there is at least so much to do."""
 
     @property
     def live(self) -> bool:
         """Whether there is any request."""
-        return self.waiting > 0 or _figure(self.outstanding_tokens) > 0
+        return self.waiting > 0 or self.outstanding_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,9 @@ def wanted_replicas(
 ) -> tuple[int, ScalingState]:
     """The number of replicas to have from now on, and the state for the next call.
 
-    `wanted` is the number returned last time; `now_s` is of a clock that does not run backwards
-    (where it does, the delays begin again). Of a load that is seen in part nothing is concluded
-    but that it is too much.
+    `wanted` is the number returned last time; `now_s` is of a clock that does not run backwards.
+    Of a load that is seen in part nothing is concluded but that it is too much.
     """
-    state = _not_in_the_future(state, now_s)
     if load.partial:
         state = unseen(state, now_s)
     if load.live or state.live_s is None:
@@ -152,9 +151,8 @@ def unseen(state: ScalingState, now_s: float) -> ScalingState:
 
 def _bounds(config: AutoscalingConfig, load: Load) -> tuple[int, int]:
     """(so many at least, more than so many are too many); the first is not above the second."""
-    one = _figure(load.tokens_per_s) or config.tokens_per_s
-    queue = _figure(load.outstanding_tokens) / config.drain_s / one
-    work = _figure(load.committed_per_s) / one
+    queue = load.outstanding_tokens / config.drain_s / load.tokens_per_s
+    work = load.committed_per_s / load.tokens_per_s
     least = 1 if load.live else 0
     enough = max(_whole(queue, config), least)
     needed = max(_whole(max(queue, work) / config.down_share, config), least, 1)
@@ -189,20 +187,6 @@ def _down(
     return fewer, replace(state, low_since_s=now_s, low_most=0)
 
 
-def _not_in_the_future(state: ScalingState, now_s: float) -> ScalingState:
-    def past(at_s: float | None) -> float | None:
-        return None if at_s is None else min(at_s, now_s)
-
-    return ScalingState(
-        past(state.high_since_s), past(state.low_since_s), state.low_most, past(state.live_s)
-    )
-
-
-def _figure(value: float | None) -> float:
-    """The value if it is a finite number above 0, else 0."""
-    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
-
-
 def _whole(replicas: float, config: AutoscalingConfig) -> int:
     return math.ceil(min(replicas, config.max_replicas))
 
@@ -210,31 +194,21 @@ def _whole(replicas: float, config: AutoscalingConfig) -> int:
 # ------------------------------------------------------------------------- what a replica can do
 
 
-@dataclass(slots=True)
-class _Since:
-    """A replica's sums when its present sample began."""
-
-    busy_s: float
-    committed_tokens: int
-    steps: int
-    row_steps: int
-    waited: bool = True
-    """Requests waited in its pool at every look since."""
-
-
 class CapacityMeter:
     """What one replica commits per second of work while it has enough of it.
 
-    Idle time does not count, because only the time in batches does. Groups that are not full commit
-    less than the replica could: such a sample may raise the figure and never lowers it.
+    Idle time does not count, because only the time in batches does. Batches that are not full
+    commit less than the replica could: such a sample may raise the figure and never lowers it.
     """
 
     def __init__(self, tokens_per_s: float, rows_max: int) -> None:
-        """`tokens_per_s` stands until something was measured; `rows_max` is a full group."""
+        """`tokens_per_s` stands until something was measured; `rows_max` is a full batch."""
         self.tokens_per_s = tokens_per_s
         self._rows_full = rows_max / 2
         self._measured = False
-        self._since: dict[str, _Since] = {}
+        self._since: dict[str, tuple[BatchFigures, bool]] = {}
+        """By replica: its sums when its present sample began, and whether requests waited in its
+        pool at every look since."""
 
     def look(self, *shards: PoolStatus) -> float:
         """Tokens per second of one replica; call it with every new status of the pool.
@@ -242,33 +216,27 @@ class CapacityMeter:
         Of several pools it takes the status of each: a request that waits in one gives the
         replicas of the others nothing to do.
         """
-        replicas = {
-            replica.id: (replica, shard.waiting > 0)
-            for shard in shards
-            for replica in shard.replicas
-        }
-        self._since = {
-            replica_id: since for replica_id, since in self._since.items() if replica_id in replicas
-        }
-        for replica, waited in replicas.values():
-            since = self._since.get(replica.id)
-            if since is None or replica.busy_s < since.busy_s:
-                self._since[replica.id] = _begin(replica)
-                continue
-            since.waited &= waited
-            if replica.busy_s - since.busy_s >= _SAMPLE_S:
-                self._sample(replica, since)
-                self._since[replica.id] = _begin(replica)
+        since, self._since = self._since, {}
+        for shard in shards:
+            for replica in shard.replicas:
+                figures = replica.figures
+                before, waited = since.get(replica.id, (figures, True))
+                waited = waited and shard.waiting > 0
+                busy_s = figures.busy_s - before.busy_s
+                if busy_s >= _SAMPLE_S:
+                    self._sample(before, figures, waited)
+                if not 0.0 <= busy_s < _SAMPLE_S:
+                    before, waited = figures, True
+                self._since[replica.id] = before, waited
         return self.tokens_per_s
 
-    def _sample(self, replica: ReplicaStatus, since: _Since) -> None:
-        busy_s = replica.busy_s - since.busy_s
-        steps = replica.steps - since.steps
-        speed = _figure((replica.committed_tokens - since.committed_tokens) / busy_s)
-        if steps <= 0 or not speed:
+    def _sample(self, before: BatchFigures, now: BatchFigures, waited: bool) -> None:
+        busy_s = now.busy_s - before.busy_s
+        speed = (now.committed_tokens - before.committed_tokens) / busy_s
+        if speed <= 0.0:
             return
-        rows = (replica.row_steps - since.row_steps) / steps
-        if not (since.waited or rows >= self._rows_full):
+        rows = (now.row_steps - before.row_steps) / max(now.steps - before.steps, 1)
+        if not (waited or rows >= self._rows_full):
             self.tokens_per_s = max(self.tokens_per_s, speed)
         elif self._measured:
             share = 1.0 - math.exp(-busy_s / _MEMORY_S)
@@ -278,17 +246,13 @@ class CapacityMeter:
             self._measured = True
 
 
-def _begin(replica: ReplicaStatus) -> _Since:
-    return _Since(replica.busy_s, replica.committed_tokens, replica.steps, replica.row_steps)
-
-
 def pool_load(status: PoolStatus, tokens_per_s: float, partial: bool = False) -> Load:
     """The load as a status of the pool, or of a part of it, tells it."""
     return Load(
         outstanding_tokens=status.outstanding_tokens,
         waiting=status.waiting,
-        serving=sum(not replica.draining for replica in status.replicas),
-        committed_per_s=status.tokens_per_s,
+        serving=status.serving,
         tokens_per_s=tokens_per_s,
+        committed_per_s=status.tokens_per_s,
         partial=partial,
     )

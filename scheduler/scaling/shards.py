@@ -7,11 +7,14 @@ A scheduler knows one shard and nothing of the others. A frontend chooses a requ
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from scheduler.messages import FinishReason
 from scheduler.status import PoolStatus
+
+_SUMS = [one.name for one in fields(PoolStatus) if one.name not in ("replicas", "finished")]
+"""Fields of a status that are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +94,9 @@ def shard_of_rank(rank: int, shards: int) -> int:
 
 def merged_status(shards: Sequence[PoolStatus]) -> PoolStatus:
     """All shards as if they were one pool. `shards` must not be empty."""
-    if len(shards) == 1:
-        return shards[0]
+    sums = {name: sum(getattr(shard, name) for shard in shards) for name in _SUMS}
     return PoolStatus(
-        waiting=sum(shard.waiting for shard in shards),
-        live=sum(shard.live for shard in shards),
         replicas=tuple(replica for shard in shards for replica in shard.replicas),
-        finished={
-            reason: sum(shard.finished.get(reason, 0) for shard in shards)
-            for reason in FinishReason
-        },
-        rejected=sum(shard.rejected for shard in shards),
-        waiting_tokens=sum(shard.waiting_tokens for shard in shards),
-        outstanding_tokens=sum(shard.outstanding_tokens for shard in shards),
-        tokens_per_s=sum(shard.tokens_per_s for shard in shards),
-        preempted=sum(shard.preempted for shard in shards),
-        moved=sum(shard.moved for shard in shards),
-        recovered=sum(shard.recovered for shard in shards),
+        finished=sum((Counter(shard.finished) for shard in shards), Counter()),
+        **sums,
     )

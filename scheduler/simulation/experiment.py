@@ -14,8 +14,6 @@ from random import Random
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
-    Batch,
-    Dispatch,
     Event,
     Finish,
     Reject,
@@ -107,7 +105,7 @@ class Figures:
     """The longest that an event that comes would have waited for its pool."""
     batches: int = 0
     rows_mean: float = 0.0
-    """Rows per speculate batch."""
+    """Rows per step."""
     spread_mean: float = 0.0
     padding: float = 0.0
     """Share of the KV positions read that lie beyond a row's own."""
@@ -164,9 +162,6 @@ class Experiment:
         self._arrived: list[tuple[float, int]] = []
         """By request: when, and the shard that it went to."""
         self._ended = 0
-        self._rows: list[int] = []
-        """By speculate batch, as the next one."""
-        self._spreads: list[int] = []
         self._outstanding = [0] * setup.shards
         """New tokens of the requests that were sent to a shard and have not ended."""
         self._serving = [0] * setup.shards
@@ -184,8 +179,6 @@ class Experiment:
             for action in actions:
                 if isinstance(action, Finish | Reject):
                     self._end(int(action.request_id), world.report.outcomes.pop(action.request_id))
-                elif isinstance(action, Dispatch):
-                    self._count(action.batch)
             self._waiting[shard] = world.scheduler.waiting
             self._figures.waiting_most = max(self._figures.waiting_most, sum(self._waiting))
 
@@ -209,23 +202,17 @@ class Experiment:
         assert self._ended == len(self._requests), "requests were lost"
         figures = self._figures
         figures.pool_behind_s_most = max(one.report.pool_behind_s_most for one in self._worlds)
-        figures.rows_mean = _ratio(sum(self._rows), len(self._rows))
-        figures.spread_mean = _ratio(sum(self._spreads), len(self._spreads))
-        replicas = self._status().replicas
-        own = sum(one.kv_positions_own for one in replicas)
-        read = sum(one.kv_positions_read for one in replicas)
-        figures.padding = _ratio(read - own, read)
-        figures.committed_per_step = _ratio(figures.tokens, sum(one.row_steps for one in replicas))
+        sums = self._status().figures
+        figures.batches = sums.batches
+        figures.rows_mean = _ratio(sums.row_steps, sums.steps)
+        figures.spread_mean = sums.spread_mean
+        read = sums.kv_positions_read
+        figures.padding = _ratio(read - sums.kv_positions_own, read)
+        figures.committed_per_step = _ratio(figures.tokens, sums.row_steps)
         return figures
 
     def _status(self) -> PoolStatus:
         return merged_status([world.scheduler.snapshot() for world in self._worlds])
-
-    def _count(self, batch: Batch) -> None:
-        self._figures.batches += 1
-        if batch.rows:
-            self._rows.append(len(batch.rows))
-            self._spreads.append(batch.spread)
 
     # ----------------------------------------------------------------- requests
 
@@ -290,12 +277,13 @@ class Experiment:
 
     def _sample(self) -> Sample:
         status = self._status()
+        sums = status.figures
         return Sample(
             at_s=self._clock.now_s,
             waiting=status.waiting,
             live=status.live,
-            committed_tokens=sum(one.committed_tokens for one in status.replicas),
-            busy_s=sum(one.busy_s for one in status.replicas),
+            committed_tokens=sums.committed_tokens,
+            busy_s=sums.busy_s,
             pool_busy_s=sum(world.report.pool_busy_s for world in self._worlds),
         )
 

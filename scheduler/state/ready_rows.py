@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 Row = TypeVar("Row", bound=Hashable)
-
-_SLACK = 64
 
 
 class ReadyRows(Generic[Row]):
@@ -43,7 +40,7 @@ class ReadyRows(Generic[Row]):
         self._new: dict[Row, None] = {}
         """Rows that have committed nothing yet, the oldest first."""
         self._by_turn: list[tuple[float, int, Row]] = []
-        """A heap of (turn, number, row), with some that are ready no more."""
+        """(turn, number, row), rising."""
         self._turns: dict[Row, float] = {}
         """Of all rows, in batches as well."""
         self._share = 0.0
@@ -80,9 +77,7 @@ class ReadyRows(Generic[Row]):
         return next(iter(self._new), None)
 
     def most_behind(self) -> tuple[float, Row]:
-        """The largest lag [steps], and its row."""
-        while not self._is_current(self._by_turn[0]):
-            heappop(self._by_turn)
+        """The largest lag [steps], and its row; of several the oldest."""
         turn, _, row = self._by_turn[0]
         return self._share - turn, row
 
@@ -108,10 +103,7 @@ class ReadyRows(Generic[Row]):
         self._number += 1
         self._by_age[row] = (length, self._number, self.batches)
         insort(self._rising, (length, self._number, row))
-        heappush(self._by_turn, (self._turns.setdefault(row, self._share), self._number, row))
-        if len(self._by_turn) > 2 * len(self._by_age) + _SLACK:
-            self._by_turn = [one for one in self._by_turn if self._is_current(one)]
-            heapify(self._by_turn)
+        insort(self._by_turn, (self._turns.setdefault(row, self._share), self._number, row))
         if new:
             self._new[row] = None
 
@@ -119,6 +111,7 @@ class ReadyRows(Generic[Row]):
         """It is not ready any more, though it may be again."""
         length, number, _ = self._by_age.pop(row)
         del self._rising[self._place(length, number)]
+        del self._by_turn[bisect_left(self._by_turn, (self._turns[row], number))]
         self._new.pop(row, None)
 
     def forget(self, row: Row) -> None:
@@ -139,16 +132,11 @@ class ReadyRows(Generic[Row]):
         rising = [(length, number, row) for row, (length, number, _) in self._by_age.items()]
         assert sorted(rising) == self._rising, "ready rows differ, or are out of order"
         assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
-        turns = {(self._turns[row], number, row) for _, number, row in rising}
-        assert turns == set(filter(self._is_current, self._by_turn)), "turns of ready rows"
+        turns = [(self._turns[row], number, row) for _, number, row in rising]
+        assert sorted(turns) == self._by_turn, "turns of ready rows"
         ages = [(number, batches) for _, number, batches in self._by_age.values()]
         assert ages == sorted(ages), "ready rows are not in order of age"
 
     def _place(self, length: int, number: int) -> int:
         # A shorter tuple stands before all that begin with it.
         return bisect_left(self._rising, (length, number))
-
-    def _is_current(self, entry: tuple[float, int, Row]) -> bool:
-        """Whether the row is ready, and has been since this entry was made."""
-        known = self._by_age.get(entry[2])
-        return known is not None and known[1] == entry[1]

@@ -6,9 +6,10 @@ A record, not a policy: grouping and placement read it, the pool writes it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 
-from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepTimes
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult
 from scheduler.state.pipeline import Pipeline
 from scheduler.state.prefixes import PrefixSet
 from scheduler.state.ready_rows import ReadyRows
@@ -23,39 +24,54 @@ CAP_BATCHES = 64
 
 
 @dataclass(slots=True)
-class ReplicaFigures:
-    """Sums over the batches that a replica has answered."""
+class BatchFigures:
+    """Sums over the batches that one replica, or several, have answered."""
 
-    batches: int = 0
     busy_s: float = 0.0
+    """Time in which they ran batches; committed_tokens over this is what is committed under
+    load."""
+    batches: int = 0
+    step_batches: int = 0
+    """Those of steps; the others are prefills."""
     steps: int = 0
     row_steps: int = 0
+    """Steps times rows; committed_tokens over this is the tokens per row and step."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     committed_tokens: int = 0
-    groups: int = 0
-    """Speculate batches, whose spreads are summed in `spread_sum`."""
     spread_sum: int = 0
+    """Tokens between the longest and the shortest row, over the step batches."""
     kv_positions_own: int = 0
     kv_positions_read: int = 0
     prefill_tokens: int = 0
     """KV positions that prefill batches computed."""
     reused_tokens: int = 0
     """KV positions that sequences found when they came."""
-    last_times: StepTimes = field(default_factory=StepTimes)
+
+    def __add__(self, other: BatchFigures) -> BatchFigures:
+        return BatchFigures(*map(add, astuple(self), astuple(other)))
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the draft tokens that were accepted; 0 when nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def spread_mean(self) -> float:
+        """Tokens between the longest and the shortest row of a batch."""
+        return self.spread_sum / self.step_batches if self.step_batches else 0.0
 
     def note(self, batch: Batch, result: StepResult, committed_tokens: int) -> None:
         """A batch was answered; `committed_tokens` are those that count."""
         self.batches += 1
         self.busy_s += result.times.total_s
-        self.last_times = result.times
         if batch.kind is BatchKind.PREFILL:
             reused = {row.sequence_id: row.reused for row in result.rows}
             for filled in batch.prefill:
                 begin = max(filled.begin, reused.get(filled.sequence_id, 0))
                 self.prefill_tokens += max(filled.end - begin, 0)
             return
-        self.groups += 1
+        self.step_batches += 1
         self.spread_sum += batch.spread
         self.steps += result.steps
         self.committed_tokens += committed_tokens
@@ -102,7 +118,7 @@ class Replica:
     """Prefixes that it was given."""
     reserved_for: str | None = None
     """A waiting sequence: those behind it in the queue are not placed here."""
-    figures: ReplicaFigures = field(default_factory=ReplicaFigures)
+    figures: BatchFigures = field(default_factory=BatchFigures)
 
     def __post_init__(self) -> None:
         self.prefixes = PrefixSet(self.spec.kv_blocks if self.spec.prefix_sharing else 0)

@@ -7,12 +7,20 @@ every step commits one token per row or more. This file knows nothing of replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
+from typing import Final
 
-from scheduler.messages import NO_FAILURES, FailureRecord, FinishReason, Request, RowResult, Usage
+from scheduler.messages import (
+    NO_FAILURES,
+    FailureRecord,
+    FinishReason,
+    Request,
+    RowResult,
+    StepResult,
+    Usage,
+)
 from scheduler.state.prefixes import Key, block_keys
 
 
@@ -58,30 +66,27 @@ class Move(StrEnum):
     """The batch that held a leaving row has ended."""
 
 
-LEGAL: Mapping[tuple[State, Move], State] = MappingProxyType(
-    {
-        (State.WAITING, Move.PREFILL): State.PREFILLING,
-        (State.PREFILLING, Move.CHUNK): State.PARTIAL,
-        (State.PARTIAL, Move.PREFILL): State.PREFILLING,
-        (State.PREFILLING, Move.FILLED): State.READY,
-        (State.READY, Move.STEP): State.STEPPING,
-        (State.STEPPING, Move.STEPPED): State.READY,
-        (State.PREFILLING, Move.RETURN): State.WAITING,
-        (State.PARTIAL, Move.RETURN): State.WAITING,
-        (State.READY, Move.RETURN): State.WAITING,
-        (State.STEPPING, Move.RETURN): State.WAITING,
-        (State.WAITING, Move.FINISH): State.FINISHED,
-        (State.PARTIAL, Move.FINISH): State.FINISHED,
-        (State.READY, Move.FINISH): State.FINISHED,
-        (State.PREFILLING, Move.FINISH): State.LEAVING,
-        (State.STEPPING, Move.FINISH): State.LEAVING,
-        (State.LEAVING, Move.LET_GO): State.FINISHED,
-    }
-)
+LEGAL: Final = {
+    (State.WAITING, Move.PREFILL): State.PREFILLING,
+    (State.PREFILLING, Move.CHUNK): State.PARTIAL,
+    (State.PARTIAL, Move.PREFILL): State.PREFILLING,
+    (State.PREFILLING, Move.FILLED): State.READY,
+    (State.READY, Move.STEP): State.STEPPING,
+    (State.STEPPING, Move.STEPPED): State.READY,
+    (State.PREFILLING, Move.RETURN): State.WAITING,
+    (State.PARTIAL, Move.RETURN): State.WAITING,
+    (State.READY, Move.RETURN): State.WAITING,
+    (State.STEPPING, Move.RETURN): State.WAITING,
+    (State.WAITING, Move.FINISH): State.FINISHED,
+    (State.PARTIAL, Move.FINISH): State.FINISHED,
+    (State.READY, Move.FINISH): State.FINISHED,
+    (State.PREFILLING, Move.FINISH): State.LEAVING,
+    (State.STEPPING, Move.FINISH): State.LEAVING,
+    (State.LEAVING, Move.LET_GO): State.FINISHED,
+}
 """The one table: (state, move) -> next state. What is not here cannot happen."""
 
 _OVER = frozenset({State.LEAVING, State.FINISHED})
-_AFTER = dict(LEGAL)  # read twice per row and batch; the proxy is slow
 
 IN_FLIGHT = frozenset({State.PREFILLING, State.STEPPING, State.LEAVING})
 """States in which exactly one batch in flight holds the row."""
@@ -107,10 +112,10 @@ class Sequence:
     """Blocks reserved on its replica."""
     record: FailureRecord = NO_FAILURES
     """Batches and replicas that broke with it; see `faults`."""
+    steps: int = 0
     draft_tokens: int = 0
-    runs: list[int] = field(default_factory=lambda: [0])
-    """runs[n]: in how many steps exactly n draft tokens were accepted; as long as the longest draft
-    and one. The others of its counts are sums of it."""
+    accepted_at: list[int] = field(default_factory=list)
+    """accepted_at[j]: in how many steps draft token j was accepted."""
     tried: float = 0.0
     """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
     agreed: float = 0.0
@@ -193,7 +198,7 @@ class Sequence:
 
     def move(self, move: Move) -> None:
         """Changes the state; a move that the table does not have is a broken invariant."""
-        after = _AFTER.get((self.state, move))
+        after = LEGAL.get((self.state, move))
         assert after is not None, f"{self.id}: no move '{move}' from state '{self.state}'"
         self.state = after
 
@@ -216,16 +221,12 @@ class Sequence:
         self.committed += kept
         self.length += len(kept)
         self.draft_tokens += row.draft_tokens
-        runs, accepted_at = self.runs, row.accepted_at
-        if len(accepted_at) >= len(runs):
-            runs += [0] * (len(accepted_at) + 1 - len(runs))
-        if row.steps == 1:
-            runs[sum(accepted_at)] += 1
-        else:
-            # Exactly n were accepted where the n-th was, and no further one.
-            reached = (row.steps, *accepted_at, 0)
-            for run in range(len(accepted_at) + 1):
-                runs[run] += reached[run] - reached[run + 1]
+        self.steps += row.steps
+        beyond = len(row.accepted_at) - len(self.accepted_at)
+        if beyond > 0:
+            self.accepted_at += [0] * beyond
+        for at, times in enumerate(row.accepted_at):
+            self.accepted_at[at] += times
         if kept and self.record.rows_limit is not None:
             # New tokens beyond where it broke something speak for it.
             self.record = self.record.at(self.length)
@@ -234,15 +235,14 @@ class Sequence:
         return kept, reason
 
     def usage(self) -> Usage:
-        accepted_at = tuple(sum(self.runs[after:]) for after in range(1, len(self.runs)))
         return Usage(
             prompt_tokens=len(self.request.prompt),
             completion_tokens=len(self.committed),
             cached_tokens=self.cached_tokens,
-            steps=sum(self.runs),
+            steps=self.steps,
             draft_tokens=self.draft_tokens,
-            accepted_tokens=sum(accepted_at),
-            accepted_at=accepted_at,
+            accepted_tokens=sum(self.accepted_at),
+            accepted_at=tuple(self.accepted_at),
             replicas=tuple(self.replicas),
             recovered=self.recovered,
         )
@@ -254,12 +254,22 @@ Chunk = tuple[Sequence, int, int]
 """A row of a prefill batch, and the KV positions (begin, until) that the batch fills."""
 
 
+def answers_of(rows: list[Sequence], result: StepResult) -> list[Answer]:
+    """These rows of a batch, each with what came back of it."""
+    found: Iterable[RowResult] = result.rows
+    # They stand as in the batch, unless some are leaving.
+    if [row.sequence_id for row in found] != [one.id for one in rows]:
+        by_id = {row.sequence_id: row for row in found}
+        found = [by_id.get(one.id) or RowResult(one.id) for one in rows]
+    return list(zip(rows, found, strict=True))
+
+
 def move_all(
     sequences: Iterable[Sequence], before: State, move: Move, batch_id: int | None
 ) -> None:
     """The same move of sequences that are all in one state, to a batch or from one; it costs less
     than one by one."""
-    after = _AFTER[before, move]
+    after = LEGAL[before, move]
     for sequence in sequences:
         assert sequence.state is before, f"{sequence.id}: '{move}' from '{sequence.state}'"
         sequence.state = after

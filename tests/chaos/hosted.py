@@ -60,6 +60,8 @@ class Plan:
     """More nodes, each with one CPU and, as far as Ray knows, one GPU."""
     pool_on_worker: bool = False
     """The pool begins on a worker node, and restarts on one."""
+    pool: type | None = None
+    """The class of the pool's actor; None: the real thing."""
 
 
 class HostError(RuntimeError):
@@ -266,8 +268,8 @@ class _Held:
                 configure_logging=False,
                 **options,
             )
-        if plan.pool_on_worker:
-            self._open_pool_on_worker()
+        if plan.pool_on_worker or plan.pool is not None:
+            self._open_pool()
         serve.start(
             proxy_location="HeadOnly",
             http_options=HTTPOptions(host=server.http_host, port=server.http_port),
@@ -284,22 +286,23 @@ class _Held:
         # As `ClusterRun` does it, but so that replicas can be told to come and go one by one.
         serve.run(application, name=app.APP_NAME, route_prefix="/", external_scaler_enabled=True)
 
-    def _open_pool_on_worker(self) -> None:
+    def _open_pool(self) -> None:
         import ray
 
         from cluster.pool.ray_pool import PoolProcess
 
         config = self._plan.config
         # Any worker will do, also when it restarts; a wish for a certain node is lost at times.
+        resources = {_WORKER: 0.001} if self._plan.pool_on_worker else {}
         pool = (
-            ray.remote(PoolProcess)
+            ray.remote(self._plan.pool or PoolProcess)
             .options(
                 name=config.pool_name,
                 namespace=config.pool.namespace,
                 lifetime="detached",
                 max_restarts=-1,
                 num_cpus=0,
-                resources={_WORKER: 0.001},
+                resources=resources,
             )
             .remote(config)
         )

@@ -18,6 +18,7 @@ from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
 from cluster import app, serve_app
 from cluster.config import ConfigError, from_args
 from cluster.serve_app import StartFailed
+from cluster.worker import resources
 
 CONFIG = from_args({})
 
@@ -347,4 +348,4 @@ def test_a_replica_on_one_device_has_no_placement_group() -> None:
 
 
 def test_without_a_ray_auto_asks_for_no_gpu() -> None:
-    assert app._gpus(from_args({"device": "auto"})) == 0.0
+    assert resources.gpus_of(from_args({"device": "auto"})) == 0.0

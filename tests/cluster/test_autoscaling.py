@@ -19,12 +19,13 @@ import yaml
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from cluster import app
 from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
 from cluster.config import ConfigError, from_args, from_file
 from cluster.pool.protocol import PoolView, merged_view
-from scheduler.messages import ReplicaSpec, StepTimes
+from cluster.worker import resources
+from scheduler.messages import ReplicaSpec
 from scheduler.scaling import AutoscalingConfig
+from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 
 SETTINGS: dict[str, Any] = {
@@ -173,10 +174,13 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
     second = 0
 
     def shard(name: str, waiting: int, rows: int, per_s: int) -> PoolView:
-        replica = ReplicaStatus(
-            name, SPEC, False, 0, 0, 0, 2000, second, float(second), second, second * rows, 0, 0,
-            second * per_s, 0.0, 0, 0, StepTimes(),
-        )  # fmt: skip
+        figures = BatchFigures(
+            busy_s=float(second),
+            steps=second,
+            row_steps=second * rows,
+            committed_tokens=second * per_s,
+        )
+        replica = ReplicaStatus(name, SPEC, figures=figures)
         return PoolView(name, 1.0, 1, PoolStatus(waiting, waiting, (replica,), {}, 0))
 
     def ask() -> PoolView:
@@ -309,7 +313,7 @@ def test_the_number_of_replicas_does_not_choose_the_pool() -> None:
 
 def test_replicas_that_may_come_share_the_cores_from_the_first_on() -> None:
     config = from_args({"autoscaling": {"max_replicas": 64}})
-    assert app._replica_config(config).torch_threads == 1
+    assert resources.replica_config(config).torch_threads == 1
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig, from_args
-from cluster.frontend.in_flight import LiveRequest
-from cluster.pool.ack_queue import Mailbox
+from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.ack_queue import AckQueue
 from cluster.pool.actor import PoolActor
 from cluster.pool.peers import ReplicaPeer
 from cluster.pool.protocol import PoolUnreachable, ReleaseNote
-from cluster.pool.session import PoolLink
-from cluster.worker.worker import ReplicaRunner, ReplicaUnhealthy
+from cluster.pool.session import PoolSession
+from cluster.worker.worker import ReplicaUnhealthy, Worker
 from scheduler.messages import BatchKind, FinishReason, RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
 
@@ -48,9 +48,9 @@ class Wire:
         self.loss = loss
         self._draw = random.Random(seed)
         self.submits_late = False
-        self.news_flow = asyncio.Event()
-        """While it is not set, polls for news are held up on their way."""
-        self.news_flow.set()
+        self.updates_flow = asyncio.Event()
+        """While it is not set, polls for updates are held up on their way."""
+        self.updates_flow.set()
         self.calls: Counter[str] = Counter()
         self.actor = self._make()
 
@@ -67,8 +67,8 @@ class Wire:
                 raise PoolUnreachable("the call was lost")
             if self.submits_late and method == "submit":
                 await asyncio.sleep(0.02)
-            if method == "news":
-                await self.news_flow.wait()
+            if method == "updates":
+                await self.updates_flow.wait()
             reply = await getattr(actor, method)(*args)
             if actor is not self.actor:
                 raise PoolUnreachable("the pool has died")
@@ -85,20 +85,20 @@ class World:
     def __init__(self, wire: Wire, config: ClusterConfig) -> None:
         self.wire = wire
         self.config = config
-        self.link = PoolLink(wire, "ingress", config.pool.poll_s, unreachable_s=1000.0)
-        self.runners: list[ReplicaRunner] = []
+        self.link = PoolSession(wire, "ingress", config.pool.poll_s, unreachable_s=1000.0)
+        self.runners: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 
-    async def add_replica(self, step_s: float = 0.002, **options: Any) -> ReplicaRunner:
+    async def add_replica(self, step_s: float = 0.002, **options: Any) -> Worker:
         fake = FakeReplica(step_s, **options)
         name = f"replica{len(self.runners)}"
-        runner = ReplicaRunner(self.config, lambda: fake, [self.wire], name, process=fake)
+        runner = Worker(self.config, lambda: fake, [self.wire], name, process=fake)
         await runner.start()
         self.fakes.append(fake)
         self.runners.append(runner)
         return runner
 
-    def submit(self, prompt: list[int], count: int, **options: Any) -> LiveRequest:
+    def submit(self, prompt: list[int], count: int, **options: Any) -> InFlightRequest:
         timeout_s = options.pop("timeout_s", TIMEOUT_S)
         return self.link.submit(Request("x", tuple(prompt), count, **options), timeout_s)
 
@@ -142,11 +142,11 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(2, 90) for _ in range(draw.randint(1, 30))] for _ in range(count)]
 
 
-async def finish(requests: list[LiveRequest]) -> None:
+async def finish(requests: list[InFlightRequest]) -> None:
     await asyncio.gather(*(live.ended.wait() for live in requests))
 
 
-def assert_perfect(requests: list[LiveRequest]) -> None:
+def assert_perfect(requests: list[InFlightRequest]) -> None:
     for live in requests:
         assert live.finish is not None
         assert live.finish.reason is FinishReason.LENGTH
@@ -223,7 +223,7 @@ def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str)
             if lost == "call":
                 await w.link._start_over(w.link._session, "a call was lost")
             else:
-                w.wire.actor._lose_ingress(w.link._session, "is silent")
+                w.wire.actor._lose_frontend(w.link._session, "is silent")
             await finish(requests)
             assert_perfect(requests)
             for live in requests:
@@ -233,7 +233,7 @@ def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str)
                 assert usage.steps + usage.accepted_tokens >= 120
                 assert usage.recovered == 1
                 assert usage.completion_tokens == 120
-            assert len(w.wire.actor._ingresses) == 1
+            assert len(w.wire.actor._frontends) == 1
 
     asyncio.run(test())
 
@@ -281,7 +281,7 @@ def test_a_closed_link_has_ended() -> None:
             await w.until(lambda: w.link._registered)
             await w.link.close()
             assert all(task.done() for task in w.link._tasks)
-            assert not w.wire.actor._ingresses
+            assert not w.wire.actor._frontends
 
     asyncio.run(test())
 
@@ -294,7 +294,7 @@ def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
     async def test() -> None:
         async with world(config=config) as w:
             first = await w.add_replica(step_s=0.01)
-            requests: list[LiveRequest] = []
+            requests: list[InFlightRequest] = []
             for prompt in prompts(6):
                 requests.append(w.submit(prompt, 300))
                 await w.until(lambda: bool(requests[-1].tokens))
@@ -408,12 +408,12 @@ def test_a_pool_that_itself_stood_still_takes_nobody_for_lost() -> None:
         await actor.submit("i", [], [])
         now_s += 10 * CONFIG.pool.lease_s
         actor.tick()
-        assert (set(actor._replicas), set(actor._ingresses)) == ({"r"}, {"i"})
+        assert (set(actor._replicas), set(actor._frontends)) == ({"r"}, {"i"})
         # Nor does that make anybody's silence good for ever.
         for _ in range(12):
             now_s += CONFIG.pool.lease_s / 10
             actor.tick()
-        assert (set(actor._replicas), set(actor._ingresses)) == (set(), set())
+        assert (set(actor._replicas), set(actor._frontends)) == (set(), set())
         assert actor._ticker is not None
         actor._ticker.cancel()
 
@@ -426,9 +426,9 @@ def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
             await w.add_replica(step_s=0.01)
             first = [w.submit(prompt, 200) for prompt in prompts(3)]
             await w.until(lambda: all(len(live.tokens) > 5 for live in first))
-            w.wire.news_flow.clear()
-            await w.until(lambda: not w.wire.actor._ingresses)
-            w.wire.news_flow.set()
+            w.wire.updates_flow.clear()
+            await w.until(lambda: not w.wire.actor._frontends)
+            w.wire.updates_flow.set()
             second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
             await finish(first + second)
             assert_perfect(first + second)
@@ -441,13 +441,13 @@ def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
 def test_an_idle_ingress_that_was_lost_learns_it_from_its_next_poll() -> None:
     async def test() -> None:
         async with world() as w:
-            await w.until(lambda: bool(w.wire.actor._ingresses))
-            w.wire.news_flow.clear()
-            await w.until(lambda: not w.wire.actor._ingresses)
-            w.wire.news_flow.set()
+            await w.until(lambda: bool(w.wire.actor._frontends))
+            w.wire.updates_flow.clear()
+            await w.until(lambda: not w.wire.actor._frontends)
+            w.wire.updates_flow.set()
             lost = w.link._session
             await w.until(lambda: w.link._session != lost)
-            await w.until(lambda: set(w.wire.actor._ingresses) == {w.link._session})
+            await w.until(lambda: set(w.wire.actor._frontends) == {w.link._session})
 
     asyncio.run(test())
 
@@ -462,7 +462,7 @@ def test_an_ended_session_is_refused_and_the_oldest_are_forgotten(
         await actor.submit("a", [Submit(Request("a-1", (1,), 5))], [])
         await actor.part("a")
         assert not (await actor.submit("a", [Submit(Request("a-2", (1,), 5))], [])).known
-        assert not (await actor.news("a", 1, 0.0)).known
+        assert not (await actor.updates("a", 1, 0.0)).known
         assert not actor._owners
         for name in "bc":
             await actor.part(name)
@@ -540,7 +540,7 @@ def test_ray_is_asked_for_a_process_whose_connection_does_not_say_that_it_lives(
             return True
 
         connection = None if lost is None else SimpleNamespace(lost=lost)
-        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, Mailbox(), connection=connection)
+        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, AckQueue(), stream=connection)
         for tick in range(1, 1001):
             assert not peer.is_dead(lives, 10 + tick / 100, 0.5, quiet)
             await asyncio.sleep(0)
@@ -556,7 +556,7 @@ def test_a_process_whose_connection_has_ended_is_asked_for_at_once() -> None:
             return False
 
         connection = SimpleNamespace(lost=False)
-        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, Mailbox(), connection=connection)
+        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, AckQueue(), stream=connection)
         assert not peer.is_dead(dead, 10.0, 0.5, quiet=False)
         connection.lost = True
         assert not peer.is_dead(dead, 10.05, 0.5, quiet=False)
@@ -684,7 +684,7 @@ def half_dead(wire: Wire) -> Callable[[], int]:
             raise RuntimeError("called again and again without a pause")
         raise PoolUnreachable("the line is lost")
 
-    wire.submit = wire.news = fail  # type: ignore[attr-defined]
+    wire.submit = wire.updates = fail  # type: ignore[attr-defined]
     return lambda: calls
 
 
@@ -703,7 +703,7 @@ def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
             assert calls() > 1
             w.link.check()
             # Once it answers again, all is well.
-            del w.wire.submit, w.wire.news
+            del w.wire.submit, w.wire.updates
             await w.add_replica()
             later = w.submit([5, 6], 10)
             await finish([later])
@@ -761,12 +761,36 @@ class Broken(FakeReplica):
         return super().step(batch, *rest)
 
 
+def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
+    async def test() -> None:
+        async with world() as w:
+            await w.add_replica()
+            step, spoiled = w.fakes[0].step, []
+
+            def spoil(batch: Any, interrupted: Callable[[], bool]) -> Any:
+                result = step(batch, interrupted)
+                if batch.kind is BatchKind.PREFILL and not spoiled:
+                    spoiled.append(batch.id)
+                    w.fakes[0].release(row.sequence_id for row in batch.prefill)
+                    (row, *_) = result.rows
+                    return replace(result, rows=(replace(row, extras=(object(),)),))
+                return result
+
+            w.fakes[0].step = spoil  # type: ignore[method-assign]
+            live = w.submit([5, 6, 7], 20)
+            await live.ended.wait()
+            assert live.tokens == perfect([5, 6, 7], 20)
+            assert spoiled
+
+    asyncio.run(test())
+
+
 def test_a_batch_that_fails_is_tried_again() -> None:
     async def test() -> None:
         async with world() as w:
             fake = Broken()
             fake.bad = range(2, 4)
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "broken")
+            runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
             await runner.start()
             w.runners.append(runner)
             live = w.submit([7, 8], 10)
@@ -785,7 +809,7 @@ def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
         async with world() as w:
             fake = Broken()
             fake.bad, fake.bad_kinds = range(1, 1000), kinds
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "broken")
+            runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
             await runner.start()
             w.runners.append(runner)
             live = w.submit([7, 8], 10)
@@ -807,7 +831,7 @@ class Breaking(FakeReplica):
         super().__init__()
         self.at = at
         self.begun = 0
-        self.runner: ReplicaRunner | None = None
+        self.runner: Worker | None = None
 
     def step(self, batch: Any, *rest: Any) -> Any:
         self.begun += 1
@@ -828,7 +852,7 @@ class Breaking(FakeReplica):
 async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
     """The replica, and of each time that it leaves whether a batch was blamed."""
     fake = Breaking(at)
-    fake.runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "breaking")
+    fake.runner = Worker(CONFIG, lambda: fake, [w.wire], "breaking")
     await fake.runner.start()
     w.runners.append(fake.runner)
     await w.until(lambda: bool(w.wire.actor._replicas))
@@ -922,9 +946,9 @@ class Hanging(FakeReplica):
         return super().step(batch, *rest)
 
 
-async def add_hanging(w: World) -> tuple[Hanging, ReplicaRunner]:
+async def add_hanging(w: World) -> tuple[Hanging, Worker]:
     fake = Hanging()
-    runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "hanging")
+    runner = Worker(CONFIG, lambda: fake, [w.wire], "hanging")
     await runner.start()
     w.runners.append(runner)
     return fake, runner
@@ -976,7 +1000,7 @@ def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the_
     asyncio.run(test())
 
 
-def _wait_for_idle(runner: ReplicaRunner) -> None:
+def _wait_for_idle(runner: Worker) -> None:
     while runner._batch_began_s is not None:
         time.sleep(0.01)
 
@@ -986,7 +1010,7 @@ def test_a_replica_whose_batches_fail_leaves_the_queue_to_others() -> None:
         async with world() as w:
             fake = Broken()
             fake.bad = range(1, 1000)
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "broken")
+            runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
             await runner.start()
             w.runners.append(runner)
             w.submit([7, 8], 10)
@@ -1015,7 +1039,7 @@ def test_a_replica_whose_output_may_differ_is_refused(other: dict[str, str], mes
             await w.until(lambda: bool(w.wire.actor._replicas))
             fake = FakeReplica()
             fake.spec = replace(fake.spec, **other)
-            runner = ReplicaRunner(CONFIG, lambda: fake, [w.wire], "other")
+            runner = Worker(CONFIG, lambda: fake, [w.wire], "other")
             await runner.start()
             w.runners.append(runner)
             await w.until(runner._puller.done)
@@ -1032,7 +1056,7 @@ def test_loading_errors_reach_the_starter() -> None:
 
     async def test() -> None:
         with pytest.raises(OSError, match="no such model"):
-            await ReplicaRunner(CONFIG, load, [Wire(CONFIG)], "x").start()  # type: ignore[arg-type]
+            await Worker(CONFIG, load, [Wire(CONFIG)], "x").start()  # type: ignore[arg-type]
 
     asyncio.run(test())
 

@@ -1,7 +1,7 @@
 """Proves: with several pools each request is served by one that can, whole and with the right
 tokens, though replicas change sides and pools die, and all pools together look like one.
 
-Pools, replicas and link run in one event loop, without Ray.
+Pools, replicas and session run in one event loop, without Ray.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import pytest
 
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.status import to_status
-from cluster.frontend.in_flight import LiveRequest
-from cluster.pool import shard_router as shard_links
+from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool import shard_router
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import PoolUnreachable, PoolView
-from cluster.pool.shard_router import ShardLinks
-from cluster.worker.worker import ReplicaRunner, _Stop
+from cluster.pool.shard_router import ShardRouter
+from cluster.worker.worker import Worker, _Stop
+from scheduler.errors import InvalidRequest
 from scheduler.messages import Batch, BatchKind, FinishReason, Request, StepResult, Usage
 from scheduler.state.replica import Replica
 from tests.cluster.fakes import FakeReplica, perfect
@@ -49,30 +50,34 @@ class Stuck(FakeReplica):
 
 
 class Shards:
-    """Two pools that can be killed, one ingress's links to both, and replicas."""
+    """Two pools that can be killed, one ingress's sessions to both, and replicas."""
 
     def __init__(self, config: ClusterConfig = CONFIG) -> None:
         self.wires = [Wire(config, seed=seed) for seed in range(2)]
         poll_s = config.pool.poll_s
-        self.links = ShardLinks(self.wires, NAMES, "ingress", poll_s, MOVE_S, unreachable_s=1000.0)
-        self.runners: list[ReplicaRunner] = []
+        self.router = ShardRouter(
+            self.wires, NAMES, "ingress", poll_s, MOVE_S, unreachable_s=1000.0
+        )
+        self.runners: list[Worker] = []
 
-    async def add_replica(self, shard: int, fake: FakeReplica | None = None) -> ReplicaRunner:
+    async def add_replica(self, shard: int, fake: FakeReplica | None = None) -> Worker:
         name = f"replica{len(self.runners)}"
         hosted = fake or FakeReplica(step_s=0.002)
-        runner = ReplicaRunner(CONFIG, lambda: hosted, self.wires, name, shard=shard)
+        runner = Worker(CONFIG, lambda: hosted, self.wires, name, shard=shard)
         await runner.start()
         self.runners.append(runner)
         return runner
 
-    def submit(self, prompt: list[int], count: int) -> LiveRequest:
-        return self.links.submit(Request("x", tuple(prompt), count), TIMEOUT_S)
+    def submit(self, prompt: list[int], count: int) -> InFlightRequest:
+        return self.router.submit(Request("x", tuple(prompt), count), TIMEOUT_S)
 
     async def until_serving(self, *serving: int) -> None:
         """And all pools have answered lately, as one that stood still with its world has not."""
         wanted = [(each, True) for each in serving]
-        links = self.links.links
-        await until(lambda: [(link.load.serving, link.load.answers) for link in links] == wanted)
+        sessions = self.router.sessions
+        await until(
+            lambda: [(session.load.serving, session.load.answers) for session in sessions] == wanted
+        )
 
     def live(self) -> list[int]:
         return [wire.actor._scheduler.snapshot().live for wire in self.wires]
@@ -82,7 +87,7 @@ class Shards:
 async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterator[Shards]:
     """With so many replicas in each shard."""
     made = Shards(config)
-    made.links.start()
+    made.router.start()
     try:
         async with asyncio.timeout(100):
             for shard, count in enumerate(replicas):
@@ -93,7 +98,7 @@ async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterato
     finally:
         for wire in made.wires:
             wire.loss = 0.0
-        await made.links.close()
+        await made.router.close()
         for runner in made.runners:
             runner._puller.cancel()
             runner._jobs.put(_Stop())
@@ -108,7 +113,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def check(lives: list[LiveRequest], count: int) -> None:
+async def check(lives: list[InFlightRequest], count: int) -> None:
     """All have ended, each with the tokens of an undisturbed run."""
     for prompt, live in zip(PROMPTS, lives, strict=False):
         await live.ended.wait()
@@ -128,17 +133,27 @@ def test_requests_are_shared_by_replicas_and_answered_right() -> None:
     asyncio.run(test())
 
 
+def test_a_request_that_cannot_be_sent_is_refused_with_its_field() -> None:
+    async def test() -> None:
+        async with shards(1, 1) as s:
+            with pytest.raises(InvalidRequest, match="decoding"):
+                s.router.submit(Request("x", (5, 6), 9, decoding=object()), TIMEOUT_S)
+            await check([s.submit(PROMPTS[0], 9)], 9)
+
+    asyncio.run(test())
+
+
 def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
     async def test() -> None:
         async with shards(1, 1) as s:
-            before = [link.load.outstanding_tokens for link in s.links.links]
+            before = [session.load.outstanding_tokens for session in s.router.sessions]
             long = s.submit(PROMPTS[0], 300)
             short = [s.submit(prompt, 20) for prompt in PROMPTS[1:11]]
             assert before == [0, 0]
             assert {live.shard for live in short} == {1 - long.shard}
             for live in (long, *short):
                 await live.ended.wait()
-            assert [link._unanswered for link in s.links.links] == [0, 0]
+            assert [session._unanswered for session in s.router.sessions] == [0, 0]
 
     asyncio.run(test())
 
@@ -244,7 +259,7 @@ def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
             lives = [s.submit(prompt, 150) for prompt in PROMPTS]
             await asyncio.sleep(0.05)
             s.wires[0].loss = 1.0
-            await until(lambda: not s.links.links[0].load.answers)
+            await until(lambda: not s.router.sessions[0].load.answers)
             # New ones go past it at once, before anybody has given it up.
             assert {live.shard for live in lives} == {0, 1}
             new = s.submit(PROMPTS[0], 20)
@@ -254,7 +269,7 @@ def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
             assert {live.shard for live in lives} == {1}
             with pytest.raises(PoolUnreachable):
                 await s.wires[0].status()
-            view = await s.links.status()
+            view = await s.router.status()
             assert len(view.status.replicas) == 1
             assert ([shard.name for shard in view.shards], view.silent) == (["shard-b"], NAMES[:1])
 
@@ -269,7 +284,7 @@ def test_requests_leave_a_pool_that_only_says_it_lives() -> None:
             half_dead(s.wires[0])
             await check(lives, 150)
             assert {live.shard for live in lives} == {1}
-            s.links.check()
+            s.router.check()
 
     asyncio.run(test())
 
@@ -285,7 +300,7 @@ def test_a_cancel_finds_its_request_after_a_move() -> None:
             s.runners[0]._puller.cancel()
             await until(lambda: {live.shard for live in lives} == {1})
             for live in lives:
-                s.links.cancel(live)
+                s.router.cancel(live)
             for live in lives:
                 await live.ended.wait()
                 assert live.finish is not None
@@ -300,7 +315,7 @@ def test_all_shards_look_like_one_pool() -> None:
         async with shards(1, 2) as s:
             lives = [s.submit(prompt, 20) for prompt in PROMPTS]
             await check(lives, 20)
-            status = to_status(await s.links.status())
+            status = to_status(await s.router.status())
             assert len(status.replicas) == 3
             assert status.requests_finished == len(PROMPTS)
             assert [(shard.name, shard.serving) for shard in status.shards] == [
@@ -319,13 +334,13 @@ def test_one_shard_that_stops_stops_the_server() -> None:
     async def test() -> None:
         async with shards(1, 1) as s:
             await s.wires[1].actor.stop_accepting(60.0)
-            await s.links.stopping.wait()
+            await s.router.stopping.wait()
             # The other one's news change nothing.
             await asyncio.sleep(3 * CONFIG.pool.poll_s)
-            assert s.links.stopping.is_set()
+            assert s.router.stopping.is_set()
             await s.wires[1].actor.stop_accepting(0.0)
             async with asyncio.timeout(BOUND_S):
-                while s.links.stopping.is_set():
+                while s.router.stopping.is_set():
                     await asyncio.sleep(0.01)
 
     asyncio.run(test())
@@ -347,7 +362,7 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         stuck.append(Stuck())
         await s.add_replica(shard, stuck[-1])
 
-    async def kill(s: Shards, live: LiveRequest) -> None:
+    async def kill(s: Shards, live: InFlightRequest) -> None:
         """The only replica of the shard that holds the request dies, in a batch with it."""
         actor = s.wires[live.shard].actor
         async with asyncio.timeout(BOUND_S):
@@ -406,13 +421,13 @@ class Hanging:
 
 
 def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_links, "_STATUS_S", 0.05)
+    monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
 
     async def test() -> None:
         async with shards(1, 2) as s:
             hanging = Hanging(s.wires[0])
             for _ in range(3):
-                view = await s.links.status()
+                view = await s.router.status()
                 assert view.silent == ("shard-a",)
                 assert [shard.name for shard in view.shards] == ["shard-b"]
                 assert len(view.status.replicas) == 2
@@ -422,23 +437,23 @@ def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.Mon
             assert to_status(view).ready
             hanging.let_go.set()
             async with asyncio.timeout(BOUND_S):
-                while (await s.links.status()).silent:
+                while (await s.router.status()).silent:
                     await asyncio.sleep(0.001)
 
     asyncio.run(test())
 
 
 def test_a_pool_whose_line_is_lost_still_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_links, "_SILENT_STATUS_S", 1000.0)
+    monkeypatch.setattr(shard_router, "_SILENT_STATUS_S", 1000.0)
 
     async def test() -> None:
         async with shards(1, 2) as s:
             half_dead(s.wires[0])
             async with asyncio.timeout(BOUND_S):
-                while s.links.links[0].answered:
+                while s.router.sessions[0].answered:
                     await asyncio.sleep(0.01)
             hanging = Hanging(s.wires[0])
-            looking = asyncio.ensure_future(s.links.status())
+            looking = asyncio.ensure_future(s.router.status())
             while not hanging.calls:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
@@ -452,7 +467,7 @@ def test_a_pool_whose_line_is_lost_still_says_how_it_is(monkeypatch: pytest.Monk
 
 def test_a_silent_shard_keeps_one_look_only(monkeypatch: pytest.MonkeyPatch) -> None:
     # More than passes between two turns of a loop on a machine that does much else.
-    monkeypatch.setattr(shard_links, "_SILENT_STATUS_S", 1.5)
+    monkeypatch.setattr(shard_router, "_SILENT_STATUS_S", 1.5)
     waits: list[list[asyncio.Task[PoolView]]] = []
     wait = asyncio.wait
 
@@ -464,24 +479,24 @@ def test_a_silent_shard_keeps_one_look_only(monkeypatch: pytest.MonkeyPatch) -> 
         async with shards(1, 2) as s:
             half_dead(s.wires[0])
             async with asyncio.timeout(BOUND_S):
-                while s.links.links[0].answered:
+                while s.router.sessions[0].answered:
                     await asyncio.sleep(0.01)
             Hanging(s.wires[0])
             monkeypatch.setattr(asyncio, "wait", noted)
             for _ in range(3):
-                assert (await s.links.status()).silent == ("shard-a",)
-            assert [s.links._asked[0] in asked for asked in waits].count(True) == 1
+                assert (await s.router.status()).silent == ("shard-a",)
+            assert [s.router._asked[0] in asked for asked in waits].count(True) == 1
 
     asyncio.run(test())
 
 
 def test_without_any_answer_the_first_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_links, "_STATUS_S", 0.01)
+    monkeypatch.setattr(shard_router, "_STATUS_S", 0.01)
 
     async def test() -> None:
         async with shards(1, 2) as s:
             hanging = [Hanging(wire) for wire in s.wires]
-            looking = asyncio.ensure_future(s.links.status())
+            looking = asyncio.ensure_future(s.router.status())
             await asyncio.sleep(0.1)
             assert not looking.done()
             hanging[1].let_go.set()
@@ -498,13 +513,13 @@ def test_a_fault_in_a_pool_is_no_silence() -> None:
         async with shards(1, 1) as s:
             s.wires[1].status = broken  # type: ignore[attr-defined]
             with pytest.raises(ValueError, match="a fault"):
-                await s.links.status()
+                await s.router.status()
 
     asyncio.run(test())
 
 
 def test_figures_of_a_request_are_those_of_all_pools_that_had_it() -> None:
-    live = LiveRequest(Request("x", (1, 2, 3), 9), 0.0, [], recovered=2)
+    live = InFlightRequest(Request("x", (1, 2, 3), 9), 0.0, [], recovered=2)
     last = Usage(3, 9, 2, 4, 10, 5, (3, 2), ("b", "c"), 1)
     assert live.usage(last) == replace(last, recovered=3)
     # Of the first pool nothing is known, in the second one it was on a replica.

@@ -1,6 +1,6 @@
 """Proves: a request is refused when every shard is full, and not before.
 
-Pools and link run in one event loop, without Ray.
+Pools and session run in one event loop, without Ray.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_a_full_queue_is_no_refusal_while_another_has_room() -> None:
                 assert live.finish.reason is FinishReason.LENGTH
                 assert live.tokens == perfect(prompt, count)
                 assert live.finish.usage.recovered == 0, "no pool had accepted it before"
-            assert [link._unanswered for link in s.links.links] == [0, 0]
+            assert [session._unanswered for session in s.router.sessions] == [0, 0]
 
     asyncio.run(test())
 
@@ -82,7 +82,7 @@ def test_whom_all_refuse_comes_back_when_the_first_has_room(retries_s: tuple[flo
             offers = [offer for pool in full for offer in pool.offered]
             assert [len(pool.offered) for pool in full] == [1, 1]
             assert not any(offer.accepted_before for offer in offers), "each may refuse it"
-            assert s.links.unfinished == 0
+            assert s.router.unfinished == 0
 
     asyncio.run(test())
 
@@ -92,7 +92,7 @@ def test_a_cancelled_request_is_offered_to_nobody_else() -> None:
         async with shards(1, 1) as s:
             full = [Full(wire, 1.0) for wire in s.wires]
             live = s.submit(PROMPTS[0], 20)
-            s.links.cancel(live)
+            s.router.cancel(live)
             await live.ended.wait()
             assert live.reject is not None
             assert sum(len(pool.offered) for pool in full) == 1

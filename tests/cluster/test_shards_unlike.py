@@ -1,7 +1,7 @@
 """Proves: with replicas of unlike size a request is served if any of them can hold it, whichever
 shard that one is in, and refused if none can.
 
-Pools, replicas and link run in one event loop, without Ray.
+Pools, replicas and session run in one event loop, without Ray.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
+import msgspec
 import pytest
 
-from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.in_flight import InFlightRequest
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica
 from tests.cluster.test_pool import CONFIG
@@ -38,7 +38,7 @@ async def unlike(*blocks: list[int], step_s: float = 0.002) -> AsyncIterator[Sha
         yield s
 
 
-async def ended(live: LiveRequest) -> None:
+async def ended(live: InFlightRequest) -> None:
     async with asyncio.timeout(20 * MOVE_S + CONFIG.pool.poll_s):
         await live.ended.wait()
 
@@ -64,8 +64,8 @@ def test_a_refusal_by_old_news_is_no_refusal() -> None:
 
     async def test() -> None:
         async with unlike([SMALL_BLOCKS], [2000]) as s:
-            link = s.links.links[0]
-            link._load = replace(link._load, length_max=2000 * 16)
+            session = s.router.sessions[0]
+            session._load = msgspec.structs.replace(session._load, length_max=2000 * 16)
             while (live := s.submit(PROMPTS[0], LONG)).shard != 0:
                 pass
             await check([live], LONG)
@@ -105,8 +105,8 @@ def test_a_full_shard_that_could_hold_it_speaks_for_one_that_never_could() -> No
             assert len(full.offered) == 1
             assert small.snapshot().rejected == 0, "it was not even asked"
             # By old news it is; what it says changes nothing.
-            link = s.links.links[0]
-            link._load = replace(link._load, length_max=2000 * 16)
+            session = s.router.sessions[0]
+            session._load = msgspec.structs.replace(session._load, length_max=2000 * 16)
             late = s.submit(PROMPTS[1], LONG)
             await ended(late)
             assert late.reject is not None
@@ -128,7 +128,7 @@ def test_one_whose_last_large_replica_has_gone_follows_the_others(elsewhere_firs
             await until(lambda: any(live.tokens for live in here))
             s.runners[1]._puller.cancel()
             if not elsewhere_first:
-                await until(lambda: s.links.links[0].load.length_max == HELD)
+                await until(lambda: s.router.sessions[0].load.length_max == HELD)
                 await asyncio.sleep(3 * MOVE_S)
                 assert {live.shard for live in here} == {0}, "nowhere to go yet"
                 short = s.submit(PROMPTS[0], 20)

@@ -22,7 +22,7 @@ from cluster.config import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import silence_s
-from cluster.pool.ray_pool import stop_pools
+from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
@@ -57,7 +57,7 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
             context = Context()
             running = asyncio.ensure_future(stream(made, LONG, context))
             await until(
-                lambda: any(live.tokens for live in made.service._router.links[0]._live.values())
+                lambda: any(live.tokens for live in made.service._router.sessions[0]._live.values())
             )
             assert await stop(made) == 1
             with pytest.MonkeyPatch.context() as patch:
@@ -212,7 +212,7 @@ def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert num_returns == len(replies)
         wait(replies, timeout)
 
-    monkeypatch.setattr("cluster.pool.ray_pool.ray", SimpleNamespace(get=get, wait=wait_all))
+    monkeypatch.setattr("cluster.pool.stopping.ray", SimpleNamespace(get=get, wait=wait_all))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -284,7 +284,7 @@ def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
                 # None would end within the test.
                 await s.add_replica(shard, FakeReplica(step_s=1.0))
             await s.until_serving(1, 1)
-            s.links._move_s = s.links.links[0]._unreachable_s = 1000.0
+            s.router._move_s = s.router.sessions[0]._unreachable_s = 1000.0
             lives = [s.submit(prompt, 400) for prompt in PROMPTS]
             assert {live.shard for live in lives} == {0, 1}
             s.wires[0].loss = 1.0
@@ -299,7 +299,7 @@ def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
 
 @pytest.mark.usefixtures("ray_calls")
 def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.pool.ray_pool._ANSWER_S", 3600.0)
+    monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 3600.0)
 
     async def test() -> None:
         async with shards(0, 1) as s:

@@ -34,15 +34,6 @@ def test_a_new_request_ends_it() -> None:
     assert hand.in_flight()[-1].kind is BatchKind.PREFILL
 
 
-def test_a_deadline_ends_it() -> None:
-    hand, _ = long_batch()
-    hand.submit("c", timeout_s=5.0)
-    while [(batch.steps, len(batch.rows)) for batch in hand.settle()] != [(4, 3)]:
-        hand.done(hand.in_flight()[0])
-    (batch,) = hand.in_flight()
-    assert interrupts(hand.tick(6.0)) == [batch.id]
-
-
 def test_what_concerns_others_does_not() -> None:
     hand, _ = long_batch()
     hand.join("s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.decoding import Decoding, TokenLogprobs
 from scheduler.messages import Emit, Reject, RowResult, StepDone, StepResult
 from tests.scheduler.hand import Hand, of_kind, only
 
@@ -51,7 +52,7 @@ def test_outstanding_tokens_are_those_that_are_expected() -> None:
 
 def test_what_a_request_says_of_its_decoding_is_passed_on_unread_and_extras_are_cut() -> None:
     """Also to the replica that takes it after a loss; extras go where their tokens go."""
-    decoding = object()
+    decoding = Decoding(prompt_tokens=1, logprobs=0)
     hand = Hand(draft_len=0, steps_per_batch_max=1)
     hand.join()
     hand.submit("a", decoding=decoding, stop_token_ids=(7,))
@@ -59,10 +60,10 @@ def test_what_a_request_says_of_its_decoding_is_passed_on_unread_and_extras_are_
     hand.join("s")
     (batch,) = hand.in_flight("s")
     assert batch.prefill[0].decoding is decoding
-    prompt = RowResult("a", extras=("of", "the", "prompt"))
-    told = hand.tell(StepDone(StepResult(batch.id, "s", (prompt,))))
-    assert only(told, Emit) == Emit("a", 0, (), ("of", "the", "prompt"))
+    prompt, five, seven, nine = (TokenLogprobs(-float(n), n) for n in range(1, 5))
+    told = hand.tell(StepDone(StepResult(batch.id, "s", (RowResult("a", extras=(prompt,)),))))
+    assert only(told, Emit) == Emit("a", 0, (), (prompt,))
     (batch,) = hand.in_flight("s")
-    row = RowResult("a", (5, 7, 9), 1, extras=("five", "seven", "nine"))
+    row = RowResult("a", (5, 7, 9), 1, extras=(five, seven, nine))
     told = hand.tell(StepDone(StepResult(batch.id, "s", (row,), steps=1)))
-    assert only(told, Emit) == Emit("a", 0, (5, 7), ("five", "seven"))
+    assert only(told, Emit) == Emit("a", 0, (5, 7), (five, seven))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from cluster.frontend.metrics import Totals
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
 from scheduler.draft_length import CostEstimates, Latency
@@ -13,9 +12,9 @@ from scheduler.status import ReplicaStatus
 
 def to_status(view: PoolView) -> pb.StatusResponse:
     status = view.status
-    totals = Totals.of(status)
+    figures = status.figures
     return pb.StatusResponse(
-        ready=not view.stopping and any(not replica.draining for replica in status.replicas),
+        ready=not view.stopping and status.serving > 0,
         stopping=view.stopping,
         pool_incarnation=view.incarnation,
         pool_uptime_s=view.uptime_s,
@@ -23,13 +22,13 @@ def to_status(view: PoolView) -> pb.StatusResponse:
         waiting=status.waiting,
         running=status.live - status.waiting,
         requests_finished=sum(status.finished.values()),
-        tokens_committed=totals.committed_tokens,
-        steps=totals.steps,
-        row_steps=totals.row_steps,
-        draft_tokens=totals.draft_tokens,
-        accepted_tokens=totals.accepted_tokens,
-        acceptance=totals.acceptance,
-        group_spread_mean=totals.spread_mean,
+        tokens_committed=figures.committed_tokens,
+        steps=figures.steps,
+        row_steps=figures.row_steps,
+        draft_tokens=figures.draft_tokens,
+        accepted_tokens=figures.accepted_tokens,
+        acceptance=figures.acceptance,
+        group_spread_mean=figures.spread_mean,
         waiting_tokens=status.waiting_tokens,
         outstanding_tokens=status.outstanding_tokens,
         tokens_per_s=status.tokens_per_s,
@@ -40,12 +39,12 @@ def to_status(view: PoolView) -> pb.StatusResponse:
             *(_shard(shard) for shard in view.shards),
             *(pb.ShardStatus(name=name, silent=True) for name in view.silent),
         ],
-        groups=totals.groups,
-        group_spread_sum=totals.spread_sum,
-        kv_positions_own=totals.kv_positions_own,
-        kv_positions_read=totals.kv_positions_read,
-        prefill_tokens=totals.prefill_tokens,
-        reused_tokens=totals.reused_tokens,
+        groups=figures.step_batches,
+        group_spread_sum=figures.spread_sum,
+        kv_positions_own=figures.kv_positions_own,
+        kv_positions_read=figures.kv_positions_read,
+        prefill_tokens=figures.prefill_tokens,
+        reused_tokens=figures.reused_tokens,
     )
 
 
@@ -55,7 +54,7 @@ def _shard(view: PoolView) -> pb.ShardStatus:
         name=view.name,
         incarnation=view.incarnation,
         uptime_s=view.uptime_s,
-        serving=sum(not replica.draining for replica in status.replicas),
+        serving=status.serving,
         waiting=status.waiting,
         running=status.live - status.waiting,
         outstanding_tokens=status.outstanding_tokens,
@@ -70,8 +69,8 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         draining=replica.draining,
         residents=replica.residents,
         orders_in_flight=replica.batches_in_flight,
-        kv_blocks=replica.kv_blocks_total,
-        kv_blocks_free=replica.kv_blocks_total - replica.kv_blocks_used,
+        kv_blocks=spec.kv_blocks,
+        kv_blocks_free=spec.kv_blocks - replica.kv_blocks_used,
         block_size=spec.block_size,
         context_len=spec.context_len,
         target=spec.target,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cluster import app
 from cluster.cli.main import main
 from cluster.cli.plan import planned_of, size
 from cluster.config import from_args, from_file
+from cluster.worker import resources
 from replicas import replica as replica_module
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, plan_memory
@@ -73,7 +73,7 @@ def made_by_a_replica(path: str, monkeypatch: pytest.MonkeyPatch) -> MemoryPlan:
         return made[-1]
 
     monkeypatch.setattr(replica_module, "plan_memory", noting)
-    spec = Replica.load(app._replica_config(from_file(Path(path)))).spec
+    spec = Replica.load(resources.replica_config(from_file(Path(path)))).spec
     (one,) = made
     assert spec.kv_blocks == one.kv_blocks
     return one

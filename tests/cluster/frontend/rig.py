@@ -12,7 +12,7 @@ from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
 from cluster.pool.actor import PoolActor
-from cluster.worker.worker import ReplicaRunner, _Stop
+from cluster.worker.worker import Worker, _Stop
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
@@ -54,7 +54,7 @@ async def frontend(
 ) -> AsyncIterator[GrpcApi]:
     pool = PoolActor(config)
     runners = [
-        ReplicaRunner(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
+        Worker(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
     ]
     made = GrpcApi(FrontendService(config, [pool], load_fake_text(ReplicaConfig()), "frontend"))
     async with asyncio.timeout(100):

@@ -15,7 +15,7 @@ from grpc import StatusCode
 
 from cluster.config import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.in_flight import LiveRequest
+from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
@@ -35,15 +35,15 @@ TOKENS = tokenizer().encode(ANSWER).ids
 UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
 
 
-async def asked(made: GrpcApi) -> LiveRequest:
+async def asked(made: GrpcApi) -> InFlightRequest:
     """The one request that the frontend has."""
-    lives = made.service._router.links[0]._live
+    lives = made.service._router.sessions[0]._live
     await until(lambda: len(lives) == 1)
     return next(iter(lives.values()))
 
 
-def ends(made: GrpcApi, live: LiveRequest, reason: FinishReason) -> None:
-    made.service._router.links[0]._finish(Finish(live.pool_id, reason))
+def ends(made: GrpcApi, live: InFlightRequest, reason: FinishReason) -> None:
+    made.service._router.sessions[0]._finish(Finish(live.pool_id, reason))
 
 
 async def streamed(
@@ -159,7 +159,7 @@ def test_a_refusal_by_the_pool_counts_with_its_status(code: RejectCode, streamin
             context = Context()
             task = asyncio.ensure_future(call(made, streaming, context))
             live = await asked(made)
-            made.service._router.links[0]._live.pop(live.pool_id)
+            made.service._router.sessions[0]._live.pop(live.pool_id)
             live.reject = Reject(live.pool_id, code, "prompt", "no")
             live.end()
             await task
@@ -176,7 +176,7 @@ def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
             context = Context()
             task = asyncio.ensure_future(call(made, streaming, context))
             await asked(made)
-            made.service._router.links[0]._give_up()
+            made.service._router.sessions[0]._give_up()
             await task
             assert context.code is StatusCode.UNAVAILABLE
             assert counted == ["UNAVAILABLE"]

@@ -276,7 +276,7 @@ def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
             streamed, unary = Context(), Context()
             streaming = asyncio.ensure_future(stream(made, request, streamed))
             asking = asyncio.ensure_future(made.Generate(request, unary))
-            lives = made.service._router.links[0]._live
+            lives = made.service._router.sessions[0]._live
             await until(lambda: len(lives) == 2 and all(live.tokens for live in lives.values()))
             pool._clock = lambda: time.monotonic() + 101.0
             chunks = await streaming
@@ -313,7 +313,7 @@ def test_a_call_that_is_cancelled_cancels_its_request(streaming: bool) -> None:
             )
             task = asyncio.ensure_future(call)
             await until(
-                lambda: any(live.tokens for live in made.service._router.links[0]._live.values())
+                lambda: any(live.tokens for live in made.service._router.sessions[0]._live.values())
             )
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -15,7 +15,8 @@ from cluster.frontend.status_codes import Refusal, refusal_of_finish
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
 from scheduler.draft_length import CostEstimates, Latency
-from scheduler.messages import Finish, FinishReason, ReplicaSpec, StepTimes
+from scheduler.messages import Finish, FinishReason, ReplicaSpec
+from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 
 
@@ -53,26 +54,14 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
             attention="flex",
             arithmetic="joined layers",
         ),
-        draining=False,
-        residents=0,
-        batches_in_flight=0,
-        kv_blocks_used=0,
-        kv_blocks_total=100,
-        batches=groups,
-        busy_s=1.0,
-        steps=groups,
-        row_steps=groups,
-        draft_tokens=0,
-        accepted_tokens=0,
-        committed_tokens=0,
-        spread_mean=spread_sum / groups,
-        kv_positions_own=own,
-        kv_positions_read=read,
-        last_times=StepTimes(),
-        groups=groups,
-        spread_sum=spread_sum,
-        prefill_tokens=10,
-        reused_tokens=2,
+        figures=BatchFigures(
+            step_batches=groups,
+            spread_sum=spread_sum,
+            kv_positions_own=own,
+            kv_positions_read=read,
+            prefill_tokens=10,
+            reused_tokens=2,
+        ),
     )
 
 

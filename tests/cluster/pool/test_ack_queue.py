@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.pool.ack_queue import Mailbox
+from cluster.pool.ack_queue import AckQueue
 
 BOUND_S = 100.0
 FOREVER_S = 10 * BOUND_S
@@ -26,7 +26,7 @@ def run(test: Callable[[], Awaitable[Any]]) -> Any:
 
 def test_items_come_in_order_and_once_acknowledged_never_again() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         box.put("a")
         box.put("b")
         assert await box.poll(0, 0) == (1, ["a", "b"])
@@ -39,7 +39,7 @@ def test_items_come_in_order_and_once_acknowledged_never_again() -> None:
 
 def test_a_lost_reply_is_given_again() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         box.put("a")
         await box.poll(0, 0)
         box.put("b")
@@ -50,7 +50,7 @@ def test_a_lost_reply_is_given_again() -> None:
 
 def test_a_waiting_poll_returns_with_the_first_item() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0.01)
         assert box.polled
@@ -64,7 +64,7 @@ def test_a_waiting_poll_returns_with_the_first_item() -> None:
 
 def test_a_newer_poll_makes_the_older_one_return_empty() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         newer = asyncio.ensure_future(box.poll(0, FOREVER_S))
@@ -76,7 +76,7 @@ def test_a_newer_poll_makes_the_older_one_return_empty() -> None:
     run(test)
 
 
-async def say(box: Mailbox[str], item: str, acknowledged: int, wait_s: float) -> Any:
+async def say(box: AckQueue[str], item: str, acknowledged: int, wait_s: float) -> Any:
     """A poll that brings what the item is the answer to."""
     box.put(item)
     box.settle()
@@ -85,7 +85,7 @@ async def say(box: Mailbox[str], item: str, acknowledged: int, wait_s: float) ->
 
 def test_an_item_goes_with_the_older_poll_and_the_newer_one_waits_for_the_next() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         for number, item in enumerate("abc"):
@@ -102,7 +102,7 @@ def test_an_item_goes_with_the_older_poll_and_the_newer_one_waits_for_the_next()
 
 def test_a_poll_that_cannot_wait_leaves_the_item_to_the_older_one() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         assert await say(box, "a", 0, 0) == (1, [])
@@ -113,7 +113,7 @@ def test_a_poll_that_cannot_wait_leaves_the_item_to_the_older_one() -> None:
 
 def test_what_an_older_poll_was_to_return_goes_with_the_newer_one_if_it_is_cancelled() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         newer = asyncio.ensure_future(say(box, "a", 0, FOREVER_S))
@@ -126,7 +126,7 @@ def test_what_an_older_poll_was_to_return_goes_with_the_newer_one_if_it_is_cance
 
 def test_what_an_older_poll_has_returned_comes_again_if_it_is_not_acknowledged() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         older = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         newer = asyncio.ensure_future(say(box, "a", 0, 0.05))
@@ -141,7 +141,7 @@ def test_only_what_is_not_urgent_waits_for_more(urgent: bool) -> None:
     async def test() -> None:
         # What is urgent does not wait for it: the test would be over before.
         gather_s = FOREVER_S if urgent else 0.1
-        box: Mailbox[str] = Mailbox(gather_s)
+        box: AckQueue[str] = AckQueue(gather_s)
         poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         started_s = time.monotonic()
@@ -160,14 +160,14 @@ def test_only_what_is_not_urgent_waits_for_more(urgent: bool) -> None:
 
 def test_a_poll_without_items_ends_in_time() -> None:
     async def test() -> None:
-        assert await Mailbox().poll(0, 0.02) == (1, [])
+        assert await AckQueue().poll(0, 0.02) == (1, [])
 
     run(test)
 
 
 def test_a_cancelled_poll_leaves_the_items() -> None:
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: AckQueue[str] = AckQueue()
         poll = asyncio.ensure_future(box.poll(0, FOREVER_S))
         await asyncio.sleep(0)
         poll.cancel()

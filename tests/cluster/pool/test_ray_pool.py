@@ -1,5 +1,5 @@
-"""Proves: what comes with every batch takes the line, a lost line is a pool that does not answer,
-and is opened again, and where there is none everything goes through the actor's handle.
+"""Proves: what comes with every batch takes the transport, and the rest Ray; a lost connection and
+a fault of the pool are a pool that does not answer, and a lost connection is opened again.
 
 The handle is a fake one in front of a real PoolActor; no Ray runs.
 """
@@ -25,9 +25,9 @@ from ray.exceptions import (
 
 from cluster.config import from_args
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import PoolUnreachable
-from cluster.pool.ray_pool import RayPool
-from cluster.transport.line import Door, LineServer
+from cluster.pool.protocol import SIGNATURES, PoolUnreachable
+from cluster.pool.ray_pool import RayPool, open_pool
+from cluster.transport.endpoint import Endpoint, Server
 from scheduler.messages import Request, Submit
 from tests.cluster.fakes import FakeReplica
 
@@ -38,89 +38,76 @@ SUBMIT = Submit(Request("a", (3, 4), 5))
 class Handle:
     """An actor's handle, as far as it is used; notes what was called through it."""
 
-    def __init__(self, has_door: bool = True, secret: bytes | None = None) -> None:
-        """`secret`: what the door says, though it is another."""
+    def __init__(self) -> None:
         self.actor = PoolActor(from_args({}))
         self.calls: list[str] = []
-        self._has_door = has_door
-        self._secret = secret
+        self.servers: list[Server] = []
         self.restart()
 
     def restart(self) -> None:
-        """A new process: another door."""
-        methods = ("pull", "submit", "news")
-        self.server = LineServer({name: getattr(self.actor, name) for name in methods})
+        """A new process: another authority and port."""
+        methods = {name: getattr(self.actor, name) for name in SIGNATURES}
+        self.servers.append(Server(SIGNATURES, methods))
 
-    async def _door(self) -> Door:
-        if not self._has_door:
-            raise OSError("no port")
-        door = await self.server.door(HOST)
-        return door if self._secret is None else door._replace(secret=self._secret)
+    async def _endpoint(self, public_pem: bytes) -> Endpoint:
+        return await self.servers[-1].endpoint(HOST, public_pem)
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Any:
             self.calls.append(method)
-            return self._door() if method == "door" else getattr(self.actor, method)(*args)
+            called = self._endpoint if method == "endpoint" else getattr(self.actor, method)
+            return called(*args)
 
         return SimpleNamespace(remote=remote)
 
 
 @asynccontextmanager
-async def pool_behind(handle: Handle, line: bool = True) -> AsyncIterator[RayPool]:
-    pool = RayPool(lambda: handle, line)  # type: ignore[arg-type, return-value]
+async def pool_behind(handle: Handle) -> AsyncIterator[RayPool]:
+    pool = RayPool(lambda: handle)  # type: ignore[arg-type, return-value]
     async with asyncio.timeout(100):
         yield pool
-    if pool._line is not None:
-        pool._line.close()
+    if pool._connection is not None:
+        await pool._connection.close()
+    for server in handle.servers:
+        await server.close()
     if handle.actor._ticker is not None:
         handle.actor._ticker.cancel()
 
 
 async def serve_one(pool: RayPool) -> None:
-    """A request that a replica takes, over whatever way the calls go."""
+    """A request that a replica takes, by all calls that it takes."""
     await pool.join("r", FakeReplica().spec, None)
     await pool.submit("ingress", [SUBMIT], [])
-    pulled, news = await asyncio.gather(pool.pull("r", 0, [], 1.0), pool.news("ingress", 0, 0.01))
+    pulled, news = await asyncio.gather(
+        pool.pull("r", 0, [], 1.0), pool.updates("ingress", 0, 0.01)
+    )
     assert pulled.items[0].prefill[0].tokens == (3, 4)  # type: ignore[union-attr]
     assert news.known
 
 
-def test_what_comes_with_every_batch_takes_the_line() -> None:
+def test_what_comes_with_every_batch_takes_the_transport() -> None:
     async def test() -> None:
         handle = Handle()
         async with pool_behind(handle) as pool:
             await serve_one(pool)
-            assert sorted(handle.calls) == ["door", "join"]
+            assert sorted(handle.calls) == ["endpoint", "join"]
 
     asyncio.run(test())
 
 
-def test_without_a_line_everything_goes_through_the_handle() -> None:
-    async def test() -> None:
-        handles = [Handle(has_door=False), Handle(secret=b"no"), Handle()]
-        for handle, line in zip(handles, (True, True, False), strict=True):
-            async with pool_behind(handle, line) as pool:
-                await serve_one(pool)
-                calls = ["door"] * line + ["join", "news", "pull", "submit"]
-                assert sorted(handle.calls) == calls, "the door is asked for once"
-
-    asyncio.run(test())
-
-
-def test_a_lost_line_is_a_pool_that_does_not_answer_and_is_opened_again() -> None:
+def test_a_lost_connection_is_a_pool_that_does_not_answer_and_is_opened_again() -> None:
     async def test() -> None:
         handle = Handle()
         async with pool_behind(handle) as pool:
             await pool.join("r", FakeReplica().spec, None)
             waiting = asyncio.create_task(pool.pull("r", 0, [], 5.0))
             await pool.submit("ingress", [], [])
-            assert pool._line is not None
-            pool._line.close()
+            await handle.servers[-1].close()
             with pytest.raises(PoolUnreachable):
                 await waiting
             handle.restart()
             assert (await pool.pull("r", 0, [], 0.0)).known
-            assert handle.calls.count("door") == 2
+            assert handle.calls.count("endpoint") == 2
 
     asyncio.run(test())
 
@@ -152,15 +139,15 @@ def test_whatever_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(error: 
 @pytest.mark.parametrize(
     "fault", [AssertionError("a broken invariant"), ValueError("wrong"), TimeoutError("late")]
 )
-def test_a_fault_of_the_pool_is_told_as_one(fault: Exception) -> None:
-    """Ray raises an error that is of the fault's own type as well."""
+def test_a_fault_of_the_pool_is_a_pool_that_does_not_answer(fault: Exception) -> None:
+    """Its process ends, and those that call it must not end with it."""
 
     async def fails() -> None:
         raise RayTaskError("status", "its traceback", fault).as_instanceof_cause()
 
     async def test() -> None:
         actor = SimpleNamespace(status=SimpleNamespace(remote=fails))
-        with pytest.raises(RayTaskError, match="its traceback"):
+        with pytest.raises(PoolUnreachable, match="its traceback"):
             await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
 
     asyncio.run(test())
@@ -182,7 +169,7 @@ def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
             assert found.wait(120)
             return handle
 
-        async with pool_behind(handle, line=False) as pool:
+        async with pool_behind(handle) as pool:
             pool._open_actor = open_actor  # type: ignore[assignment]
             for _ in range(2):
                 calls = [pool.status() for _ in range(10)]
@@ -215,7 +202,7 @@ def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
                 raise RpcError("the control plane restarts")
             return handle
 
-        async with pool_behind(handle, line=False) as pool:
+        async with pool_behind(handle) as pool:
             pool._open_actor = open_actor  # type: ignore[assignment]
             with pytest.raises(PoolUnreachable):
                 await pool.status()
@@ -224,7 +211,7 @@ def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
     asyncio.run(test())
 
 
-def test_calls_that_come_at_once_share_one_line_though_one_is_cancelled() -> None:
+def test_calls_that_come_at_once_share_one_connection_though_one_is_cancelled() -> None:
     async def test() -> None:
         handle = Handle()
         async with pool_behind(handle) as pool:
@@ -233,6 +220,41 @@ def test_calls_that_come_at_once_share_one_line_though_one_is_cancelled() -> Non
             calls[0].cancel()
             replies = await asyncio.gather(*calls[1:])
             assert all(reply.known for reply in replies)
-            assert handle.calls == ["door"]
+            assert handle.calls == ["endpoint"]
 
     asyncio.run(test())
+
+
+HEAD = {"node:__internal_head__": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen"),
+    [
+        ([{"GPU": 1.0}, HEAD], 1),
+        ([HEAD, {"GPU": 1.0}, {"lockstep_pool": 1.0}], 2),
+        ([{"GPU": 1.0}], None),
+    ],
+)
+def test_a_pool_is_wished_onto_the_node_that_is_for_it_or_onto_the_head(
+    nodes: list[dict[str, float]], chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only wished: a node that is gone must not keep it from starting."""
+    options: dict[str, Any] = {}
+
+    def actor(**given: Any) -> Any:
+        options.update(given)
+        return SimpleNamespace(remote=lambda _config: None)
+
+    known = [
+        {"NodeID": f"{number:056x}", "Alive": True, "Resources": resources}
+        for number, resources in enumerate(nodes)
+    ]
+    ray = SimpleNamespace(nodes=lambda: known, remote=lambda _class: SimpleNamespace(options=actor))
+    monkeypatch.setattr("cluster.pool.ray_pool.ray", ray)
+    open_pool(from_args({}), "pool")
+    wish = options["scheduling_strategy"]
+    if chosen is None:
+        assert wish == "DEFAULT"
+    else:
+        assert (wish.node_id, wish.soft) == (known[chosen]["NodeID"], True)

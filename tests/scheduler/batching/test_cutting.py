@@ -157,8 +157,3 @@ def test_a_replica_that_reads_apart_is_never_asked_for_two_steps() -> None:
     hand.settle()
     stepped(hand, 4)
     assert all(len(lengths) == 4 for lengths in stepped(hand, 10))
-
-
-def test_the_pin_is_checked() -> None:
-    with pytest.raises(ValueError, match="apart_positions"):
-        SchedulerConfig(apart_positions=-1)

@@ -1,0 +1,60 @@
+"""Log-probabilities of tokens under the target's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from scheduler.decoding import TokenLogprobs
+
+
+def token_logprobs(
+    logits: torch.Tensor,  # [places, vocab]
+    tokens: Sequence[int],  # [places]
+    top: int,
+) -> tuple[TokenLogprobs, ...]:
+    """Of the token in each place, and of the `top` likeliest there.
+
+    A token has the same float as itself and among the likeliest. A place's floats do not depend on
+    how many places there are.
+    """
+    if not tokens:
+        return ()
+    scores = logits.float()
+    best = scores.amax(dim=-1, keepdim=True)
+    masses = _sums((scores - best).exp_())
+    normal = best[:, 0] + masses.log()  # [places]
+    own = scores.gather(-1, torch.tensor(tokens, device=scores.device)[:, None])
+    ranks = ((scores > own).sum(dim=-1) + 1).tolist()
+    found = [()] * len(tokens) if not top else _likeliest(scores, normal, top)
+    logprobs = (own[:, 0] - normal).tolist()
+    return tuple(map(TokenLogprobs, logprobs, ranks, found))
+
+
+def _likeliest(
+    scores: torch.Tensor,  # [places, vocab], float32
+    normal: torch.Tensor,  # [places], float32
+    top: int,
+) -> list[tuple[tuple[int, float], ...]]:
+    # A few more than are asked for: ties at the end of the list are put in order by token id.
+    values, ids = scores.topk(min(top + _TIES, scores.shape[-1]), dim=-1)
+    logprobs = (values - normal[:, None]).tolist()
+    return [
+        tuple(sorted(zip(row, told, strict=True), key=lambda one: (-one[1], one[0]))[:top])
+        for row, told in zip(ids.tolist(), logprobs, strict=True)
+    ]
+
+
+def _sums(masses: torch.Tensor) -> torch.Tensor:  # [places]
+    """Sums along the last dimension, [places, vocab].
+
+    torch divides a long sum among threads by how many there are; numpy adds in one order.
+    """
+    if masses.is_cpu:
+        return torch.from_numpy(np.add.reduce(masses.numpy(), axis=-1))
+    return masses.sum(dim=-1)
+
+
+_TIES = 8

@@ -1,0 +1,48 @@
+"""The target's tokenizer, and which tokens end a text."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from replicas.config import ReplicaConfig
+from replicas.decoding.grammar import Grammars
+from replicas.models.pair import resolve
+from replicas.models.shapes import is_planted
+
+
+def read_tokens(config: ReplicaConfig) -> tuple[Any, tuple[int, ...]]:
+    """transformers' tokenizer of the target, and the ids of the target's own end of text.
+
+    Raises OSError for a name that is not found.
+    """
+    path = resolve(config.target)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    encoder = AutoTokenizer.from_pretrained(path, **options)
+    try:
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        eos = AutoConfig.from_pretrained(path, **options).eos_token_id
+    if eos is None:
+        eos = encoder.eos_token_id
+    return encoder, () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def end_of_turn_ids(encoder: Any, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end a turn of a conversation: the target's own end of text, and the tokenizer's,
+    which chat models end their turns with."""
+    eos = getattr(encoder, "eos_token_id", None)
+    return tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
+
+
+def load_grammars(config: ReplicaConfig, vocab: int) -> Grammars | None:
+    """None for a planted target, which has no tokens, and where llguidance is not installed.
+
+    `vocab`: the width of the logits.
+    """
+    if is_planted(config.target) or find_spec("llguidance") is None:
+        return None
+    encoder, eos = read_tokens(config)
+    return Grammars(encoder.backend_tokenizer, end_of_turn_ids(encoder, eos), vocab)

@@ -1,0 +1,264 @@
+"""The oracle for what requests ask of decoding: penalties, biases, struck-out tokens, grammars and
+log-probabilities are those of a plain loop over transformers, whatever drafts and runs beside.
+
+The plain loop reads the whole content anew for every token and changes one row of logits, by
+sentences from the definitions; of the system it shares only llguidance's verdict on a token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cluster.local_engine import LocalEngine, Output
+from replicas.decoding import Grammars
+from replicas.decoding.grammar import from_choice, from_json_schema, from_regex
+from replicas.drafters import Drafter
+from replicas.drafters.suffix import SuffixDrafter
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.decoding import Decoding
+from scheduler.messages import Batch, Request, SamplingParams, StepResult
+from tests.oracle.drafter import OracleDrafter
+from tests.oracle.worlds import mixed_requests, run_staggered
+from tests.tiny_pairs import VOCAB, target_model, tiny_replica
+
+EOS = 2
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": ["x", 7]}}, "required": ["a"]}'
+ASKS = (
+    Decoding(0, logprobs=3),
+    Decoding(0, repetition_penalty=1.7),
+    Decoding(0, frequency_penalty=0.9, presence_penalty=-0.4, logprobs=0),
+    Decoding(0, logit_bias=((5, 3.5), (40, -100.0), (41, 4.0))),
+    Decoding(0, min_tokens=9, logit_bias=((EOS, 30.0),)),
+    Decoding(0, grammar=from_json_schema(SCHEMA), logprobs=2),
+    Decoding(0, grammar=from_regex("[a-f]{3}(x[0-9])*y"), repetition_penalty=1.3),
+    Decoding(0, grammar=from_choice(["yes", "no", "nothing at all"])),
+    Decoding(0, presence_penalty=1.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), logprobs=1),
+)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """One token for each printable character, after three special ones."""
+    byte_level = {32: "Ġ"}
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": EOS}
+    for token in range(3, VOCAB):
+        vocab[byte_level.get(token + 29, chr(token + 29))] = token
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<pad>", "<s>", "</s>"])
+    return made
+
+
+@cache
+def requests() -> tuple[Request, ...]:
+    """Two of each kind, the second with bad words made of what the first one says."""
+    plain = mixed_requests(VOCAB, 2 * len(ASKS), seed=11, new=(12, 24))
+    made = []
+    for number, request in enumerate(plain):
+        decoding = replace(ASKS[number % len(ASKS)], prompt_tokens=len(request.prompt))
+        if number >= len(ASKS) and not decoding.grammar:
+            said = plainly(made[number - len(ASKS)])[0]
+            words = [tuple(said[at : at + size]) for at, size in ((0, 1), (2, 2), (4, 3))]
+            decoding = replace(decoding, bad_words=tuple(word for word in words if word))
+        made.append(replace(request, decoding=decoding, stop_token_ids=(EOS,)))
+    return tuple(made)
+
+
+@cache
+def plainly(request: Request) -> tuple[list[int], list[torch.Tensor]]:
+    """New tokens by the plain loop, greedy; and the log-softmax of each place's own logits."""
+    model, decoding = target_model("llama"), request.decoding
+    assert decoding is not None
+    content, new, told = list(request.prompt), list[int](), []
+    allowed = Allowed(decoding.grammar)
+    while len(new) < request.max_new_tokens and EOS not in new:
+        with torch.no_grad():
+            logits = model(torch.tensor([content])).logits[0, -1].float()
+        told.append(logits.log_softmax(-1))
+        token = int(changed(logits.clone(), request, new, allowed).argmax())
+        new.append(token)
+        content.append(token)
+        allowed.take(token)
+    return new, told
+
+
+def changed(
+    logits: torch.Tensor, request: Request, new: Sequence[int], allowed: Allowed
+) -> torch.Tensor:
+    decoding = request.decoding
+    assert decoding is not None
+    for token in {*request.prompt, *new}:
+        if logits[token] > 0:
+            logits[token] /= decoding.repetition_penalty
+        else:
+            logits[token] *= decoding.repetition_penalty
+    for token in set(new):
+        logits[token] -= decoding.frequency_penalty * new.count(token)
+        logits[token] -= decoding.presence_penalty
+    for token, bias in decoding.logit_bias:
+        logits[token] += bias
+    if len(new) < decoding.min_tokens:
+        logits[EOS] = -torch.inf
+    for *rest, last in decoding.bad_words:
+        if list(new[len(new) - len(rest) :]) == rest:
+            logits[last] = -torch.inf
+    for token in range(VOCAB):
+        if not allowed.permits(token):
+            logits[token] = -torch.inf
+    return logits
+
+
+class Allowed:
+    """Whether a token may come next, asked one by one."""
+
+    def __init__(self, grammar: str) -> None:
+        tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
+        self._matcher = LLMatcher(tokens, grammar) if grammar else None
+
+    def permits(self, token: int) -> bool:
+        if self._matcher is None:
+            return True
+        if self._matcher.is_stopped():  # the text is complete
+            return token == EOS
+        return self._matcher.validate_tokens([token]) == 1
+
+    def take(self, token: int) -> None:
+        if self._matcher is not None:
+            self._matcher.consume_token(token)
+
+
+def asked_replica(drafter: Drafter | None = None, **config: object) -> Replica:
+    replica = tiny_replica("llama", drafter=drafter, **config)
+    replica.grammars = Grammars(tokenizer(), [EOS], VOCAB)
+    return replica
+
+
+def drafter_of(kind: str) -> Drafter | None:
+    if kind == "suffix":
+        return SuffixDrafter()
+    if kind == "oracle":
+        sequences = [[*one.prompt, *plainly(one)[0]] for one in requests()]
+        return OracleDrafter(sequences, 0.7, VOCAB)
+    return None  # the pair's draft model
+
+
+def agree(request: Request, output: Output) -> None:
+    new, told = plainly(request)
+    assert output.tokens == new, request
+    decoding = request.decoding
+    assert decoding is not None
+    if decoding.logprobs is None:
+        assert output.logprobs == []
+        return
+    assert len(output.logprobs) == len(new)
+    for token, said, plain in zip(new, output.logprobs, told, strict=True):
+        assert said.logprob == pytest.approx(float(plain[token]), abs=1e-4)
+        assert len(said.top) == decoding.logprobs
+        best = plain.topk(decoding.logprobs).values.tolist()
+        assert [logprob for _, logprob in said.top] == pytest.approx(best, abs=1e-4)
+        for other, logprob in said.top:
+            assert logprob == pytest.approx(float(plain[other]), abs=1e-4)
+            assert other != token or logprob == said.logprob
+        assert said.rank == 1 + sum(float(p) > float(plain[token]) for p in plain)
+
+
+@pytest.mark.parametrize("drafter", ["model", "suffix", "oracle"])
+@pytest.mark.parametrize(("rows_max", "draft_len"), [(1, 0), (1, 4), (8, 0), (8, 4), (8, None)])
+def test_outputs_are_those_of_the_plain_loop(
+    drafter: str, rows_max: int, draft_len: int | None
+) -> None:
+    replica = asked_replica(drafter_of(drafter))
+    outputs = run_staggered(replica, requests(), rows_max, draft_len, seed=rows_max)
+    for request, output in zip(requests(), outputs, strict=True):
+        agree(request, output)
+    ended = [plainly(one)[0][-1] == EOS for one in requests() if one.decoding.grammar]
+    assert any(ended), "a grammar comes to its end within the limit"
+
+
+def test_sampled_output_and_its_log_probabilities_depend_on_the_request_alone() -> None:
+    some = [
+        replace(request, sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=number))
+        for number, request in enumerate(requests())
+    ]
+    engine = LocalEngine(asked_replica(), SchedulerConfig(rows_max=1, draft_len=0))
+    alone = engine.generate(some)
+    for draft_len in (0, 3, None):
+        outputs = run_staggered(asked_replica(), some, 8, draft_len, seed=3)
+        for one, other in zip(alone, outputs, strict=True):
+            assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_one_forward_pass() -> None:
+    """Of a long one that is filled in several batches, of one whose prefix is here, of a single
+    token."""
+    rng = random.Random(5)
+    prefix = [rng.randrange(VOCAB) for _ in range(90)]
+    prompts = [prefix, [*prefix[:60], 5, 6, 7], [9]]
+    some = [
+        Request(
+            id=f"p{number}",
+            prompt=tuple(prompt),
+            max_new_tokens=2,
+            decoding=Decoding(len(prompt), prompt_logprobs=2),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    replica = asked_replica(prefix_sharing=True)
+    config = SchedulerConfig(rows_max=4, prefill_tokens_max=32, prefill_rows_max=1)
+    engine = LocalEngine(replica, config, check=True)
+    for request in some:
+        output = engine.generate([request])[0]
+        with torch.no_grad():
+            plain = target_model("llama")(torch.tensor([request.prompt])).logits[0].log_softmax(-1)
+        assert len(output.prompt_logprobs) == len(request.prompt) - 1
+        for place, said in enumerate(output.prompt_logprobs):
+            token = request.prompt[place + 1]
+            assert said.logprob == pytest.approx(float(plain[place, token]), abs=1e-4)
+            best = plain[place].topk(2).values.tolist()
+            assert [logprob for _, logprob in said.top] == pytest.approx(best, abs=1e-4)
+
+
+class Again:
+    """Runs a replica's batches of several steps twice: first until a step of them breaks."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.spec = replica.spec
+        self.release = replica.release
+        self.broken = 0
+
+    def step(self, batch: Batch) -> StepResult:
+        if batch.steps < 2:
+            return self._replica.step(batch)
+        steps = iter(range(batch.steps))
+
+        def breaks() -> bool:
+            if next(steps):
+                raise RuntimeError("planted")
+            return False
+
+        try:
+            return self._replica.step(batch, breaks)
+        except RuntimeError:
+            self.broken += 1
+            return self._replica.step(batch)
+
+
+def test_a_batch_that_fails_leaves_rows_as_they_were() -> None:
+    """A step commits, the next one breaks, and the same batch runs again."""
+    runner = Again(asked_replica())
+    engine = LocalEngine(runner, SchedulerConfig(rows_max=8, draft_len=3))
+    outputs = engine.generate(requests())
+    for request, output in zip(requests(), outputs, strict=True):
+        agree(request, output)
+    assert runner.broken
