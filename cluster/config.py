@@ -94,10 +94,10 @@ class PoolConfig(_Settings):
         return tick_s
 
 
-class IngressConfig(_Settings):
+class FrontendConfig(_Settings):
     """What clients may ask for, and how they are answered."""
 
-    number: int = Field(1, ge=1, description="Ingress processes.")
+    number: int = Field(1, ge=1, description="Frontend processes.")
     max_new_tokens: int = Field(256, ge=1, description="Where a request does not say.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
@@ -117,16 +117,16 @@ class IngressConfig(_Settings):
     tokenize_inline_bytes: int = Field(
         8192, ge=0, description="Longer prompts are tokenized on a thread, off the event loop."
     )
-    requests_max: int = Field(10_000, ge=1, description="Requests in flight per ingress.")
+    requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     requests_per_client_max: int = Field(
         2_000,
         ge=1,
-        description="Requests in flight per ingress from one address, where there are no API keys.",
+        description="Requests in flight per frontend and address, where there are no API keys.",
     )
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
     )
-    watches_max: int = Field(200, ge=1, description="Open health watches per ingress.")
+    watches_max: int = Field(200, ge=1, description="Open health watches per frontend.")
 
 
 class ServerConfig(_Settings):
@@ -153,7 +153,7 @@ class AuthConfig(_Settings):
     keys_file: str | None = Field(
         None,
         pattern="^/",
-        description="File of API keys on the machine of every ingress, absolute path; see "
+        description="File of API keys on the machine of every frontend, absolute path; see "
         "`lockstep keys`. With it every request needs a key.",
     )
     allow_anyone: bool = Field(
@@ -185,7 +185,7 @@ class ActorsConfig(_Settings):
         description="Where Ray places the ranks of a replica with tensor_parallel, as a placement "
         "group: all on one machine, or with PACK on as few as it takes.",
     )
-    ingress_cpus: float = Field(0.0, ge=0, description="Per ingress.")
+    frontend_cpus: float = Field(0.0, ge=0, description="Per frontend.")
     start_s: float = Field(
         600.0,
         gt=0,
@@ -214,7 +214,7 @@ class ClusterConfig(_Settings):
     replica: ReplicaConfig = ReplicaConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     pool: PoolConfig = PoolConfig()
-    ingress: IngressConfig = IngressConfig()
+    frontend: FrontendConfig = FrontendConfig()
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
@@ -233,10 +233,10 @@ class ClusterConfig(_Settings):
     @model_validator(mode="after")
     def _own_deadline_is_allowed(self) -> Self:
         most = self.scheduler.timeout_s_max
-        if self.ingress.timeout_s > most:
+        if self.frontend.timeout_s > most:
             raise ValueError(
-                f"ingress.timeout_s: must be at most scheduler.timeout_s_max ({most:g}), is"
-                f" {self.ingress.timeout_s:g}"
+                f"frontend.timeout_s: must be at most scheduler.timeout_s_max ({most:g}), is"
+                f" {self.frontend.timeout_s:g}"
             )
         return self
 
@@ -290,8 +290,8 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
     },
     "batch_size": ("scheduler", "rows_max"),
     "draft_len": ("scheduler", "draft_len"),
-    "max_new_tokens": ("ingress", "max_new_tokens"),
-    "coalesce_ms": ("ingress", "coalesce_ms"),
+    "max_new_tokens": ("frontend", "max_new_tokens"),
+    "coalesce_ms": ("frontend", "coalesce_ms"),
     "grpc_port": ("server", "grpc_port"),
     "http_host": ("server", "http_host"),
     "http_port": ("server", "http_port"),

@@ -99,7 +99,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client is gone, or the ingress found a stop string. Unknown ids are ignored."""
+    """The client is gone, or the frontend found a stop string. Unknown ids are ignored."""
 
     request_id: str
 
@@ -159,7 +159,7 @@ Event = (
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """A stop token was committed (or, set by the ingress, a stop string was found)."""
+    """A stop token was committed (or, set by the frontend, a stop string was found)."""
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"

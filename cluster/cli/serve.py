@@ -104,7 +104,7 @@ def _wait_until_ready(
     told: threading.Event,
     look: Callable[[], Stages],
 ) -> str | None:
-    """Until the first replica is ready; if none is to be there, until the ingress is up.
+    """Until the first replica is ready; if none is to be there, until the frontend is up.
 
     Returns early when told to stop. Raises StartFailed, also after `actors.start_s`; but returns
     what it says where an application is updated and there is one that serves, old or new.

@@ -78,7 +78,7 @@ def _summary(status: pb.StatusResponse) -> Table:
         f"{status.requests_finished} finished",
         "tokens": f"{status.tokens_committed} committed, {per_row:.2f} per row and step",
         "acceptance": f"{status.acceptance:.1%} of {status.draft_tokens} draft tokens",
-        "batch spread": f"{status.group_spread_mean:.1f} tokens on average",
+        "batch spread": f"{status.batch_spread_mean:.1f} tokens on average",
     }
     table = _table("", "", header=False)
     for name, value in rows.items():
@@ -101,12 +101,12 @@ def _shards(status: pb.StatusResponse) -> Table:
 def _replicas(status: pb.StatusResponse) -> Table:
     table = _table("replica", "rows", "batches", "KV free", "k", "step", "accepted")
     for each in status.replicas:
-        of = each.beliefs
+        of = each.cost_estimates
         trimmed = 0.0 < of.verified < 1.0  # an older server says 0
         table.add_row(
             each.id,
             str(each.residents),
-            str(each.orders_in_flight),
+            str(each.batches_in_flight),
             f"{each.kv_blocks_free / max(each.kv_blocks, 1):.0%} of {each.kv_blocks}",
             f"{of.draft_len}" + (f" ({of.verified:.0%})" if trimmed else ""),
             f"{1000 * of.step_s:.1f} ms" if of.step_s else "-",

@@ -41,13 +41,13 @@ from scheduler.messages import (
 )
 from scheduler.scaling import ShardLoad
 
-log = logging.getLogger("lockstep.ingress")
+log = logging.getLogger("lockstep.frontend")
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""
 _CALL_TOKENS_MAX = 1_000_000
 _CALL_REQUESTS_MAX = 1000
-"""What goes out with one call, so that a pool which is told everything again, by every ingress,
+"""What goes out with one call, so that a pool which is told everything again, by every frontend,
 answers each of them in time; else they would begin again for ever."""
 _PART_S = 0.5
 """How long a new session waits for what the pool has to say of the one before, and a link that is

@@ -21,7 +21,7 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import Reject, RejectCode, Request
 from scheduler.scaling import ShardLoad, choose_shard, next_shard
 
-log = logging.getLogger("lockstep.ingress")
+log = logging.getLogger("lockstep.frontend")
 
 _LOOKS = 4
 """How often, within the time that stranded requests may wait, they are looked for."""

@@ -165,12 +165,12 @@ def test_settings_of_the_door_that_make_no_sense_are_named(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"ingress": {"timeout_s": 7200}}, {"scheduler": {"timeout_s_max": 60}}]
+    "settings", [{"frontend": {"timeout_s": 7200}}, {"scheduler": {"timeout_s_max": 60}}]
 )
 def test_a_default_deadline_that_no_request_may_have_is_refused(
     settings: dict[str, object],
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^ingress\.timeout_s: .*scheduler\.timeout_s_max"):
+    with pytest.raises(ConfigError, match=r"^frontend\.timeout_s: .*scheduler\.timeout_s_max"):
         from_args(settings)
 
 

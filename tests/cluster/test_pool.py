@@ -80,12 +80,12 @@ class Wire:
 
 
 class World:
-    """One pool, its replicas and one ingress's link."""
+    """One pool, its replicas and one frontend's link."""
 
     def __init__(self, wire: Wire, config: ClusterConfig) -> None:
         self.wire = wire
         self.config = config
-        self.link = PoolSession(wire, "ingress", config.pool.poll_s, unreachable_s=1000.0)
+        self.link = PoolSession(wire, "frontend", config.pool.poll_s, unreachable_s=1000.0)
         self.runners: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 
@@ -420,7 +420,7 @@ def test_a_pool_that_itself_stood_still_takes_nobody_for_lost() -> None:
     asyncio.run(test())
 
 
-def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
+def test_a_lost_frontend_learns_it_from_its_next_submit() -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica(step_s=0.01)
@@ -438,7 +438,7 @@ def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
     asyncio.run(test())
 
 
-def test_an_idle_ingress_that_was_lost_learns_it_from_its_next_poll() -> None:
+def test_an_idle_frontend_that_was_lost_learns_it_from_its_next_poll() -> None:
     async def test() -> None:
         async with world() as w:
             await w.until(lambda: bool(w.wire.actor._frontends))
@@ -626,7 +626,7 @@ def test_a_request_cancelled_before_it_was_sent_never_runs() -> None:
     asyncio.run(test())
 
 
-def test_an_ingress_that_no_longer_polls_loses_its_requests() -> None:
+def test_an_frontend_that_no_longer_polls_loses_its_requests() -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica(step_s=0.01)

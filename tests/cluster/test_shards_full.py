@@ -33,10 +33,10 @@ class Full:
         wire.submit = self  # type: ignore[attr-defined]
 
     async def __call__(
-        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str], unfinished: int
+        self, frontend_id: str, submits: Sequence[Submit], cancels: Sequence[str], unfinished: int
     ) -> SubmitReply:
         self.offered.extend(submits)
-        none = await self._wire.actor.submit(ingress_id, (), cancels, unfinished)
+        none = await self._wire.actor.submit(frontend_id, (), cancels, unfinished)
         rejects = tuple(
             Reject(one.request.id, RejectCode.OVERLOADED, "", "full", self._retry_after_s)
             for one in submits

@@ -1,7 +1,7 @@
-"""Proves: a stopping pool refuses what is new and nothing that it had accepted, its ingress says so
-at once, and a stop that never came to its end heals.
+"""Proves: a stopping pool refuses what is new and nothing that it had accepted, its frontend says
+so at once, and a stop that never came to its end heals.
 
-Pool, replica and ingress run in one event loop, without Ray.
+Pool, replica and frontend run in one event loop, without Ray.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode, Request, Submit
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, stream
-from tests.cluster.frontend.rig import frontend as ingress
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
 from tests.cluster.test_pool import CONFIG, Wire, world
 from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
 
@@ -53,7 +52,7 @@ async def stop(made: GrpcApi, cut: bool = False) -> int:
 
 def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
     async def test() -> None:
-        async with ingress(step_s=0.01, config=SLOW_POLLS) as made:
+        async with frontend(step_s=0.01, config=SLOW_POLLS) as made:
             context = Context()
             running = asyncio.ensure_future(stream(made, LONG, context))
             await until(
@@ -61,7 +60,7 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
             )
             assert await stop(made) == 1
             with pytest.MonkeyPatch.context() as patch:
-                # The ingress knows by itself: nobody is asked, nothing is tokenized.
+                # The frontend knows by itself: nobody is asked, nothing is tokenized.
                 stopping = SimpleNamespace(stopping=made.service.stopping)
                 patch.setattr(made.service, "_router", stopping)
                 at_the_door = Context()
@@ -85,7 +84,7 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
 def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
     async def test() -> None:
         # The requests would run for longer than the whole test may.
-        async with ingress(step_s=1.0, config=SLOW_POLLS) as made:
+        async with frontend(step_s=1.0, config=SLOW_POLLS) as made:
             streamed, unary = Context(), Context()
             chunks: list[pb.GenerateChunk] = []
 
@@ -117,7 +116,7 @@ def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
 @pytest.mark.parametrize("service", ["", "lockstep.v1.Lockstep", "nobody"])
 def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
     async def test() -> None:
-        async with ingress(config=SLOW_POLLS) as made:
+        async with frontend(config=SLOW_POLLS) as made:
             seen: list[int] = []
 
             async def watch() -> None:
@@ -145,10 +144,10 @@ def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
 def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
     async def test() -> None:
         pool = PoolActor(from_args({}))
-        await pool.submit("ingress", [], [])
+        await pool.submit("frontend", [], [])
         await pool.stop_accepting(60.0)
         new, old = (Request(name, (5, 6), 4) for name in ("new", "old"))
-        reply = await pool.submit("ingress", [Submit(new), Submit(old, accepted_before=True)], [])
+        reply = await pool.submit("frontend", [Submit(new), Submit(old, accepted_before=True)], [])
         assert [(r.request_id, r.code) for r in reply.rejects] == [("new", RejectCode.STOPPING)]
         assert reply.stopping
         assert (await pool.stop_accepting(60.0)).unfinished == 1
@@ -160,7 +159,7 @@ def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
 
 def test_a_stop_that_was_never_finished_heals() -> None:
     async def test() -> None:
-        async with ingress() as made:
+        async with frontend() as made:
             await stop(made)
             assert not await made.service.ready()
             # The stop is good for a minute from when it was last told.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.config import AuthConfig, IngressConfig
+from cluster.config import AuthConfig, FrontendConfig
 from cluster.frontend.admission.keys import KeyEntry, KeysFile, find
 from cluster.frontend.admission.rate_limit import TokenBucket
 from scheduler.errors import LockstepError, Overloaded
@@ -129,13 +129,13 @@ class AdmissionControl:
     def __init__(
         self,
         auth: AuthConfig,
-        ingress: IngressConfig,
+        frontend: FrontendConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises KeysError or OSError for a keys file that cannot be used."""
         self._auth = auth
-        self._share = ingress.number
-        self._per_address = ingress.requests_per_client_max
+        self._share = frontend.number
+        self._per_address = frontend.requests_per_client_max
         self._clock = clock
         self._keys = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
         self._known: tuple[KeyEntry, ...] = ()

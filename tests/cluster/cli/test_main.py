@@ -130,7 +130,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
         pb.ReplicaStatus(
             id=f"5drh0vsd.e90a0{number}",
             residents=128,
-            orders_in_flight=2,
+            batches_in_flight=2,
             kv_blocks=1_234_567,
             kv_blocks_free=1_234_567,
             context_len=131_072,
@@ -138,7 +138,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
             dtype="bfloat16",
             device="cuda:0",
             draining=number == 1,
-            beliefs=pb.ReplicaBeliefs(draft_len=12, verified=0.5, step_s=0.0123),
+            cost_estimates=pb.CostEstimates(draft_len=12, verified=0.5, step_s=0.0123),
         )
         for number in range(2)
     ]

@@ -77,9 +77,9 @@ async def pool_behind(handle: Handle) -> AsyncIterator[RayPool]:
 async def serve_one(pool: RayPool) -> None:
     """A request that a replica takes, by all calls that it takes."""
     await pool.join("r", FakeReplica().spec, None)
-    await pool.submit("ingress", [SUBMIT], [])
+    await pool.submit("frontend", [SUBMIT], [])
     pulled, news = await asyncio.gather(
-        pool.pull("r", 0, [], 1.0), pool.updates("ingress", 0, 0.01)
+        pool.pull("r", 0, [], 1.0), pool.updates("frontend", 0, 0.01)
     )
     assert pulled.items[0].prefill[0].tokens == (3, 4)  # type: ignore[union-attr]
     assert news.known
@@ -101,7 +101,7 @@ def test_a_lost_connection_is_a_pool_that_does_not_answer_and_is_opened_again() 
         async with pool_behind(handle) as pool:
             await pool.join("r", FakeReplica().spec, None)
             waiting = asyncio.create_task(pool.pull("r", 0, [], 5.0))
-            await pool.submit("ingress", [], [])
+            await pool.submit("frontend", [], [])
             await handle.servers[-1].close()
             with pytest.raises(PoolUnreachable):
                 await waiting
@@ -123,7 +123,7 @@ def test_a_lost_connection_is_a_pool_that_does_not_answer_and_is_opened_again() 
     ],
 )
 def test_whatever_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(error: Exception) -> None:
-    """An ingress or a replica would end with any other error."""
+    """A frontend or a replica would end with any other error."""
 
     async def lost() -> None:
         raise error

@@ -266,7 +266,7 @@ def test_a_row_that_reserved_the_only_replica_and_failed_there_goes_to_the_next_
 
 
 def move(hand: Hand, to: Hand, new: dict[str, int]) -> None:
-    """All live requests go on in another pool; an ingress has their tokens and what it was told.
+    """All live requests go on in another pool; a frontend has their tokens and what it was told.
 
     `new`: how many new tokens each request wants in all.
     """
