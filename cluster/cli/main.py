@@ -227,7 +227,7 @@ def demo(
 
 
 main.command(cls=SectionedCommand)(bench)
-main.command()(simulate)
+main.command(cls=SectionedCommand)(simulate)
 main.add_typer(keys, name="keys")
 
 if __name__ == "__main__":
