@@ -108,7 +108,7 @@ def take_turns(
 
     `counts`: ways that get only so many of the requests, from the first. A way that raises
     DoesNotRun is left out of later rounds. Each run gets its own cache salt: what an earlier one
-    has put into a prefix cache would let Lockstep, and nobody else, skip the prompts.
+    has put into a prefix cache would let Lockstep alone skip the prompts.
     """
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     asked = {name: requests[: (counts or {}).get(name, len(requests))] for name in ways}

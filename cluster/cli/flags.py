@@ -20,16 +20,8 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from cluster.config import (
-    SHORT_NAMES,
-    ClusterConfig,
-    ConfigError,
-    api_key,
-    from_args,
-    from_file,
-    overridden,
-    server_address,
-)
+from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError, from_args
+from cluster.config_sources import api_key, from_file, overridden, server_address
 from cluster.sentences import joined
 
 Command = Callable[..., None]

@@ -13,7 +13,7 @@ from cluster.cli.bench import bench
 from cluster.cli.flags import ENGINE, SectionedCommand, with_server, with_settings
 from cluster.cli.keys import keys
 from cluster.cli.simulate import simulate
-from cluster.config import ConfigError, check_doors, from_args
+from cluster.config import ConfigError, from_args
 
 main = typer.Typer(
     name="lockstep",
@@ -62,6 +62,7 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
+    from cluster.frontend.admission.control import check_doors
     from cluster.frontend.admission.keys import read
 
     try:

@@ -6,17 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from cluster.config import (
-    SHORT_NAMES,
-    ClusterConfig,
-    ConfigError,
-    check_doors,
-    from_args,
-    from_file,
-    overridden,
-    server_address,
-)
+from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError, from_args
+from cluster.config_sources import from_file, overridden, server_address
+from cluster.frontend.admission.control import check_doors
 
 
 def test_strings_from_a_command_line_become_values() -> None:
@@ -124,6 +118,11 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("")
     assert from_file(path) == ClusterConfig()
+
+
+def test_sections_are_all_settings_that_hold_settings_and_are_never_null() -> None:
+    values = ((name, getattr(ClusterConfig(), name)) for name in ClusterConfig.model_fields)
+    assert tuple(name for name, value in values if isinstance(value, BaseModel)) == SECTIONS
 
 
 def test_options_go_over_a_file() -> None:

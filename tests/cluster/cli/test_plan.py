@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import main
 from cluster.cli.plan import planned_of, size
-from cluster.config import from_args, from_file
+from cluster.config import from_args
+from cluster.config_sources import from_file
 from cluster.worker import resources
 from replicas import replica as replica_module
 from replicas.config import ReplicaConfig
