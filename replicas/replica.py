@@ -29,7 +29,7 @@ from replicas.models.paged_model import Model, Output, PagedModel, Wants
 from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.models.prefill import fill
 from replicas.resident import Resident, Tally
-from replicas.sampling.choice import sampling_batch
+from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.decoding import TokenLogprobs
@@ -340,11 +340,7 @@ class Replica:
         before = [resident.tokens_left for resident in rows]
         tallies = [Tally() for _ in rows]
         table = self._blocks.table(ids, self._device)
-        sampling = sampling_batch(
-            tuple(resident.sampling for resident in rows),
-            self._device,
-            whole=batch.verify_tokens is not None,
-        )
+        sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
         own = read = done = 0
         hooks: DecodingRows | None = None
         try:
