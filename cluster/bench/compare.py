@@ -27,7 +27,7 @@ from scheduler.messages import ReplicaSpec, Request
 from scheduler.validation import check_request
 
 Way = Callable[[Sequence[Request]], list[list[int]]]
-"""New tokens of each request, in the requests' batch. May raise DoesNotRun."""
+"""New tokens of each request, in the requests' order. May raise DoesNotRun."""
 Note = Callable[[str, int], None]
 """Called with the way that runs next and how many runs are done."""
 

@@ -43,7 +43,7 @@ def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
-    """What `lockstep generate` would have sent, in batch."""
+    """What `lockstep generate` would have sent, in order."""
     requests: list[pb.GenerateRequest] = []
 
     def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
@@ -60,6 +60,13 @@ def test_generate_sends_class_and_salt(priority: str, sent: list[pb.GenerateRequ
     assert RUN.invoke(main, args).exit_code == 0
     assert pb.Priority.Name(sent[0].priority) == f"PRIORITY_{priority.upper()}"
     assert sent[0].cache_salt == "mine"
+
+
+@pytest.mark.parametrize("command", [["generate", "x", "--top-k"], ["chat", "--max-new-tokens"]])
+def test_a_number_that_no_request_can_hold_is_refused_by_name(command: list[str]) -> None:
+    result = RUN.invoke(main, [*command, str(2**31)])
+    assert result.exit_code == 2
+    assert command[-1].removeprefix("--").replace("-", "_") in result.output
 
 
 def test_no_server_is_an_error_with_a_sentence(tmp_path: Path) -> None:
