@@ -21,6 +21,7 @@ from cluster.bench.transformers_runs import (
 from cluster.bench.workload import BenchError, Workload, engine_request
 from cluster.config import ClusterConfig
 from cluster.local_engine import LocalEngine, Runner
+from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec, Request
@@ -257,10 +258,13 @@ def as_served(config: ClusterConfig, served: Any) -> ClusterConfig:
     """The settings with the models of a replica (a `pb.ReplicaStatus`) where none were given."""
     if served is None or not served.target:
         return config
-    names = {"target": served.target, "draft": served.draft or None, "dtype": served.dtype}
-    given = config.replica.model_fields_set
-    missing = {name: value for name, value in names.items() if name not in given}
-    return config.model_copy(update={"replica": config.replica.model_copy(update=missing)})
+    given = config.replica.model_dump(exclude_unset=True)
+    names: dict[str, Any] = {"target": served.target, "dtype": served.dtype}
+    if not {"draft", "speculative"} & given.keys():
+        method = served.drafter or "none"
+        names["speculative"] = {"method": method, "model": served.draft or None}
+    replica = ReplicaConfig.model_validate(names | given)
+    return config.model_copy(update={"replica": replica})
 
 
 def check_comparable(config: ClusterConfig, served: Any, drawn: bool) -> None:

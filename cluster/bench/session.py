@@ -117,6 +117,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
     text = TargetText.load(config.replica)
     workload = plan.workload(config.replica.target, replica.spec.vocab_size)
     engine = LocalEngine(replica, config.scheduler)
+    drafting = config.replica.drafting
 
     def requests(asked: Workload, prefix: str) -> Callable[[int], Any]:
         return lambda n: engine_request(asked, n, text.encode, text.eos_token_ids, prefix)
@@ -144,7 +145,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
         {
             "served by": "the engine of this process",
             "target": config.replica.target,
-            "draft": config.replica.drafting.model,
+            "drafter": _drafter(drafting.method, drafting.model),
             "device": replica.spec.device,
             "dtype": config.replica.dtype,
             "rows of a batch": config.scheduler.rows_max,
@@ -209,7 +210,7 @@ async def _through_cluster(
             {
                 "served by": f"the cluster at {server.address}",
                 "target": first.target if first else None,
-                "draft": first.draft if first else None,
+                "drafter": _drafter(first.drafter, first.draft) if first else None,
                 "device": first.device if first else None,
                 "dtype": first.dtype if first else None,
                 "rows of a batch": "as the server is set",
@@ -246,8 +247,9 @@ def _reports(
     if not plan.compare:
         yield report
         return
-    pair = config.replica
-    of = f"{pair.target}, draft {pair.draft}, {pair.dtype} on {pair.device}"
+    pair, drafting = config.replica, config.replica.drafting
+    drafter = _drafter(drafting.method, drafting.model)
+    of = f"{pair.target}, drafter {drafter}, {pair.dtype} on {pair.device}"
     report = replace(
         report, settings={**report.settings, "compared": of}, not_compared=NOT_FINISHED
     )
@@ -276,6 +278,10 @@ def _salted(workload: Workload) -> Workload:
 
 def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:
     return lambda ended: note(phase, ended, total)
+
+
+def _drafter(method: str, model: str | None) -> str:
+    return " ".join(filter(None, (method or "none", model)))
 
 
 def _asked_for(draft_len: int | None) -> str:

@@ -80,6 +80,7 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         vocab_size=spec.vocab_size,
         attention=spec.attention,
         arithmetic=spec.arithmetic,
+        drafter=spec.drafter,
         cost_estimates=_estimates(replica.estimates),
     )
 

@@ -48,12 +48,17 @@ def plan(**settings: Any) -> Plan:
 
 def test_the_models_that_are_served_are_compared_but_for_what_is_named() -> None:
     served = pb.ReplicaStatus(target="org/large", draft="org/small", dtype="bfloat16")
+    served.drafter = "draft_model"
     replica = compare.as_served(from_args({}), served).replica
     assert (replica.target, replica.draft, replica.dtype) == ("org/large", "org/small", "bfloat16")
     replica = compare.as_served(from_args({"target": "a/copy"}), served).replica
     assert (replica.target, replica.draft, replica.dtype) == ("a/copy", "org/small", "bfloat16")
     without = pb.ReplicaStatus(target="org/large", dtype="float32")
-    assert compare.as_served(from_args({}), without).replica.draft is None
+    assert compare.as_served(from_args({}), without).replica.drafting.method == "none"
+    suffix = pb.ReplicaStatus(target="org/large", drafter="suffix", dtype="float32")
+    assert compare.as_served(from_args({}), suffix).replica.drafting.method == "suffix"
+    named = from_args({"speculative": {"method": "none"}})
+    assert compare.as_served(named, suffix).replica.drafting.method == "none"
     assert compare.as_served(from_args({}), None).replica.target == TINY
 
 

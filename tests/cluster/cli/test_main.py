@@ -156,7 +156,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
     console.print(shown(pb.StatusResponse(replicas=replicas, shards=shards)))
     text = console.export_text()
     assert "…" not in text
-    assert "2 replicas: a-target, bfloat16 on cuda:0; context 131072" in text
+    assert "2 replicas: a-target, bfloat16 on cuda:0; drafter none; context 131072" in text
     assert "draining: 5drh0vsd.e90a01" in text
     rows = [line.split() for line in text.splitlines()]
     for row in (

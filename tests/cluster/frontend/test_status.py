@@ -53,6 +53,7 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
             vocab_size=320,
             attention="flex",
             arithmetic="joined layers",
+            drafter="suffix",
         ),
         figures=BatchFigures(
             step_batches=groups,
@@ -74,6 +75,7 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
     assert [replica.attention for replica in answer.replicas] == ["flex", "flex"]
+    assert {replica.drafter for replica in answer.replicas} == {"suffix"}
     assert {replica.arithmetic for replica in answer.replicas} == {"joined layers"}
 
 
