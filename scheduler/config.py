@@ -12,7 +12,7 @@ PREFILL_TOKENS_LEAST = 32
 
 
 class SchedulerConfig(BaseModel):
-    """How the pool groups, places and bounds. Lengths are in tokens."""
+    """How the pool batches, places and bounds. Lengths are in tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

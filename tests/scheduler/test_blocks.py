@@ -1,4 +1,4 @@
-"""Proves that KV blocks may run out and nothing is lost: who goes, who comes back, and when.
+"""Proves that KV blocks may run out and nothing is lost: which sequence goes, comes back, and when.
 
 With kv_reserve below 1 a replica takes more sequences than would fit at their limits.
 """
@@ -43,7 +43,7 @@ def test_all_finish_though_blocks_run_out() -> None:
 
 
 def preempted(hand: Hand) -> list[str]:
-    """Whoever is sent back first, answering batches until somebody is."""
+    """The sequences that are sent back first."""
     for _ in range(200):
         actions = hand.done(hand.in_flight()[0])
         gone = [one for release in of_kind(actions, Release) for one in release.sequence_ids]
@@ -57,7 +57,7 @@ def preempted(hand: Hand) -> list[str]:
                 assert last < first, "blocks are released before the batch that needs them"
             assert release.replica_id == "r"
             return gone
-    raise AssertionError("nobody was sent back")
+    raise AssertionError("none was sent back")
 
 
 @pytest.mark.parametrize(("lowest", "goes"), [("", "c"), ("b", "b")])
@@ -69,7 +69,7 @@ def test_the_youngest_of_the_lowest_priority_goes(lowest: str, goes: str) -> Non
     assert preempted(hand) == [goes]
 
 
-def test_who_was_sent_back_keeps_its_tokens_and_waits_until_all_that_it_needs_is_free() -> None:
+def test_what_was_sent_back_keeps_its_tokens_and_waits_until_all_that_it_needs_is_free() -> None:
     hand = tight()
     for name in "abc":
         hand.submit(name, length=4, max_new_tokens=24)

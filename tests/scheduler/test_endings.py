@@ -60,7 +60,7 @@ def test_nothing_after_the_stop_token_or_the_limit_is_emitted_or_counted(
 
 
 def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
-    """Rows of a group stand by length; the result may list them in any order."""
+    """Rows of a batch stand by length; the result may list them in any order."""
     hand = Hand()
     for name, length in [("long", 9), ("short", 2), ("mid", 5)]:
         hand.submit(name, length)

@@ -1,4 +1,4 @@
-"""Proves that a batch of several steps ends early when somebody waits for it: within one step."""
+"""Proves that a batch of several steps ends early when a row waits for it: within one step."""
 
 from __future__ import annotations
 

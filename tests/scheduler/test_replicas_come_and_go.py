@@ -60,13 +60,13 @@ def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
 ) -> None:
     """As after a restart of the pool. By the smaller one it would be refused."""
     hand = Hand()
-    for who in back:
-        if who == "submit":
+    for event in back:
+        if event == "submit":
             request = Request("a", (1,) * 40, 40, committed=committed)
             actions = hand.tell(Submit(request, accepted_before=True, checked=True))
             assert not of_kind(actions, Reject)
         else:
-            hand.join(who, kv_blocks=10 if who == "small" else 100)
+            hand.join(event, kv_blocks=10 if event == "small" else 100)
     assert not hand.finishes
     assert [rows_of(batch) for batch in hand.in_flight("large")] == [["a"]]
 
@@ -115,7 +115,7 @@ def test_residents_of_a_lost_replica_wait_in_front_in_their_order_of_arrival() -
     assert hand.lose("one") == []
 
 
-def test_a_draining_replica_hands_back_its_residents_and_takes_nobody() -> None:
+def test_a_draining_replica_hands_back_its_residents_and_takes_none() -> None:
     hand = Hand(rows_max=2, batches_in_flight_max=1)
     hand.join("one")
     for name in "abc":
@@ -126,7 +126,7 @@ def test_a_draining_replica_hands_back_its_residents_and_takes_nobody() -> None:
         (batch,) = hand.settle("one")
     actions = hand.drain("one")
     (ready,) = {"a", "b", "c"} - set(rows_of(batch))
-    assert released(actions) == [ready], "rows in flight stay until their order ends"
+    assert released(actions) == [ready], "rows in flight stay until their batch ends"
     assert hand.drain("one") == []
     assert hand.submit("d") == []
     actions = hand.done(batch)

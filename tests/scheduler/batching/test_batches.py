@@ -1,4 +1,4 @@
-"""Proves which batches a replica gets: prefill and steps in turn, whole groups, no idle replica."""
+"""Proves which batches a replica gets: prefill and steps in turn, whole batches, no idle replica."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_a_prefill_commits_nothing_and_a_step_follows() -> None:
     assert (steps.kind, steps.rows[0].length, steps.draft_len) == (BatchKind.SPECULATE, 3, 3)
 
 
-def test_rows_up_to_the_group_size_merge_into_one_group() -> None:
-    """Two half groups would alternate for ever: a fragment waits for the batch in flight."""
+def test_rows_up_to_the_batch_size_merge_into_one_batch() -> None:
+    """Two half batches would alternate for ever: a fragment waits for the batch in flight."""
     hand = Hand(rows_max=8)
     hand.join()
     for name in "abcdefgh":
@@ -35,7 +35,7 @@ def test_rows_up_to_the_group_size_merge_into_one_group() -> None:
         assert len(batch.rows) == 8
 
 
-def test_two_whole_groups_are_pipelined() -> None:
+def test_two_whole_batches_are_pipelined() -> None:
     hand = Hand(rows_max=2)
     hand.join()
     for name in "abcd":
@@ -69,7 +69,7 @@ def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None
     for _ in range(40):
         actions = hand.done(hand.in_flight()[0])
         kinds += [batch.kind for batch in batches_of(actions)]
-    assert all(str(index) in hand.tokens for index in range(12)), "somebody starved"
+    assert all(str(index) in hand.tokens for index in range(12)), "a row starved"
     after_first_step = kinds[kinds.index(BatchKind.SPECULATE) :]
     assert (BatchKind.PREFILL, BatchKind.PREFILL) not in set(itertools.pairwise(after_first_step))
 
@@ -81,7 +81,7 @@ def test_a_prefill_batch_keeps_its_budget_of_rows_and_tokens() -> None:
     first, second = batches_of(hand.join())
     assert rows_of(first) == ["a"]
     assert rows_of(second) == ["b", "c", "d"], "all tokens but the last are filled: 3 + 5 + 0"
-    assert batches_of(hand.done(first)) == [], "most of the group is still being filled"
+    assert batches_of(hand.done(first)) == [], "most of the batch is still being filled"
     steps, third = batches_of(hand.done(second))
     assert rows_of(steps) == ["d", "b", "c", "a"]
     assert rows_of(third) == ["e", "f", "g"]

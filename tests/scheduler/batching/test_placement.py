@@ -1,4 +1,4 @@
-"""Proves where a waiting sequence goes: room, balance, prefix, load; and nobody starves."""
+"""Proves where a waiting sequence goes: room, balance, prefix, load; and none starves."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def step(hand: Hand, replica_id: str = "r", count: int = 1) -> None:
         hand.done(hand.in_flight(replica_id)[0])
 
 
-def test_a_new_replica_gets_work_though_nobody_waits() -> None:
+def test_a_new_replica_gets_work_though_none_waits() -> None:
     hand = loaded(16)
     hand.join("s", kv_blocks=10_000)
     assert not hand.in_flight("s")
@@ -45,7 +45,7 @@ def test_a_new_replica_gets_work_though_nobody_waits() -> None:
         assert len(row.tokens) == 3 + len(hand.tokens.get(row.sequence_id, ()))
 
 
-def test_the_imbalance_settles_and_nobody_goes_back() -> None:
+def test_the_imbalance_settles_and_none_goes_back() -> None:
     hand = loaded(16)
     hand.join("s", kv_blocks=10_000)
     for _ in range(60):
@@ -97,7 +97,7 @@ def test_what_a_chunk_has_no_room_for_stays(monkeypatch: pytest.MonkeyPatch) -> 
         (16, {}, 2),  # the other has no room
     ],
 )
-def test_nobody_moves_where_it_gains_nothing(
+def test_none_moves_where_it_gains_nothing(
     count: int, request_of: dict[str, int], kv_blocks: int
 ) -> None:
     hand = loaded(count, **request_of)

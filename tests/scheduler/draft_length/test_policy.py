@@ -230,7 +230,7 @@ def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
     ("group", "pinned", "tokens_left", "expected"),
     [(4, None, 100, 4), (4, 2, 100, 2), (4, 0, 100, 0), (0, 3, 100, 0), (4, 9, 3, 2), (4, 9, 1, 0)],
 )
-def test_a_row_drafts_the_least_of_group_request_and_tokens_left_but_one(
+def test_a_row_drafts_the_least_of_batch_request_and_tokens_left_but_one(
     group: int, pinned: int | None, tokens_left: int, expected: int
 ) -> None:
     sequence = Sequence(Request("a", (1,), tokens_left, draft_len=pinned), 1)

@@ -72,7 +72,7 @@ def play_prefills(hand: Hand, breaks: str, times: int, rounds: int) -> list[list
     return played
 
 
-def test_nobody_waits_long_for_a_prefill_that_failed_once() -> None:
+def test_no_row_waits_long_for_a_prefill_that_failed_once() -> None:
     """The rows that run show that steps succeed; a prefill they cannot show."""
     hand = crowd(3)
     for name in ("broken", "next", "last"):
@@ -119,7 +119,7 @@ def test_a_prompt_that_was_begun_shows_as_well_that_prefills_work() -> None:
     assert failures <= 4, "a chunk of the long one is filled between any two"
 
 
-def test_rows_that_nobody_suspects_step_between_any_two_batches_of_suspects() -> None:
+def test_other_rows_step_between_any_two_batches_of_rows_in_quarantine() -> None:
     hand = crowd(4)
     hand.join("s")
     for index in range(12):
@@ -132,7 +132,9 @@ def test_rows_that_nobody_suspects_step_between_any_two_batches_of_suspects() ->
         alone.append(hand.scheduler._pool.replicas["r"].pipeline.quarantined)
         assert alone[-2:] != [True, True]
         hand.done(batch)
-    assert 4 <= sum(alone) < len(alone) <= 60, "suspects come in, in turns with the others"
+    assert 4 <= sum(alone) < len(alone) <= 60, (
+        "rows in quarantine come in, in turns with the others"
+    )
 
 
 @pytest.mark.parametrize(("context_len", "goes"), [(512, "s"), (50, "r")])
@@ -145,7 +147,7 @@ def test_a_row_that_failed_alone_goes_to_another_replica_if_one_could_hold_it(
     assert [name for name in "rs" if hand.in_flight(name)] == [goes]
 
 
-def test_nothing_goes_beside_a_batch_of_suspects() -> None:
+def test_nothing_goes_beside_a_batch_of_rows_in_quarantine() -> None:
     hand = Hand(rows_max=2, draft_len=0)
     hand.join()
     for name in "abcd":
@@ -169,7 +171,7 @@ def kill(hand: Hand, name: str, number: int) -> str:
     return fresh
 
 
-def test_the_row_queued_second_is_a_suspect_too() -> None:
+def test_the_row_queued_second_goes_into_quarantine_too() -> None:
     """The result of the batch before it may have died with the replica."""
     hand = Hand(rows_max=2, draft_len=0)
     hand.join()
@@ -179,18 +181,18 @@ def test_the_row_queued_second_is_a_suspect_too() -> None:
     first, second = hand.in_flight()
     hand.lose()
     hand.join("s")
-    suspects = {one.id for one in hand.sequences() if one.quarantined}
-    assert suspects == {*rows_of(first), *rows_of(second)}
+    quarantined = {one.id for one in hand.sequences() if one.quarantined}
+    assert quarantined == {*rows_of(first), *rows_of(second)}
 
 
-def test_a_replica_that_leaves_by_itself_blames_nobody() -> None:
+def test_a_replica_that_leaves_by_itself_puts_no_row_into_quarantine() -> None:
     hand = crowd(4)
     hand.lose(by_batch=False)
     assert not any(one.quarantined or one.record.failures for one in hand.sequences())
     assert hand.records == {}
 
 
-def test_a_token_clears_a_suspect() -> None:
+def test_a_token_ends_the_quarantine() -> None:
     hand = crowd(1, failures_max=2)
     for round_number in range(6):
         batch: Batch = hand.settle()[0]

@@ -248,21 +248,21 @@ def test_until_something_was_measured_the_default_stands() -> None:
     assert meter.look(status(0, seen("a", 0.5, 1000, 10, 8))) == 300.0
 
 
-def test_full_groups_say_what_a_replica_commits_and_idle_time_does_not_count() -> None:
+def test_full_batches_say_what_a_replica_commits_and_idle_time_does_not_count() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     meter.look(status(0, seen("a", 0.0, 0, 0, 0)))
     # However much time passes between the looks: only time in batches is divided by.
     assert meter.look(status(0, seen("a", 2.0, 200, 20, 8))) == 100.0
 
 
-def test_groups_that_are_not_full_raise_the_figure_and_never_lower_it() -> None:
+def test_batches_that_are_not_full_raise_the_figure_and_never_lower_it() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     meter.look(status(0, seen("a", 0.0, 0, 0, 0)))
     assert meter.look(status(0, seen("a", 2.0, 100, 20, 1))) == 300.0
     assert meter.look(status(0, seen("a", 4.0, 1100, 40, 1))) == 500.0
 
 
-def test_who_lets_requests_wait_has_enough_to_do_though_its_groups_are_small() -> None:
+def test_where_requests_wait_a_replica_has_enough_to_do_though_its_batches_are_small() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     meter.look(status(5, seen("a", 0.0, 0, 0, 0)))
     assert meter.look(status(5, seen("a", 2.0, 100, 20, 2))) == 50.0
