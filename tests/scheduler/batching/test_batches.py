@@ -1,4 +1,4 @@
-"""Proves which batches a replica gets: prefill and steps in turn, whole batches, no idle replica."""
+"""Proves which batches a replica gets: prefill and steps in turn, full batches, no idle replica."""
 
 from __future__ import annotations
 

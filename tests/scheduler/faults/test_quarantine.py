@@ -132,9 +132,7 @@ def test_other_rows_step_between_any_two_batches_of_rows_in_quarantine() -> None
         alone.append(hand.scheduler._pool.replicas["r"].pipeline.quarantined)
         assert alone[-2:] != [True, True]
         hand.done(batch)
-    assert 4 <= sum(alone) < len(alone) <= 60, (
-        "rows in quarantine come in, in turns with the others"
-    )
+    assert 4 <= sum(alone) < len(alone) <= 60, "they come in, in turns with the others"
 
 
 @pytest.mark.parametrize(("context_len", "goes"), [(512, "s"), (50, "r")])
