@@ -261,7 +261,8 @@ def as_served(config: ClusterConfig, served: Any) -> ClusterConfig:
     given = config.replica.model_dump(exclude_unset=True)
     names: dict[str, Any] = {"target": served.target, "dtype": served.dtype}
     if not {"draft", "speculative"} & given.keys():
-        method = served.drafter or "none"
+        # A warning may follow the method.
+        method = served.drafter.partition(",")[0] or "none"
         names["speculative"] = {"method": method, "model": served.draft or None}
     replica = ReplicaConfig.model_validate(names | given)
     return config.model_copy(update={"replica": replica})

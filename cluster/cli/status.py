@@ -117,7 +117,7 @@ def _replicas(status: pb.StatusResponse) -> Table:
 
 def _kind(replica: pb.ReplicaStatus) -> str:
     parts = [f"{Path(replica.target).name}, {replica.dtype} on {replica.device}"]
-    parts.append(" ".join(filter(None, ("drafter", replica.drafter or "none", replica.draft))))
+    parts.append(" ".join(filter(None, ("drafter", replica.draft, replica.drafter or "none"))))
     parts.append(f"context {replica.context_len}")
     if replica.attention not in ("", "gather"):
         parts.append(f"attention {replica.attention}")

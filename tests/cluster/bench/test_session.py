@@ -57,6 +57,9 @@ def test_the_models_that_are_served_are_compared_but_for_what_is_named() -> None
     assert compare.as_served(from_args({}), without).replica.drafting.method == "none"
     suffix = pb.ReplicaStatus(target="org/large", drafter="suffix", dtype="float32")
     assert compare.as_served(from_args({}), suffix).replica.drafting.method == "suffix"
+    suffix.drafter, suffix.draft = "eagle3, only 1.0% right", "org/head"
+    drafting = compare.as_served(from_args({}), suffix).replica.drafting
+    assert (drafting.method, drafting.model) == ("eagle3", "org/head")
     named = from_args({"speculative": {"method": "none"}})
     assert compare.as_served(named, suffix).replica.drafting.method == "none"
     assert compare.as_served(from_args({}), None).replica.target == TINY
