@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from rich.console import Console
@@ -178,7 +179,7 @@ def _compare(
     from transformers.utils import logging as transformers_logging
 
     from cluster.frontend.target_text import TargetText
-    from cluster.verify import first_difference, judged, just_enough, transformers_greedy
+    from cluster.verify import differences, just_enough, transformers_greedy
 
     transformers_logging.disable_progress_bar()
     text = TargetText.load(config.replica)
@@ -191,20 +192,17 @@ def _compare(
         for index, answer in enumerate(answers)
     ]
     ends = text.end_of_turn_ids if chat else text.eos_token_ids
-    ties, differing, replica = 0, 0, None
-    for index, expected in enumerate(transformers_greedy(config.replica, requests, ends)):
-        difference = first_difference(index, expected, answers[index].tokens)
-        if difference is None:
-            continue
-        differing += 1
-        if replica is None:
-            from replicas.parallel.replica import load_replica
 
-            own = just_enough(config.planned_replica, config.scheduler, text, requests)
-            replica = load_replica(own)
-        content = (*requests[index].prompt, *expected[: difference.position])
-        ties += judged(difference, content, replica, config.replica).tie
-    return len(answers) - differing, ties
+    @cache
+    def own() -> Any:
+        from replicas.parallel.replica import load_replica
+
+        return load_replica(just_enough(config.planned_replica, config.scheduler, text, requests))
+
+    expected = transformers_greedy(config.replica, requests, ends)
+    outputs = [answer.tokens for answer in answers]
+    found = differences(expected, outputs, requests, config.replica, own)
+    return len(answers) - len(found), sum(each.tie for each in found)
 
 
 def _prompt(text: Any, answer: Answer) -> tuple[int, ...]:
