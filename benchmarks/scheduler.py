@@ -281,7 +281,7 @@ def shares(live: int, replicas: int, batches: int) -> dict[str, float]:
     spent: Counter[str] = Counter()
     stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     for (path, _, _), (_, _, own_s, _, _) in stats.items():
-        if Path(path).parent.name == "scheduler":
+        if "scheduler" in Path(path).parts[:-1]:
             spent[Path(path).stem] += own_s
         elif path == "<string>":
             spent["messages"] += own_s  # where dataclasses have their constructors
