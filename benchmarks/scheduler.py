@@ -190,6 +190,7 @@ class Load:
                     row.draft_len,
                     (1,) * accepted + (0,) * (row.draft_len - accepted),
                     (1,) * tried + (0,) * (row.draft_len - tried),
+                    asked_tokens=row.draft_len,
                 )
             )
         return tuple(rows)
