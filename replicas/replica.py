@@ -21,14 +21,14 @@ from replicas.drafters import Drafter, Seen
 from replicas.drafters.load import load_drafter
 from replicas.eqspec import StepRows, step
 from replicas.fingerprint import fingerprint
-from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, root_key
+from replicas.kv_cache import BlockAllocator, TokenRange
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
 from replicas.memory.measure import measured_passes
 from replicas.models.build import build
 from replicas.models.paged_model import Model, Output, PagedModel, Wants
 from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.models.prefill import fill
-from replicas.resident import Resident, Tally
+from replicas.residents import Resident, Residents, Tally
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
@@ -36,7 +36,6 @@ from scheduler.decoding import TokenLogprobs
 from scheduler.messages import (
     Batch,
     BatchKind,
-    PrefillRow,
     ReplicaSpec,
     RowResult,
     StepResult,
@@ -70,18 +69,14 @@ class Replica:
         plan = plan or _plan(pair, config)
         mark = fingerprint(pair.target, config)
         self._device = pair.device
-        self._block_size = config.block_size
         self._work = plan.work
         blocks = plan.kv_blocks
-        self._shared = SharedBlocks(blocks, config.block_size) if config.prefix_sharing else None
-        self._blocks = self._shared or BlockAllocator(blocks, config.block_size)
-        self._residents: dict[str, Resident] = {}
+        self._blocks = BlockAllocator(blocks, config.block_size)
         target, built = _built(pair, config, plan)
         self._drafter = drafter = drafter or load_drafter(pair, config, plan)
         name = "" if drafter is None else drafter.name
-        self._identity = (pair.target_name, name, config.dtype, config.block_size)
-        self._ahead = 0 if drafter is None or not drafter.taps else 1
-        """Tokens behind a block that what is cached of it depends on."""
+        identity = (pair.target_name, name, config.dtype, config.block_size)
+        self._residents = Residents(self._blocks, drafter, identity, config.prefix_sharing)
         self._target: Model = target
         if config.fixed_shapes(pair.device):
             most = plan.work.draft_len
@@ -136,13 +131,7 @@ class Replica:
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Forget the residents and free their blocks; unknown ids are ignored."""
-        for sequence_id in sequence_ids:
-            if sequence_id in self._residents:
-                self._publish(sequence_id)
-                del self._residents[sequence_id]
-                if self._drafter is not None:
-                    self._drafter.end(sequence_id)
-            self._blocks.release(sequence_id)
+        self._residents.leave(sequence_ids)
 
     @property
     def planned(self) -> tuple[int, int]:
@@ -159,10 +148,7 @@ class Replica:
 
     def check_integrity(self) -> None:
         """Blocks are whole, and what is still to fill lies within a resident's content."""
-        self._blocks.check_integrity()
-        for resident in self._residents.values():
-            assert resident.tokens_left >= 0
-            assert 0 <= resident.to_fill < len(resident.content)
+        self._residents.check_integrity()
 
     @torch.inference_mode()
     def logits(self, content: Sequence[int]) -> torch.Tensor:  # [vocab]
@@ -187,12 +173,13 @@ class Replica:
     def _prefill(self, batch: Batch) -> StepResult:
         start = perf_counter()
         watch = Stopwatch(self._device)
+        least = PREFIX_GAIN_TOKENS[self._device.type]
         begins: dict[str, int] = {}
         told: dict[str, list[TokenLogprobs]] = {}
         try:
-            for rows in self._waves(batch.prefill):
+            for rows in self._residents.waves(batch.prefill, least):
                 ids = [row.sequence_id for row in rows]
-                ranges = [self._range(row) for row in rows]
+                ranges = [self._residents.range_of(row) for row in rows]
                 with watch.section("prefill"):
                     self._fill(ids, ranges, told)
                 if self._device.type == "cuda":
@@ -201,7 +188,7 @@ class Replica:
                     begins[sequence_id] = begin
                     resident = self._residents[sequence_id]
                     resident.to_fill = len(resident.content) - 1 - end
-                    self._publish(sequence_id)
+                    self._residents.publish(sequence_id)
         except BaseException:
             self.release(row.sequence_id for row in batch.prefill)
             raise
@@ -219,95 +206,13 @@ class Replica:
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
         )
 
-    def _waves(self, rows: Sequence[PrefillRow]) -> list[list[PrefillRow]]:
-        """The rows in the order in which they are filled, those of one wave together: who shares
-        the prefix of another row of the batch comes second, and finds it."""
-        if self._shared is None or len(rows) == 1:
-            return [list(rows)]
-        block_size = self._block_size
-        keys, fills = [], []
-        for row in rows:
-            chain = self._chain(row)
-            blocks = max(len(row.tokens) - 2, 0) // block_size
-            keys.append(chain.keys(row.tokens, blocks))
-            fills.append(blocks if row.until is None else min(row.until // block_size, blocks))
-        least = PREFIX_GAIN_TOKENS[self._device.type] // block_size
-        second = self._shared.followers(keys, fills, least)
-        first = [row for index, row in enumerate(rows) if index not in second]
-        return [first, [rows[index] for index in second]] if second else [first]
-
-    def _range(self, row: PrefillRow) -> TokenRange:
-        """The KV positions [begin, end) that this batch fills of a row, which is resident now."""
-        resident = self._residents.get(row.sequence_id)
-        assert bool(row.tokens) == (resident is None), (
-            f"{row.sequence_id}: resident already, or not"
-        )
-        resident = resident or self._admit(row)
-        most = len(resident.content) - 1
-        begin = most - resident.to_fill
-        end = most if row.until is None else row.until
-        assert row.tokens or row.begin == begin, (
-            f"{row.sequence_id}: the pool fills from {row.begin},"
-            f" {begin} of {most} positions are filled"
-        )
-        assert end <= most, f"{row.sequence_id}: {end} positions of {most}"
-        return begin, max(begin, end)
-
-    def _admit(self, row: PrefillRow) -> Resident:
-        """A new resident, with the KV of its prefix if blocks of it are here."""
-        block_size = self._block_size
-        chain = self._chain(row)
-        resident = Resident(
-            content=list(row.tokens),
-            tokens_left=row.tokens_left,
-            sampling=row.sampling,
-            stop_token_ids=frozenset(row.stop_token_ids),
-            chain=chain,
-            decoding=row.decoding,
-        )
-        found = 0
-        # What is told of the prompt is computed with it.
-        if self._shared is not None and not resident.tells_of_prompt:
-            keys = chain.keys(row.tokens, resident.settled // block_size)
-            found = self._shared.adopt(row.sequence_id, keys) * block_size
-        resident.to_fill = len(row.tokens) - 1 - found
-        if self._drafter is not None:
-            self._drafter.begin(row.sequence_id, row.tokens, row.salt, found)
-        self._own(row.sequence_id, row.blocks, len(row.tokens))
-        self._residents[row.sequence_id] = resident
-        return resident
-
-    def _chain(self, row: PrefillRow) -> Chain:
-        return Chain(root_key(self._identity, row.salt), self._block_size, self._ahead)
-
-    def _publish(self, sequence_id: str) -> None:
-        """Let others find the full blocks that are valid and that this row writes no more."""
-        if self._shared is None:
-            return
-        resident = self._residents[sequence_id]
-        valid = min(resident.settled, len(resident.content) - 1 - resident.to_fill)
-        drafted = None if self._drafter is None else self._drafter.valid(sequence_id)
-        if drafted is not None:
-            valid = min(valid, drafted)
-        blocks = valid // self._block_size
-        self._shared.publish(sequence_id, resident.chain.keys(resident.content, blocks))
-
-    def _own(self, sequence_id: str, blocks: int, positions: int) -> None:
-        """Give the sequence its blocks; the pool has set them aside and says how many."""
-        room = blocks * self._block_size
-        assert room >= positions, f"{sequence_id}: {positions} positions, room for {room}"
-        self._blocks.grow(sequence_id, room)
-
-    def _frozen(self, sequence_id: str) -> int:
-        return 0 if self._shared is None else self._shared.frozen(sequence_id)
-
     def _fill(
         self, ids: list[str], ranges: list[TokenRange], told: dict[str, list[TokenLogprobs]]
     ) -> None:
         """Fill the target's cache, show the drafter what was filled, and add to `told` what rows
         want to be told of their prompts."""
         for sequence_id, (begin, _) in zip(ids, ranges, strict=True):
-            assert begin >= self._frozen(sequence_id), f"{sequence_id}: would write shared blocks"
+            assert begin >= self._blocks.frozen(sequence_id), f"{sequence_id}: shared blocks"
         residents = [self._residents[sequence_id] for sequence_id in ids]
         contents = [resident.content for resident in residents]
         table = self._blocks.table(ids, self._device)
@@ -338,7 +243,7 @@ class Replica:
         ids = [row.sequence_id for row in batch.rows]
         rows = [self._ready(row, batch.steps) for row in batch.rows]
         before = [resident.tokens_left for resident in rows]
-        tallies = [Tally() for _ in rows]
+        tallies = [Tally(batch.draft_len) for _ in rows]
         table = self._blocks.table(ids, self._device)
         sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
         own = read = done = 0
@@ -389,8 +294,8 @@ class Replica:
                     tokens=tuple(resident.content[row.length :]),
                     steps=done,
                     draft_tokens=tally.draft_tokens,
-                    accepted_at=tally.accepted_at(batch.draft_len),
-                    tried_at=tally.tried_at(batch.draft_len),
+                    accepted_at=tuple(tally.accepted_at),
+                    tried_at=tuple(tally.tried_at),
                     asked_tokens=tally.asked_tokens,
                     extras=() if hooks is None else tuple(hooks.told[index]),
                 )
@@ -417,12 +322,12 @@ class Replica:
             f" {len(resident.content)} are here"
         )
         assert resident.to_fill == 0, f"{row.sequence_id} is filled in part only"
-        assert self._frozen(row.sequence_id) <= resident.settled, "it would write shared blocks"
+        assert self._blocks.frozen(row.sequence_id) <= resident.settled, "shared blocks"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
         assert row.draft_len == 0 or self._drafter is not None, "drafting needs a drafter"
         # The last token committed has no KV entry yet.
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
-        self._own(row.sequence_id, row.blocks, row.length + most - 1)
+        self._residents.own(row.sequence_id, row.blocks, row.length + most - 1)
         return resident
 
 

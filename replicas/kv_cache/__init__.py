@@ -12,7 +12,7 @@ from replicas.kv_cache.host_layout import (
     passes,
     ranges_layout,
 )
-from replicas.kv_cache.prefix import Chain, SharedBlocks, root_key
+from replicas.kv_cache.prefix import Chain, root_key
 
 __all__ = [
     "SCRAP_BLOCK",
@@ -23,7 +23,6 @@ __all__ = [
     "PagedCache",
     "PassLayout",
     "RowGroup",
-    "SharedBlocks",
     "StepLayout",
     "TokenRange",
     "passes",

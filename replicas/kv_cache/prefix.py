@@ -1,27 +1,16 @@
-"""KV blocks that several sequences share: equal content, computed once.
+"""The keys of KV blocks, by which equal content is found.
 
 A full block is known by its key: a hash over the pair that computed it, a salt, all tokens before
 it and its own. So two blocks of one key hold the same content at the same positions, computed by
 the same models for sequences that may share. The hash is 256 bits of BLAKE2b: a wrong hit would be
 a collision that nobody can find.
-
-A block has as many owners as there are block tables with it. One without owners keeps its content
-until its place is needed: the least recently used goes first, and of one sequence the last block,
-for without those before it a block is never found.
-
-Shared blocks are never written. A sequence shares a block only when it will not write there any
-more, so who calls `publish` vouches for that, and `frozen` says from where on a row may write.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import takewhile
-
-from replicas.kv_cache.allocator import BlockAllocator
 
 _KEY_BYTES = 32
 
@@ -58,132 +47,3 @@ class Chain:
             self._last = next_key(self._last, content[begin : (index + 1) * size + ahead])
             self._keys.append(self._last)
         return self._keys[:blocks]
-
-
-def _leading(hits: Iterable[bool]) -> int:
-    """How many are true before the first that is not."""
-    return sum(1 for _ in takewhile(bool, hits))
-
-
-class SharedBlocks(BlockAllocator):
-    """Block tables whose leading blocks may be the same. Blocks without owners count as free."""
-
-    def __init__(self, blocks: int, block_size: int) -> None:
-        super().__init__(blocks, block_size)
-        self._owners = [0] * (blocks + 1)
-        self._key_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
-        self._unowned: OrderedDict[int, None] = OrderedDict()
-        """Blocks with a key and without owners, the least recently used first."""
-        self._published: dict[str, int] = {}
-        """Leading blocks of each sequence that others may have, or have had before it."""
-
-    @property
-    def free_blocks(self) -> int:
-        return len(self._free) + len(self._unowned)
-
-    @property
-    def cached_blocks(self) -> int:
-        """Blocks that the next sequence may find, owned or not."""
-        return len(self._block_of)
-
-    def adopt(self, sequence_id: str, keys: Iterable[bytes]) -> int:
-        """Begin the table of a new sequence with the longest chain that is here; returns how many
-        blocks that is.
-
-        `keys` are those of the sequence's leading blocks; none behind the first miss is looked up.
-        """
-        assert sequence_id not in self._tables, f"{sequence_id} has blocks already"
-        table = array("q")
-        for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
-                break
-            self._own(block)
-            table.append(block)
-        if table:
-            self._tables[sequence_id] = table
-            self._published[sequence_id] = len(table)
-        return len(table)
-
-    def followers(
-        self, keys: Sequence[Sequence[bytes]], fills: Sequence[int], least: int
-    ) -> list[int]:
-        """Which of several new sequences should come after the others, because those will have
-        blocks of theirs: none, unless that spares more than `least` blocks in all.
-
-        `keys[i]` are those of sequence i, of which its own batch computes the first `fills[i]`.
-        """
-        coming: set[bytes] = set()
-        behind = []
-        spared = 0
-        for index, (own, filled) in enumerate(zip(keys, fills, strict=True)):
-            found = _leading(key in self._block_of for key in own)
-            with_others = _leading(key in self._block_of or key in coming for key in own[:filled])
-            if with_others > found:
-                behind.append(index)
-                spared += with_others - found
-            else:
-                coming.update(own[:filled])
-        return behind if spared > least else []
-
-    def publish(self, sequence_id: str, keys: Sequence[bytes]) -> None:
-        """Let others find the sequence's leading blocks by these keys; it writes there no more.
-
-        Where a block of the same key is there already, that one stays the one to be found.
-        """
-        table = self._tables[sequence_id]
-        done = self._published.get(sequence_id, 0)
-        for block, key in zip(table[done:], keys[done:], strict=False):
-            if key not in self._block_of:
-                self._block_of[key] = block
-                self._key_of[block] = key
-        self._published[sequence_id] = max(done, len(keys))
-
-    def frozen(self, sequence_id: str) -> int:
-        """Positions at the row's beginning that it must not write."""
-        return self._published.get(sequence_id, 0) * self.block_size
-
-    def release(self, sequence_id: str) -> None:
-        """Give up the sequence's blocks; unknown ids are ignored."""
-        self._published.pop(sequence_id, None)
-        for block in reversed(self._tables.pop(sequence_id, array("q"))):
-            self._owners[block] -= 1
-            if self._owners[block]:
-                continue
-            if block in self._key_of:
-                self._unowned[block] = None
-            else:
-                self._free.append(block)
-
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._unowned.popitem(last=False)
-            del self._block_of[self._key_of.pop(block)]
-        self._owners[block] = 1
-        return block
-
-    def _own(self, block: int) -> None:
-        self._unowned.pop(block, None)
-        self._owners[block] += 1
-
-    def check_integrity(self) -> None:
-        """Every block is free, or cached, or owned by as many as have it; only a block with a key
-        or of one owner is in a table."""
-        owners = [0] * (self.blocks + 1)
-        for sequence_id, table in self._tables.items():
-            assert len(set(table)) == len(table), f"{sequence_id}: a block twice in one table"
-            assert self._published.get(sequence_id, 0) <= len(table), f"{sequence_id}: published"
-            for index, block in enumerate(table):
-                owners[block] += 1
-                assert owners[block] == 1 or block in self._key_of, "shared without a key"
-                shared = index < self._published.get(sequence_id, 0)
-                assert shared or block not in self._key_of, f"{sequence_id}: may write a shared one"
-        assert owners == self._owners, "owners are miscounted"
-        assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys differ"
-        assert set(self._unowned) == {b for b in self._key_of if not owners[b]}, "unowned blocks"
-        owned = [block for block in range(1, self.blocks + 1) if owners[block]]
-        everything = sorted([*owned, *self._unowned, *self._free])
-        assert everything == list(range(1, self.blocks + 1)), "a KV block is lost or doubled"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.kv_cache import Chain, OutOfBlocks, SharedBlocks, root_key
+from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks, root_key
 from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepResult, StepRow
 from tests.reference import plain_greedy
@@ -88,7 +88,7 @@ def test_random_lives_keep_every_block_and_share_only_equal_content(
     moves: list[tuple[str, int]],
 ) -> None:
     """0 and 7 end a life; others begin one with that content, or publish what it has."""
-    blocks = SharedBlocks(blocks=14, block_size=BLOCK)
+    blocks = BlockAllocator(blocks=14, block_size=BLOCK)
     lives: dict[str, list[int]] = {}
     written: dict[int, list[int]] = {}
     for name, which in moves:
@@ -121,7 +121,7 @@ def test_random_lives_keep_every_block_and_share_only_equal_content(
         assert blocks.free_blocks >= 14 - reserved
 
 
-def fill(blocks: SharedBlocks, name: str, tokens: list[int]) -> int:
+def fill(blocks: BlockAllocator, name: str, tokens: list[int]) -> int:
     found = blocks.adopt(name, keys_of(tokens))
     blocks.grow(name, len(tokens))
     blocks.publish(name, keys_of(tokens))
@@ -130,7 +130,7 @@ def fill(blocks: SharedBlocks, name: str, tokens: list[int]) -> int:
 
 
 def test_a_released_block_is_found_again_and_one_without_a_key_is_not_kept() -> None:
-    blocks = SharedBlocks(blocks=8, block_size=BLOCK)
+    blocks = BlockAllocator(blocks=8, block_size=BLOCK)
     assert fill(blocks, "a", [1] * 10) == 0
     blocks.release("a")
     assert (blocks.free_blocks, blocks.cached_blocks) == (8, 2)
@@ -139,7 +139,7 @@ def test_a_released_block_is_found_again_and_one_without_a_key_is_not_kept() -> 
 
 
 def test_a_block_released_by_one_owner_stays_the_others() -> None:
-    blocks = SharedBlocks(blocks=5, block_size=BLOCK)
+    blocks = BlockAllocator(blocks=5, block_size=BLOCK)
     fill(blocks, "a", [1] * 8)
     assert fill(blocks, "b", [1] * 8) == 2
     blocks.release("a")
@@ -151,7 +151,7 @@ def test_a_block_released_by_one_owner_stays_the_others() -> None:
 
 
 def test_the_least_recently_used_goes_first_and_the_tail_of_a_chain_before_its_head() -> None:
-    blocks = SharedBlocks(blocks=6, block_size=BLOCK)
+    blocks = BlockAllocator(blocks=6, block_size=BLOCK)
     for name, token in (("a", 1), ("b", 2)):
         fill(blocks, name, [token] * 12)
         blocks.release(name)
@@ -164,7 +164,7 @@ def test_the_least_recently_used_goes_first_and_the_tail_of_a_chain_before_its_h
 
 
 def test_two_that_computed_the_same_keep_one_each_and_the_first_is_found() -> None:
-    blocks = SharedBlocks(blocks=8, block_size=BLOCK)
+    blocks = BlockAllocator(blocks=8, block_size=BLOCK)
     for name in "ab":
         assert blocks.adopt(name, keys_of([1] * 4)) == 0
         blocks.grow(name, 4)
@@ -179,7 +179,7 @@ def test_two_that_computed_the_same_keep_one_each_and_the_first_is_found() -> No
 
 
 def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> None:
-    blocks = SharedBlocks(blocks=64, block_size=BLOCK)
+    blocks = BlockAllocator(blocks=64, block_size=BLOCK)
     system, other = [1] * 12, [2] * 12
     contents = [[*system, *[n] * 4] for n in range(5, 9)] + [[*other, *[9] * 4]]
     keys = [keys_of(content) for content in contents]

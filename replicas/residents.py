@@ -1,0 +1,213 @@
+"""The sequences on a replica and their KV blocks: what is filled and what others share.
+
+Knows no model: the drafter is told of a row's life, and computes nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from replicas.decoding import Grammars, RowState, token_logprobs
+from replicas.drafters import Drafter
+from replicas.kv_cache import BlockAllocator, Chain, TokenRange, root_key
+from scheduler.decoding import Decoding, TokenLogprobs
+from scheduler.messages import PrefillRow, SamplingParams
+
+
+@dataclass
+class Resident:
+    """A sequence whose KV cache is here. Target KV is valid for len(content) - 1 positions, but for
+    `to_fill` while it is being prefilled."""
+
+    content: list[int]
+    tokens_left: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    chain: Chain
+    """Keys of its blocks."""
+    decoding: Decoding | None = None
+    state: RowState | None = None
+    """What `decoding` makes of the content; None: not made yet."""
+    to_fill: int = 0
+    """KV positions that prefill batches are still to fill; 0 before any step."""
+
+    @property
+    def settled(self) -> int:
+        """Positions before all that a step may write: a drafter may begin one before the last
+        token."""
+        return max(len(self.content) - 2, 0)
+
+    @property
+    def tells_of_prompt(self) -> bool:
+        """Whether the request wants to be told of its prompt."""
+        return self.decoding is not None and self.decoding.prompt_logprobs is not None
+
+    def prompt_logprobs(
+        self,
+        logits: torch.Tensor,  # [positions, vocab]
+        begin: int,
+    ) -> tuple[TokenLogprobs, ...]:
+        """What the request is told of its prompt, of the tokens after the positions from `begin`
+        on; nothing if it wants nothing."""
+        if self.decoding is None or self.decoding.prompt_logprobs is None:
+            return ()
+        end = min(begin + len(logits) + 1, self.decoding.prompt_tokens)
+        tokens = self.content[begin + 1 : end]
+        return token_logprobs(logits[: len(tokens)], tokens, self.decoding.prompt_logprobs)
+
+    def row_state(self, grammars: Grammars | None) -> RowState | None:
+        """None where the request asks for nothing."""
+        if self.decoding is not None and self.state is None:
+            self.state = RowState(self.decoding, self.content, self.stop_token_ids, grammars)
+        return self.state
+
+    def roll_back(self, length: int, tokens_left: int) -> None:
+        """Make it what it was when its content had this length."""
+        del self.content[length:]
+        self.tokens_left = tokens_left
+        self.state = None
+
+    def commit(self, tokens: list[int]) -> None:
+        """Append a step's tokens."""
+        self.content.extend(tokens)
+        self.tokens_left -= len(tokens)
+
+    def finished(self, committed: list[int]) -> bool:
+        """Whether it has ended with these tokens, the last that it committed."""
+        return self.tokens_left == 0 or not self.stop_token_ids.isdisjoint(committed)
+
+
+class Tally:
+    """What became of a row's draft tokens over the steps of a batch; see `RowResult`."""
+
+    def __init__(self, draft_len: int) -> None:
+        self.asked_tokens = self.draft_tokens = 0
+        self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
+
+    def note(self, asked: int, drafted: int, accepted: int, checked: int) -> None:
+        """Of a step: draft tokens asked for, drafted, right, and checked; where a verification
+        budget left some out nobody knows what became of them."""
+        self.asked_tokens += asked
+        self.draft_tokens += drafted
+        for at in range(accepted):
+            self.accepted_at[at] += 1
+        for at in range(min(accepted + 1, asked if checked == drafted else checked)):
+            self.tried_at[at] += 1
+
+
+class Residents(dict[str, Resident]):
+    """Residents by their sequence's id, and the blocks of all."""
+
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        drafter: Drafter | None,
+        identity: Sequence[object],
+        sharing: bool,
+    ) -> None:
+        """`identity`: of what computes KV; `sharing`: rows of equal beginnings share blocks."""
+        super().__init__()
+        self._blocks = blocks
+        self._drafter = drafter
+        self._identity = identity
+        self._sharing = sharing
+        self._ahead = 0 if drafter is None or not drafter.taps else 1
+        """Tokens behind a block that what is cached of it depends on."""
+
+    def leave(self, sequence_ids: Iterable[str]) -> None:
+        """Forget these and free their blocks; unknown ids are ignored."""
+        for sequence_id in sequence_ids:
+            if sequence_id in self:
+                self.publish(sequence_id)
+                del self[sequence_id]
+                if self._drafter is not None:
+                    self._drafter.end(sequence_id)
+            self._blocks.release(sequence_id)
+
+    def check_integrity(self) -> None:
+        """Blocks are whole, and what is still to fill lies within a resident's content."""
+        self._blocks.check_integrity()
+        for resident in self.values():
+            assert resident.tokens_left >= 0
+            assert 0 <= resident.to_fill < len(resident.content)
+
+    def waves(self, rows: Sequence[PrefillRow], least_tokens: int) -> list[list[PrefillRow]]:
+        """The rows in the order in which they are filled, those of one wave together: a row that
+        shares the prefix of another one of the batch comes second, and finds it, if that spares
+        more than `least_tokens`."""
+        if not self._sharing or len(rows) == 1:
+            return [list(rows)]
+        block_size = self._blocks.block_size
+        keys, fills = [], []
+        for row in rows:
+            chain = self._chain(row)
+            blocks = max(len(row.tokens) - 2, 0) // block_size
+            keys.append(chain.keys(row.tokens, blocks))
+            fills.append(blocks if row.until is None else min(row.until // block_size, blocks))
+        second = self._blocks.followers(keys, fills, least_tokens // block_size)
+        first = [row for index, row in enumerate(rows) if index not in second]
+        return [first, [rows[index] for index in second]] if second else [first]
+
+    def range_of(self, row: PrefillRow) -> TokenRange:
+        """The KV positions [begin, end) that this batch fills of a row, which is resident now."""
+        resident = self.get(row.sequence_id)
+        assert bool(row.tokens) == (resident is None), (
+            f"{row.sequence_id}: resident already, or not"
+        )
+        resident = resident or self._admit(row)
+        most = len(resident.content) - 1
+        begin = most - resident.to_fill
+        end = most if row.until is None else row.until
+        assert row.tokens or row.begin == begin, (
+            f"{row.sequence_id}: the pool fills from {row.begin},"
+            f" {begin} of {most} positions are filled"
+        )
+        assert end <= most, f"{row.sequence_id}: {end} positions of {most}"
+        return begin, max(begin, end)
+
+    def _admit(self, row: PrefillRow) -> Resident:
+        """A new resident, with the KV of its prefix if blocks of it are here."""
+        chain = self._chain(row)
+        resident = Resident(
+            content=list(row.tokens),
+            tokens_left=row.tokens_left,
+            sampling=row.sampling,
+            stop_token_ids=frozenset(row.stop_token_ids),
+            chain=chain,
+            decoding=row.decoding,
+        )
+        found = 0
+        # What is told of the prompt is computed with it.
+        if self._sharing and not resident.tells_of_prompt:
+            keys = chain.keys(row.tokens, resident.settled // self._blocks.block_size)
+            found = self._blocks.adopt(row.sequence_id, keys) * self._blocks.block_size
+        resident.to_fill = len(row.tokens) - 1 - found
+        if self._drafter is not None:
+            self._drafter.begin(row.sequence_id, row.tokens, row.salt, found)
+        self.own(row.sequence_id, row.blocks, len(row.tokens))
+        self[row.sequence_id] = resident
+        return resident
+
+    def _chain(self, row: PrefillRow) -> Chain:
+        return Chain(root_key(self._identity, row.salt), self._blocks.block_size, self._ahead)
+
+    def publish(self, sequence_id: str) -> None:
+        """Let others find the full blocks that are valid and that this row writes no more."""
+        if not self._sharing:
+            return
+        resident = self[sequence_id]
+        valid = min(resident.settled, len(resident.content) - 1 - resident.to_fill)
+        drafted = None if self._drafter is None else self._drafter.valid(sequence_id)
+        if drafted is not None:
+            valid = min(valid, drafted)
+        blocks = valid // self._blocks.block_size
+        self._blocks.publish(sequence_id, resident.chain.keys(resident.content, blocks))
+
+    def own(self, sequence_id: str, blocks: int, positions: int) -> None:
+        """Give the sequence its blocks; the pool has set them aside and says how many."""
+        room = blocks * self._blocks.block_size
+        assert room >= positions, f"{sequence_id}: {positions} positions, room for {room}"
+        self._blocks.grow(sequence_id, room)
