@@ -56,7 +56,7 @@ class FrontendService:
         self._text = text
         pool = config.pool
         self._router = ShardRouter(
-            pools, config.pool_names, name, pool.poll_s, pool.move_s, pool.unreachable_s, clock
+            pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s, clock
         )
         self._meter = meter or FrontendMeter()
         self._clock = clock

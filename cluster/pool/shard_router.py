@@ -39,7 +39,7 @@ class ShardRouter:
         pools: Sequence[PoolPort],
         names: Sequence[str],
         name: str,
-        poll_s: float,
+        beat_s: float,
         move_s: float = 1.0,
         unreachable_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +56,7 @@ class ShardRouter:
             PoolSession(
                 pool,
                 f"{name}.{shard}" if shard else name,
-                poll_s,
+                beat_s,
                 unreachable_s,
                 clock,
                 self._heard,
@@ -84,7 +84,7 @@ class ShardRouter:
         Raises InvalidRequest for a `decoding` that cannot be sent.
         """
         try:
-            encode(0, "", request.decoding)
+            encode([request.decoding])
         except NotEncodable as error:
             raise InvalidRequest("decoding", str(error)) from None
         shard = self._choose(request, request.max_new_tokens - len(request.committed))
