@@ -131,6 +131,7 @@ class Server:
             await serve(peer, stream)
         except StreamLost as error:
             log.warning("the stream of %.80s is lost: %s", peer, error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             stream.lost = True
 

@@ -218,12 +218,13 @@ class Worker:
         log.info("replica %s joined pool %s", self.replica_id, joined.incarnation)
         handed_over = asyncio.Event()
         reading = self._loop.create_task(self._read(stream, handed_over))
-        reading.add_done_callback(lambda _task: self._something_new.set())
+        reading.add_done_callback(self._read_all)
         try:
             self._stream = stream
             while not handed_over.is_set():
                 if reading.done():
                     reading.result()
+                    raise StreamLost("the pool has ended it")
                 await self._attend(stream, shard)
             stream.send(LeaveNote())
         finally:
@@ -252,7 +253,7 @@ class Worker:
             pass
 
     async def _read(self, stream: Stream, handed_over: asyncio.Event) -> None:
-        """Until the stream ends. Raises StreamLost then."""
+        """Until the pool ends the stream. Raises StreamLost where it breaks."""
         async for messages in stream.frames():
             for message in messages:
                 match message:
@@ -263,7 +264,11 @@ class Worker:
                         self._something_new.set()
                     case _:
                         self._jobs.put(message)
-        raise StreamLost("it has ended the membership")
+
+    def _read_all(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled():
+            reading.exception()  # which is nobody's any more where this replica has left
+        self._something_new.set()
 
     def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id or self._stream is None:

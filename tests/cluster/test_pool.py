@@ -10,82 +10,42 @@ import asyncio
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.in_flight import InFlightRequest
-from cluster.pool.ack_queue import AckQueue
 from cluster.pool.actor import PoolActor
-from cluster.pool.peers import ReplicaPeer
-from cluster.pool.protocol import PoolUnreachable, ReleaseNote
+from cluster.pool.protocol import FRONTEND, ReleaseNote
 from cluster.pool.session import PoolSession
-from cluster.worker.worker import ReplicaUnhealthy, Worker
-from scheduler.messages import BatchKind, FinishReason, RejectCode, Request, Submit
+from cluster.transport.stream import Stream, StreamKind
+from cluster.worker.worker import ReplicaUnhealthy, Worker, _Stop
+from scheduler.messages import BatchKind, FinishReason, RejectCode, Request
 from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.wire import Wire
 
 CONFIG = from_args(
     {
         "scheduler": {"rows_max": 4},
-        "pool": {"lease_s": 0.5, "poll_s": 0.1, "tick_s": 0.01, "gather_ms": 2, "probe_s": 0.02},
+        "pool": {"lease_s": 0.5, "beat_s": 0.1, "tick_s": 0.01, "gather_ms": 2},
         "actors": {"drain_s": 20},
     }
 )
 TIMEOUT_S = 60.0
 
 
-class Wire:
-    """A PoolPort that loses calls and replies at random, and whose pool can be replaced."""
-
-    def __init__(self, config: ClusterConfig, loss: float = 0.0, seed: int = 0, **options: Any):
-        self._make: Callable[[], PoolActor] = lambda: PoolActor(config, **options)
-        self.loss = loss
-        self._draw = random.Random(seed)
-        self.submits_late = False
-        self.updates_flow = asyncio.Event()
-        """While it is not set, polls for updates are held up on their way."""
-        self.updates_flow.set()
-        self.calls: Counter[str] = Counter()
-        self.actor = self._make()
-
-    def restart(self) -> None:
-        if self.actor._ticker is not None:
-            self.actor._ticker.cancel()
-        self.actor = self._make()
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        async def call(*args: Any) -> Any:
-            actor = self.actor
-            self.calls[method] += 1
-            if self._draw.random() < self.loss:
-                raise PoolUnreachable("the call was lost")
-            if self.submits_late and method == "submit":
-                await asyncio.sleep(0.02)
-            if method == "updates":
-                await self.updates_flow.wait()
-            reply = await getattr(actor, method)(*args)
-            if actor is not self.actor:
-                raise PoolUnreachable("the pool has died")
-            if self._draw.random() < self.loss:
-                raise PoolUnreachable("the reply was lost")
-            return reply
-
-        return call
-
-
 class World:
-    """One pool, its replicas and one ingress's link."""
+    """One pool, its replicas and one frontend's session."""
 
     def __init__(self, wire: Wire, config: ClusterConfig) -> None:
         self.wire = wire
         self.config = config
-        self.link = PoolSession(wire, "ingress", config.pool.poll_s, unreachable_s=1000.0)
+        self.session = PoolSession(wire, "ingress", config.pool.beat_s, unreachable_s=1000.0)
         self.runners: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 
@@ -100,7 +60,7 @@ class World:
 
     def submit(self, prompt: list[int], count: int, **options: Any) -> InFlightRequest:
         timeout_s = options.pop("timeout_s", TIMEOUT_S)
-        return self.link.submit(Request("x", tuple(prompt), count, **options), timeout_s)
+        return self.session.submit(Request("x", tuple(prompt), count, **options), timeout_s)
 
     async def until(self, condition: Callable[[], bool], bound_s: float = 100.0) -> None:
         async with asyncio.timeout(bound_s):
@@ -117,24 +77,17 @@ async def world(
     loss: float = 0.0, seed: int = 0, config: ClusterConfig = CONFIG, **options: Any
 ) -> AsyncIterator[World]:
     made = World(Wire(config, loss, seed, **options), config)
-    made.link.start()
+    made.session.start()
     try:
         async with asyncio.timeout(100):
             yield made
     finally:
         made.wire.loss = 0.0
-        await made.link.close()
+        await made.session.close()
         for runner in made.runners:
-            runner._puller.cancel()
-            runner._jobs.put(_stop())
-        if made.wire.actor._ticker is not None:
-            made.wire.actor._ticker.cancel()
-
-
-def _stop() -> Any:
-    from cluster.worker.worker import _Stop
-
-    return _Stop()
+            runner._member.cancel()
+            runner._jobs.put(_Stop())
+        made.wire.close()
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -211,19 +164,19 @@ def test_a_restarted_pool_is_told_everything_again() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("lost", ["call", "lease"])
+@pytest.mark.parametrize("lost", ["stream", "lease"])
 def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str) -> None:
-    """The pool lives on; only the session is over, by a call that got lost or by its lease."""
+    """The pool lives on; only the session is over, with its stream or by its lease."""
 
     async def test() -> None:
         async with world() as w:
             await w.add_replica(step_s=0.01)
             requests = [w.submit(prompt, 120) for prompt in prompts(6)]
             await w.until(lambda: all(len(live.tokens) > 20 for live in requests))
-            if lost == "call":
-                await w.link._start_over(w.link._session, "a call was lost")
+            if lost == "stream":
+                w.wire.break_streams()
             else:
-                w.wire.actor._lose_frontend(w.link._session, "is silent")
+                w.wire.actor._lose_frontend(w.session._session, "is silent")
             await finish(requests)
             assert_perfect(requests)
             for live in requests:
@@ -238,50 +191,14 @@ def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str)
     asyncio.run(test())
 
 
-def test_a_start_over_can_be_cancelled_at_every_moment() -> None:
-    """Also at the one in which what it waits for is there: else the link never ends."""
-
-    async def outlived(w: World, rounds: int) -> bool:
-        """Whether it was still under way after so many rounds of the event loop."""
-        w.link._fruitless = 0  # else it pauses first
-        task = asyncio.create_task(w.link._start_over(w.link._session, "a test"))
-        for _ in range(rounds):
-            await asyncio.sleep(0)
-        if task.done():
-            return False
-        task.cancel()
-        await asyncio.wait([task], timeout=10)
-        assert task.cancelled(), rounds
-        assert w.link._steady.is_set()
-        return True
-
-    async def test() -> None:
-        async with world() as w:
-            answer = w.wire.part
-
-            async def part(session: str) -> Any:
-                await asyncio.sleep(0)
-                reply = await answer(session)
-                await asyncio.sleep(0)
-                return reply
-
-            w.wire.part = part  # type: ignore[attr-defined]
-            rounds = 0
-            while await outlived(w, rounds):
-                rounds += 1
-            assert rounds > 2, "there was a moment in which it waited for the pool"
-
-    asyncio.run(test())
-
-
-def test_a_closed_link_has_ended() -> None:
+def test_a_closed_session_has_ended_in_the_pool_too() -> None:
     async def test() -> None:
         async with world() as w:
             w.submit([5, 6], 5)
-            await w.until(lambda: w.link._registered)
-            await w.link.close()
-            assert all(task.done() for task in w.link._tasks)
-            assert not w.wire.actor._frontends
+            await w.until(lambda: bool(w.wire.actor._owners))
+            await w.session.close()
+            await w.until(lambda: not w.wire.actor._frontends)
+            assert not w.wire.actor._owners
 
     asyncio.run(test())
 
@@ -298,7 +215,7 @@ def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
             for prompt in prompts(6):
                 requests.append(w.submit(prompt, 300))
                 await w.until(lambda: bool(requests[-1].tokens))
-            first._puller.cancel()
+            first._member.cancel()
             w.wire.restart()
             await w.until(lambda: w.wire.actor._scheduler.snapshot().waiting == 6)
             await w.add_replica()
@@ -314,7 +231,7 @@ def test_what_was_accepted_waits_for_a_replica_that_holds_it_even_before_its_fir
             large = await w.add_replica(prefill_s=2.0)
             live = w.submit([5, 6], 300)
             await w.until(lambda: live.checked)
-            large._puller.cancel()
+            large._member.cancel()
             w.wire.restart()
             # By this one alone it would be refused.
             await w.add_replica(kv_blocks=4)
@@ -329,144 +246,42 @@ def test_what_was_accepted_waits_for_a_replica_that_holds_it_even_before_its_fir
     asyncio.run(test())
 
 
-def test_polls_that_overtake_submits_start_nothing_over() -> None:
-    async def test() -> None:
-        async with world() as w:
-            w.wire.submits_late = True
-            await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 200) for prompt in prompts(6)]
-            await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
-            assert all(live.recovered == 0 for live in requests)
-            w.wire.restart()
-            await finish(requests)
-            assert_perfect(requests)
-            assert {live.recovered for live in requests} == {1}
-
-    asyncio.run(test())
-
-
-def note_submits(wire: Wire) -> list[list[Submit]]:
-    """The requests of each call from now on."""
-    calls: list[list[Submit]] = []
-
-    async def submit(session: str, submits: list[Submit], *rest: Any) -> Any:
-        calls.append(submits)
-        return await wire.actor.submit(session, submits, *rest)
-
-    wire.submit = submit  # type: ignore[attr-defined]
-    return calls
-
-
-def test_what_a_restarted_pool_is_told_comes_in_calls_that_it_can_answer_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("cluster.pool.session._CALL_TOKENS_MAX", 100)
-    monkeypatch.setattr("cluster.pool.session._CALL_REQUESTS_MAX", 4)
-
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            requests = [w.submit(prompt, 60) for prompt in [*prompts(40), list(range(2, 202))]]
-            await w.until(lambda: any(len(live.tokens) > 5 for live in requests))
-            calls = note_submits(w.wire)
-            w.wire.restart()
-            await finish(requests)
-            assert_perfect(requests)
-            assert sum(map(len, calls)) > 8
-            for call in calls:
-                tokens = sum(len(one.request.prompt + one.request.committed) for one in call)
-                assert len(call) <= 4
-                assert tokens <= 100 or len(call) == 1
-
-    asyncio.run(test())
-
-
-def test_a_request_cancelled_before_its_call_went_out_never_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("cluster.pool.session._CALL_REQUESTS_MAX", 1)
-
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            requests = [w.submit(prompt, 60) for prompt in prompts(3)]
-            w.link.cancel(requests[2])
-            await finish(requests)
-            assert_perfect(requests[:2])
-            assert requests[2].finish is not None
-            assert requests[2].finish.reason is FinishReason.CANCELLED
-            assert requests[2].tokens == []
-
-    asyncio.run(test())
-
-
 def test_a_pool_that_itself_stood_still_takes_nobody_for_lost() -> None:
     async def test() -> None:
         now_s = 0.0
         actor = PoolActor(CONFIG, clock=lambda: now_s)
+        stream = Stream(FRONTEND.calling, asyncio.Event().wait, asyncio.sleep)
         await actor.join("r", FakeReplica().spec, None)
-        await actor.submit("i", [], [])
+        serving = asyncio.create_task(actor.serve_frontend("f", stream))
+        await asyncio.sleep(0)
         now_s += 10 * CONFIG.pool.lease_s
         actor.tick()
-        assert (set(actor._replicas), set(actor._frontends)) == ({"r"}, {"i"})
+        assert (set(actor._workers), set(actor._frontends)) == ({"r"}, {"f"})
         # Nor does that make anybody's silence good for ever.
         for _ in range(12):
             now_s += CONFIG.pool.lease_s / 10
             actor.tick()
-        assert (set(actor._replicas), set(actor._frontends)) == (set(), set())
+        assert (set(actor._workers), set(actor._frontends)) == (set(), set())
         assert actor._ticker is not None
         actor._ticker.cancel()
+        serving.cancel()
 
     asyncio.run(test())
 
 
-def test_a_lost_ingress_learns_it_from_its_next_submit() -> None:
+def test_a_frontend_that_was_lost_starts_over() -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica(step_s=0.01)
             first = [w.submit(prompt, 200) for prompt in prompts(3)]
             await w.until(lambda: all(len(live.tokens) > 5 for live in first))
-            w.wire.updates_flow.clear()
+            w.wire.flows.clear()
             await w.until(lambda: not w.wire.actor._frontends)
-            w.wire.updates_flow.set()
             second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
+            w.wire.flows.set()
             await finish(first + second)
             assert_perfect(first + second)
             assert {live.recovered for live in first} == {1}
-            assert {live.recovered for live in second} == {0}
-
-    asyncio.run(test())
-
-
-def test_an_idle_ingress_that_was_lost_learns_it_from_its_next_poll() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.until(lambda: bool(w.wire.actor._frontends))
-            w.wire.updates_flow.clear()
-            await w.until(lambda: not w.wire.actor._frontends)
-            w.wire.updates_flow.set()
-            lost = w.link._session
-            await w.until(lambda: w.link._session != lost)
-            await w.until(lambda: set(w.wire.actor._frontends) == {w.link._session})
-
-    asyncio.run(test())
-
-
-def test_an_ended_session_is_refused_and_the_oldest_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("cluster.pool.actor._ENDED_MAX", 2)
-
-    async def test() -> None:
-        actor = PoolActor(CONFIG)
-        await actor.submit("a", [Submit(Request("a-1", (1,), 5))], [])
-        await actor.part("a")
-        assert not (await actor.submit("a", [Submit(Request("a-2", (1,), 5))], [])).known
-        assert not (await actor.updates("a", 1, 0.0)).known
-        assert not actor._owners
-        for name in "bc":
-            await actor.part(name)
-        assert (await actor.submit("a", [], [])).known
 
     asyncio.run(test())
 
@@ -477,26 +292,11 @@ def test_a_silent_replica_loses_its_residents_to_another() -> None:
             dying = await w.add_replica(step_s=0.01)
             requests = [w.submit(prompt, 60) for prompt in prompts(3)]
             await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
-            dying._puller.cancel()
+            dying._member.cancel()
             await w.add_replica()
             await finish(requests)
             assert_perfect(requests)
             assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
-
-    asyncio.run(test())
-
-
-def test_a_batch_takes_one_pull_where_no_other_can_be_given_meanwhile() -> None:
-    settings = {"pool": {"lease_s": 30, "poll_s": 10}, "scheduler": {"steps_per_batch_max": 1}}
-
-    async def test() -> None:
-        async with world(config=from_args(settings)) as w:
-            await w.add_replica()
-            requests = [w.submit(prompt, 60, draft_len=0) for prompt in prompts(1)]
-            await finish(requests)
-            assert_perfect(requests)
-            # The prefill, and a step for each token; the first poll came before there was any.
-            assert 61 <= w.wire.calls["pull"] <= 64
 
     asyncio.run(test())
 
@@ -514,54 +314,45 @@ def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
         async with world(config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
             runner = await w.add_replica()
             dead.append(w.fakes[0])
-            await w.until(lambda: runner.replica_id not in w.wire.actor._replicas)
+            await w.until(lambda: runner.replica_id not in w.wire.actor._workers)
 
     asyncio.run(test())
 
 
 @pytest.mark.parametrize(
-    ("lost", "quiet", "asks_per_s"),
+    ("lives", "silent_s", "blamed"),
     [
-        pytest.param(None, False, 2, id="no connection"),
-        pytest.param(False, False, 0, id="a connection"),
-        pytest.param(False, True, 2, id="a connection, and silence"),
-        pytest.param(True, False, 10, id="the connection has ended"),
+        pytest.param(False, 0.0, True, id="dead"),
+        pytest.param(True, 0.0, False, id="alive, only its stream is lost"),
+        pytest.param(None, 1.0, True, id="no answer, not even Ray's"),
     ],
 )
-def test_ray_is_asked_for_a_process_whose_connection_does_not_say_that_it_lives(
-    lost: bool | None, quiet: bool, asks_per_s: int
+def test_the_end_of_a_stream_is_held_against_requests_if_the_process_is_dead_or_stuck(
+    lives: bool | None, silent_s: float, blamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now_s = 0.0
+    lost: list[bool] = []
+
+    async def probe(_process: object) -> bool | None:
+        return lives
+
     async def test() -> None:
-        asked = 0
-
-        async def lives(_process: object) -> bool:
-            nonlocal asked
-            asked += 1
-            return True
-
-        connection = None if lost is None else SimpleNamespace(lost=lost)
-        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, AckQueue(), stream=connection)
-        for tick in range(1, 1001):
-            assert not peer.is_dead(lives, 10 + tick / 100, 0.5, quiet)
+        nonlocal now_s
+        actor = PoolActor(CONFIG, probe, clock=lambda: now_s)
+        await actor.join("r", FakeReplica().spec, object())
+        monkeypatch.setattr(actor, "_lose_worker", lambda _id, _why, blamed: lost.append(blamed))
+        for _ in range(20):
+            now_s += CONFIG.pool.lease_s / 10
+            actor.tick()
             await asyncio.sleep(0)
-        # A question is answered before the next tick, and begins with one.
-        assert asks_per_s * 9 <= asked <= asks_per_s * 10
-
-    asyncio.run(test())
-
-
-def test_a_process_whose_connection_has_ended_is_asked_for_at_once() -> None:
-    async def test() -> None:
-        async def dead(_process: object) -> bool:
-            return False
-
-        connection = SimpleNamespace(lost=False)
-        peer = ReplicaPeer(FakeReplica().spec, object(), 0.0, AckQueue(), stream=connection)
-        assert not peer.is_dead(dead, 10.0, 0.5, quiet=False)
-        connection.lost = True
-        assert not peer.is_dead(dead, 10.05, 0.5, quiet=False)
-        await asyncio.sleep(0)
-        assert peer.is_dead(dead, 10.1, 0.5, quiet=False)
+            actor._workers["r"].lost_stream = True
+            if not silent_s:
+                actor._workers["r"].heard_s = now_s
+            if lost:
+                break
+        assert lost == [blamed]
+        assert actor._ticker is not None
+        actor._ticker.cancel()
 
     asyncio.run(test())
 
@@ -586,7 +377,7 @@ def test_a_draining_replica_hands_its_residents_over() -> None:
             await w.until(lambda: all(live.tokens for live in requests))
             await w.add_replica()
             await going.close()
-            assert going.replica_id not in w.wire.actor._replicas
+            assert going.replica_id not in w.wire.actor._workers
             await asyncio.to_thread(going._thread.join, 5)
             assert not going._thread.is_alive()
             await finish(requests)
@@ -602,8 +393,8 @@ def test_a_cancelled_request_frees_its_blocks() -> None:
             requests = [w.submit(prompt, 200) for prompt in prompts(5)]
             await w.until(lambda: all(live.tokens for live in requests))
             for live in requests:
-                w.link.cancel(live)
-                w.link.cancel(live)
+                w.session.cancel(live)
+                w.session.cancel(live)
             await finish(requests)
             assert {live.finish.reason for live in requests if live.finish} == {
                 FinishReason.CANCELLED
@@ -613,27 +404,14 @@ def test_a_cancelled_request_frees_its_blocks() -> None:
     asyncio.run(test())
 
 
-def test_a_request_cancelled_before_it_was_sent_never_runs() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            live = w.submit([4], 200)
-            w.link.cancel(live)
-            await finish([live])
-            assert live.finish is not None
-            assert live.finish.reason is FinishReason.CANCELLED
-
-    asyncio.run(test())
-
-
-def test_an_ingress_that_no_longer_polls_loses_its_requests() -> None:
+def test_a_frontend_that_is_gone_loses_its_requests() -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica(step_s=0.01)
             w.submit([3, 4], 400)
             await w.until(lambda: w.reserved_blocks() > 0)
-            for task in w.link._tasks:
-                task.cancel()
+            assert w.session._task is not None
+            w.session._task.cancel()
             await w.until(lambda: w.reserved_blocks() == 0)
             assert not w.wire.actor._owners
 
@@ -662,7 +440,7 @@ def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
 def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
     async def test() -> None:
         async with world(loss=1.0) as w:
-            w.link._unreachable_s = 0.2
+            w.session._unreachable_s = 0.2
             live = w.submit([3], 5)
             await finish([live])
             assert live.unreachable
@@ -671,20 +449,22 @@ def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
 
 
 def half_dead(wire: Wire) -> Callable[[], int]:
-    """From now on the pool says that it lives, and answers nothing else; returns a count of calls.
-
-    Its calls fail at once, so whoever only repeats them lets nobody else run.
-    """
+    """From now on the pool lets everybody in, and ends every stream at once; returns a count."""
     calls = 0
 
-    async def fail(*_args: Any) -> Any:
+    async def connect(kind: StreamKind, _name: str) -> Stream:
         nonlocal calls
         calls += 1
         if calls > 500:
             raise RuntimeError("called again and again without a pause")
-        raise PoolUnreachable("the line is lost")
 
-    wire.submit = wire.updates = fail  # type: ignore[attr-defined]
+        async def eof() -> Any:
+            return grpc.aio.EOF
+
+        return Stream(kind.called, eof, asyncio.sleep)
+
+    wire.connect = connect  # type: ignore[method-assign]
+    wire.break_streams()
     return lambda: calls
 
 
@@ -701,9 +481,9 @@ def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
             assert live.finish is not None
             assert live.finish.reason is FinishReason.DEADLINE
             assert calls() > 1
-            w.link.check()
+            w.session.check()
             # Once it answers again, all is well.
-            del w.wire.submit, w.wire.updates
+            del w.wire.connect
             await w.add_replica()
             later = w.submit([5, 6], 10)
             await finish([later])
@@ -715,7 +495,7 @@ def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
 def test_a_pool_that_only_says_it_lives_ends_requests_as_unreachable() -> None:
     async def test() -> None:
         async with world() as w:
-            w.link._unreachable_s = 0.3
+            w.session._unreachable_s = 0.3
             half_dead(w.wire)
             live = w.submit([5, 6], 10)
             await live.ended.wait()
@@ -728,7 +508,7 @@ def test_a_refused_request_says_why() -> None:
     async def test() -> None:
         async with world() as w:
             await w.add_replica()
-            await w.until(lambda: bool(w.wire.actor._replicas))
+            await w.until(lambda: bool(w.wire.actor._workers))
             live = w.submit([100_000], 5)
             await finish([live])
             assert live.reject is not None
@@ -813,7 +593,7 @@ def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
             await runner.start()
             w.runners.append(runner)
             live = w.submit([7, 8], 10)
-            await w.until(lambda: runner._puller.done())
+            await w.until(lambda: runner._member.done())
             with pytest.raises(ReplicaUnhealthy, match="in a row"):
                 runner.check()
             assert live.finish is None, "the replica is broken, not the request"
@@ -855,15 +635,15 @@ async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
     fake.runner = Worker(CONFIG, lambda: fake, [w.wire], "breaking")
     await fake.runner.start()
     w.runners.append(fake.runner)
-    await w.until(lambda: bool(w.wire.actor._replicas))
+    await w.until(lambda: bool(w.wire.actor._workers))
     left: list[bool] = []
-    leave = w.wire.actor.leave
+    lose = w.wire.actor._lose_worker
 
-    async def noting(replica_id: str, blamed: bool = False) -> None:
+    def noting(replica_id: str, why: str, blamed: bool) -> None:
         left.append(blamed)
-        await leave(replica_id, blamed)
+        lose(replica_id, why, blamed)
 
-    w.wire.actor.leave = noting  # type: ignore[method-assign]
+    w.wire.actor._lose_worker = noting  # type: ignore[method-assign]
     return fake, left
 
 
@@ -874,13 +654,13 @@ def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> 
             runner = fake.runner
             assert runner is not None
             live = [w.submit([7, n], 40) for n in range(4)]
-            await w.until(lambda: runner._puller.done())
+            await w.until(lambda: runner._member.done())
             with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
                 runner.check()
             assert raised.value.blames
             assert fake.begun == 3, "no batch was tried on what is broken"
             assert left == [True]
-            assert not w.wire.actor._replicas
+            assert not w.wire.actor._workers
             await w.add_replica()
             await finish(live)
             assert_perfect(live)
@@ -896,7 +676,7 @@ def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody() -> 
             assert runner is not None
             runner.check()
             fake.broken = RuntimeError("rank 1 has ended")
-            await w.until(lambda: not w.wire.actor._replicas)
+            await w.until(lambda: not w.wire.actor._workers)
             with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
                 runner.check()
             assert not raised.value.blames
@@ -962,7 +742,7 @@ def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
             await w.until(lambda: runner._batch_began_s is not None)
             runner.check()
             runner._batch_s_max = 0.3
-            await w.until(lambda: not w.wire.actor._replicas)
+            await w.until(lambda: not w.wire.actor._workers)
             with pytest.raises(ReplicaUnhealthy, match="runs for over"):
                 runner.check()
             await w.add_replica()
@@ -970,7 +750,7 @@ def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
             assert_perfect([live])
             fake.go.set()
             await asyncio.to_thread(_wait_for_idle, runner)
-            assert len(w.wire.actor._replicas) == 1
+            assert len(w.wire.actor._workers) == 1
             with pytest.raises(ReplicaUnhealthy, match="runs for over"):
                 runner.check()
             async with asyncio.timeout(CONFIG.actors.drain_s / 2):
@@ -1014,9 +794,9 @@ def test_a_replica_whose_batches_fail_leaves_the_queue_to_others() -> None:
             await runner.start()
             w.runners.append(runner)
             w.submit([7, 8], 10)
-            await w.until(lambda: not w.wire.actor._replicas)
+            await w.until(lambda: not w.wire.actor._workers)
             live = w.submit([7, 9], 10)
-            await asyncio.sleep(2 * CONFIG.pool.poll_s)
+            await asyncio.sleep(2 * CONFIG.pool.beat_s)
             assert not live.ended.is_set()
             await w.add_replica()
             await finish([live])
@@ -1036,16 +816,16 @@ def test_a_replica_whose_output_may_differ_is_refused(other: dict[str, str], mes
     async def test() -> None:
         async with world() as w:
             await w.add_replica()
-            await w.until(lambda: bool(w.wire.actor._replicas))
+            await w.until(lambda: bool(w.wire.actor._workers))
             fake = FakeReplica()
             fake.spec = replace(fake.spec, **other)
             runner = Worker(CONFIG, lambda: fake, [w.wire], "other")
             await runner.start()
             w.runners.append(runner)
-            await w.until(runner._puller.done)
+            await w.until(runner._member.done)
             with pytest.raises(ReplicaUnhealthy, match=message):
                 runner.check()
-            assert len(w.wire.actor._replicas) == 1
+            assert len(w.wire.actor._workers) == 1
 
     asyncio.run(test())
 

@@ -27,7 +27,8 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import Batch, BatchKind, FinishReason, Request, StepResult, Usage
 from scheduler.state.replica import Replica
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
+from tests.cluster.test_pool import CONFIG, TIMEOUT_S, half_dead
+from tests.cluster.wire import Wire
 
 MOVE_S = 0.1
 BOUND_S = 100.0
@@ -54,9 +55,9 @@ class Shards:
 
     def __init__(self, config: ClusterConfig = CONFIG) -> None:
         self.wires = [Wire(config, seed=seed) for seed in range(2)]
-        poll_s = config.pool.poll_s
+        beat_s = config.pool.beat_s
         self.router = ShardRouter(
-            self.wires, NAMES, "ingress", poll_s, MOVE_S, unreachable_s=1000.0
+            self.wires, NAMES, "ingress", beat_s, MOVE_S, unreachable_s=1000.0
         )
         self.runners: list[Worker] = []
 
@@ -100,11 +101,10 @@ async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterato
             wire.loss = 0.0
         await made.router.close()
         for runner in made.runners:
-            runner._puller.cancel()
+            runner._member.cancel()
             runner._jobs.put(_Stop())
         for wire in made.wires:
-            if wire.actor._ticker is not None:
-                wire.actor._ticker.cancel()
+            wire.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -122,7 +122,7 @@ async def check(lives: list[InFlightRequest], count: int) -> None:
         assert live.tokens == perfect(prompt, count)
 
 
-def test_requests_are_shared_by_replicas_and_answered_right() -> None:
+def test_requests_are_shared_by_workers_and_answered_right() -> None:
     async def test() -> None:
         async with shards(1, 3) as s:
             lives = [s.submit(prompt, 40) for prompt in PROMPTS]
@@ -153,12 +153,12 @@ def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
             assert {live.shard for live in short} == {1 - long.shard}
             for live in (long, *short):
                 await live.ended.wait()
-            assert [session._unanswered for session in s.router.sessions] == [0, 0]
+            assert [session._unconfirmed_tokens for session in s.router.sessions] == [0, 0]
 
     asyncio.run(test())
 
 
-def test_a_shard_without_replicas_gets_nothing() -> None:
+def test_a_shard_without_workers_gets_nothing() -> None:
     async def test() -> None:
         async with shards(0, 1) as s:
             lives = [s.submit(prompt, 20) for prompt in PROMPTS]
@@ -174,7 +174,7 @@ def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
             lives = [s.submit(prompt, 200) for prompt in PROMPTS]
             left = [live for live in lives if live.shard == 0]
             await until(lambda: any(live.tokens for live in left))
-            s.runners[0]._puller.cancel()
+            s.runners[0]._member.cancel()
             await check(lives, 200)
             assert {live.shard for live in lives} == {1}
             assert any(live.tokens and live.recovered for live in left)
@@ -218,9 +218,9 @@ def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing() -> 
             await check(lives, 200)
             await check(later, 40)
             assert all(
-                not wire.actor._replicas[each].draining
+                not wire.actor._workers[each].draining
                 for wire in s.wires
-                for each in wire.actor._replicas
+                for each in wire.actor._workers
             )
 
     asyncio.run(test())
@@ -297,7 +297,7 @@ def test_a_cancel_finds_its_request_after_a_move() -> None:
                 await s.add_replica(shard, FakeReplica(step_s=0.1))
             await s.until_serving(1, 1)
             lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-            s.runners[0]._puller.cancel()
+            s.runners[0]._member.cancel()
             await until(lambda: {live.shard for live in lives} == {1})
             for live in lives:
                 s.router.cancel(live)
@@ -336,7 +336,7 @@ def test_one_shard_that_stops_stops_the_server() -> None:
             await s.wires[1].actor.stop_accepting(60.0)
             await s.router.stopping.wait()
             # The other one's news change nothing.
-            await asyncio.sleep(3 * CONFIG.pool.poll_s)
+            await asyncio.sleep(3 * CONFIG.pool.beat_s)
             assert s.router.stopping.is_set()
             await s.wires[1].actor.stop_accepting(0.0)
             async with asyncio.timeout(BOUND_S):
@@ -353,7 +353,7 @@ def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
     assert one.pool_name != three.pool_name
 
 
-def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
+def test_deaths_of_workers_are_counted_over_all_shards() -> None:
     """A request that kills a replica of this shard, of that one and of this one again has done so
     as often as one may."""
     stuck: list[Stuck] = []
@@ -368,10 +368,10 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         async with asyncio.timeout(BOUND_S):
             while not any(len(replica.pipeline) for replica in _replicas(actor)):
                 await asyncio.sleep(0.001)
-        [replica_id] = actor._replicas
+        [replica_id] = actor._workers
         [runner] = [one for one in s.runners if one.replica_id == replica_id]
-        runner._puller.cancel()
-        actor._lose_replica(replica_id, "has died", blamed=True)
+        runner._member.cancel()
+        actor._lose_worker(replica_id, "has died", blamed=True)
 
     async def test() -> None:
         async with shards(0, 0) as s:
@@ -412,7 +412,7 @@ class Hanging:
         self.let_go = asyncio.Event()
         self.calls = 0
         self._answer = wire.actor.status
-        wire.status = self  # type: ignore[attr-defined]
+        wire.status = self  # type: ignore[assignment]
 
     async def __call__(self) -> PoolView:
         self.calls += 1
@@ -443,7 +443,7 @@ def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.Mon
     asyncio.run(test())
 
 
-def test_a_pool_whose_line_is_lost_still_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_whose_stream_is_lost_still_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_router, "_SILENT_STATUS_S", 1000.0)
 
     async def test() -> None:
@@ -511,7 +511,7 @@ def test_a_fault_in_a_pool_is_no_silence() -> None:
 
     async def test() -> None:
         async with shards(1, 1) as s:
-            s.wires[1].status = broken  # type: ignore[attr-defined]
+            s.wires[1].status = broken  # type: ignore[method-assign]
             with pytest.raises(ValueError, match="a fault"):
                 await s.router.status()
 

@@ -6,16 +6,15 @@ Pools and session run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
 from cluster.config import from_args
-from cluster.pool.protocol import SubmitReply
-from scheduler.messages import FinishReason, Reject, RejectCode, Submit
+from scheduler.messages import Action, Event, FinishReason, Reject, RejectCode, Submit
 from tests.cluster.fakes import perfect
-from tests.cluster.test_pool import CONFIG, Wire
+from tests.cluster.test_pool import CONFIG
 from tests.cluster.test_shards import BOUND_S, PROMPTS, shards
+from tests.cluster.wire import Wire
 
 WAITING_MAX = 3
 SMALL = from_args(
@@ -24,24 +23,20 @@ SMALL = from_args(
 
 
 class Full:
-    """A pool that has no room for anything new; keeps what it was offered."""
+    """Lets a pool have no room for anything new; keeps what it was offered."""
 
     def __init__(self, wire: Wire, retry_after_s: float) -> None:
         self.offered: list[Submit] = []
-        self._wire = wire
-        self._retry_after_s = retry_after_s
-        wire.submit = self  # type: ignore[attr-defined]
+        step = wire.actor._scheduler.step
 
-    async def __call__(
-        self, ingress_id: str, submits: Sequence[Submit], cancels: Sequence[str], unfinished: int
-    ) -> SubmitReply:
-        self.offered.extend(submits)
-        none = await self._wire.actor.submit(ingress_id, (), cancels, unfinished)
-        rejects = tuple(
-            Reject(one.request.id, RejectCode.OVERLOADED, "", "full", self._retry_after_s)
-            for one in submits
-        )
-        return SubmitReply(none.incarnation, rejects, load=none.load)
+        def full(event: Event, now_s: float) -> list[Action]:
+            if not isinstance(event, Submit):
+                return step(event, now_s)
+            self.offered.append(event)
+            refused = RejectCode.OVERLOADED
+            return [Reject(event.request.id, refused, "", "full", retry_after_s)]
+
+        wire.actor._scheduler.step = full  # type: ignore[method-assign]
 
 
 def test_a_full_queue_is_no_refusal_while_another_has_room() -> None:
@@ -65,7 +60,7 @@ def test_a_full_queue_is_no_refusal_while_another_has_room() -> None:
                 assert live.finish.reason is FinishReason.LENGTH
                 assert live.tokens == perfect(prompt, count)
                 assert live.finish.usage.recovered == 0, "no pool had accepted it before"
-            assert [session._unanswered for session in s.router.sessions] == [0, 0]
+            assert [session._unconfirmed_tokens for session in s.router.sessions] == [0, 0]
 
     asyncio.run(test())
 

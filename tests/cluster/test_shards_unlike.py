@@ -39,7 +39,7 @@ async def unlike(*blocks: list[int], step_s: float = 0.002) -> AsyncIterator[Sha
 
 
 async def ended(live: InFlightRequest) -> None:
-    async with asyncio.timeout(20 * MOVE_S + CONFIG.pool.poll_s):
+    async with asyncio.timeout(20 * MOVE_S + CONFIG.pool.beat_s):
         await live.ended.wait()
 
 
@@ -126,7 +126,7 @@ def test_one_whose_last_large_replica_has_gone_follows_the_others(elsewhere_firs
             longs = [s.submit(prompt, LONG) for prompt in PROMPTS]
             here = [live for live in longs if live.shard == 0]
             await until(lambda: any(live.tokens for live in here))
-            s.runners[1]._puller.cancel()
+            s.runners[1]._member.cancel()
             if not elsewhere_first:
                 await until(lambda: s.router.sessions[0].load.length_max == HELD)
                 await asyncio.sleep(3 * MOVE_S)

@@ -24,25 +24,26 @@ from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
-from scheduler.messages import RejectCode, Request, Submit
+from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, stream
 from tests.cluster.frontend.rig import frontend as ingress
-from tests.cluster.test_pool import CONFIG, Wire, world
+from tests.cluster.test_pool import CONFIG, world
 from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
+from tests.cluster.wire import Wire
 
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
 STOPPING = "the server is stopping"
 # So long that who learns of something by his next poll learns of it after the end of the test.
-SLOW_POLLS = from_args({"pool": {"gather_ms": 2, "poll_s": 1000.0, "lease_s": 3000.0}})
-SILENT_S = silence_s(CONFIG.pool.poll_s)
+SLOW_POLLS = from_args({"pool": {"gather_ms": 2, "beat_s": 1000.0, "lease_s": 3000.0}})
+SILENT_S = silence_s(CONFIG.pool.beat_s)
 
 
 def pool_of(made: GrpcApi) -> PoolActor:
     [pool] = made.service._router._pools
-    assert isinstance(pool, PoolActor)
-    return pool
+    assert isinstance(pool, Wire)
+    return pool.actor
 
 
 async def stop(made: GrpcApi, cut: bool = False) -> int:
@@ -77,7 +78,9 @@ def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
             tokens = [token for chunk in chunks for token in chunk.token_ids]
             assert tokens == perfect(PROMPT_IDS, 300)
             assert context.code is None
-            assert await stop(made) == 0
+            async with asyncio.timeout(10):
+                while await stop(made):
+                    await asyncio.sleep(0.01)
 
     asyncio.run(test())
 
@@ -144,16 +147,20 @@ def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
 
 def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
     async def test() -> None:
-        pool = PoolActor(from_args({}))
-        await pool.submit("ingress", [], [])
-        await pool.stop_accepting(60.0)
-        new, old = (Request(name, (5, 6), 4) for name in ("new", "old"))
-        reply = await pool.submit("ingress", [Submit(new), Submit(old, accepted_before=True)], [])
-        assert [(r.request_id, r.code) for r in reply.rejects] == [("new", RejectCode.STOPPING)]
-        assert reply.stopping
-        assert (await pool.stop_accepting(60.0)).unfinished == 1
-        if pool._ticker is not None:
-            pool._ticker.cancel()
+        async with world() as w:
+            old = w.submit(PROMPT_IDS, 4)
+            await until(lambda: bool(w.wire.actor._owners))
+            w.wire.restart()
+            await w.wire.actor.stop_accepting(60.0)
+            await until(w.session.stopping.is_set)
+            new = w.submit(PROMPT_IDS, 4)
+            await new.ended.wait()
+            assert new.reject is not None
+            assert new.reject.code is RejectCode.STOPPING
+            assert (await w.wire.actor.stop_accepting(60.0)).unfinished == 1
+            await w.add_replica()
+            await old.ended.wait()
+            assert old.tokens == perfect(PROMPT_IDS, 4)
 
     asyncio.run(test())
 
@@ -236,10 +243,9 @@ def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
             stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
             await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
             assert handles[there].asked
-            [replica_id] = s.wires[here].actor._replicas
+            [replica_id] = s.wires[here].actor._workers
             [runner] = [one for one in s.runners if one.replica_id == replica_id]
-            runner._puller.cancel()
-            await s.wires[here].actor.leave(replica_id)
+            runner._member.cancel()
             await stopping
             assert live.ended.is_set()
             assert live.shard == there
