@@ -100,7 +100,7 @@ def ray_pools(config: ClusterConfig) -> list[RayPool]:
 
 
 class ReplicaDeployment:
-    """A replica as Serve starts, checks and drains it. Nobody calls it: it pulls."""
+    """A replica as Serve starts, checks and drains it; its batches come from the pool."""
 
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
         log_to_stderr()

@@ -20,7 +20,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.frontend.metrics import PoolMeter
-from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer
+from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer, unlike
 from cluster.pool.protocol import (
     STOPPING,
     CancelNote,
@@ -121,7 +121,7 @@ class PoolActor:
         """A new membership of a replica; `process` is what `probe` understands."""
         self._wake_up()
         for other_id, other in self._workers.items():
-            if (refused := _unlike(spec, other.spec, other_id)) is not None:
+            if (refused := unlike(spec, other.spec, other_id)) is not None:
                 log.error("replica %s is refused: %s", replica_id, refused)
                 return JoinReply(self._incarnation, refused)
         if replica_id not in self._workers:
@@ -371,7 +371,8 @@ class PoolActor:
                 frontend.heard_s = now_s
         self._step(Tick())
         for replica_id, worker in list(self._workers.items()):
-            self._look_after(replica_id, worker, now_s)
+            if (loss := worker.loss(self._probe, now_s, self._config.lease_s)) is not None:
+                self._lose_worker(replica_id, *loss)
         for session, frontend in list(self._frontends.items()):
             silent_s = now_s - frontend.heard_s
             if silent_s > self._config.lease_s:
@@ -381,25 +382,6 @@ class PoolActor:
         if idle and self._leave and now_s - self._heard_s > self._config.idle_exit_s:
             log.info("nobody talks to the pool, it leaves")
             self._leave()
-
-    def _look_after(self, replica_id: str, worker: WorkerPeer, now_s: float) -> None:
-        """The lease finds every death; the end of the stream, and Ray, find most of them sooner.
-
-        A death is held against the requests of the batches in hand. A lost stream is not, nor is
-        silence: both may be the network's. Unless Ray, too, has no answer from the process: then it
-        is stuck, or dead and Ray does not know it yet.
-        """
-        silent_s = now_s - worker.heard_s
-        if not worker.lost_stream and silent_s <= self._config.lease_s / 2:
-            worker.ask_no_more()
-            return
-        lives = worker.lives(self._probe, now_s)
-        if lives is False:
-            self._lose_worker(replica_id, "has died", blamed=True)
-        elif silent_s > self._config.lease_s:
-            self._lose_worker(replica_id, f"is silent for {silent_s:.1f} s", blamed=not lives)
-        elif lives and worker.lost_stream:
-            self._lose_worker(replica_id, "has lost its stream", blamed=False)
 
     def _lose_worker(self, replica_id: str, why: str, blamed: bool) -> None:
         worker = self._workers.pop(replica_id)
@@ -418,21 +400,6 @@ class PoolActor:
         self._figures[session] = frontend.close()
         if len(self._figures) > _FIGURES_MAX:
             del self._figures[next(iter(self._figures))]
-
-
-def _unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:
-    """Why a replica's output may differ from another one's of the same pool."""
-    if (other.target, other.dtype) != (spec.target, spec.dtype):
-        return (
-            f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
-            f"serves {other.target} in {other.dtype}"
-        )
-    if other.fingerprint != spec.fingerprint:
-        return (
-            f"its weights or its arithmetic are not those of {other_id} of this pool:"
-            f" fingerprint {spec.fingerprint}, not {other.fingerprint}"
-        )
-    return None
 
 
 def _requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:

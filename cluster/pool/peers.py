@@ -48,7 +48,25 @@ class WorkerPeer:
             self.stream.send(*self._waiting)
             self._waiting.clear()
 
-    def lives(self, probe: Probe | None, now_s: float) -> bool | None:
+    def loss(self, probe: Probe | None, now_s: float, lease_s: float) -> tuple[str, bool] | None:
+        """Why it is lost, if it is, and whether that counts against the batches in hand.
+
+        The lease finds every death; the end of the stream, and Ray, find most of them sooner. A
+        death counts. A lost stream does not, nor does silence: both may be the network's. Unless
+        Ray, too, has no answer: then the process is stuck, or dead and Ray does not know it yet.
+        """
+        silent_s = now_s - self.heard_s
+        if not self.lost_stream and silent_s <= lease_s / 2:
+            self._ask_no_more()
+            return None
+        lives = self._lives(probe, now_s)
+        if lives is False:
+            return "has died", True
+        if silent_s > lease_s:
+            return f"is silent for {silent_s:.1f} s", not lives
+        return ("has lost its stream", False) if lives and self.lost_stream else None
+
+    def _lives(self, probe: Probe | None, now_s: float) -> bool | None:
         """What Ray says of the process; None: it has no answer. Never waits: the answer to one
         call's question is found by a later one."""
         if probe is None or self.process is None:
@@ -63,7 +81,7 @@ class WorkerPeer:
             self._asked = asyncio.ensure_future(probe(self.process))
         return self._answer
 
-    def ask_no_more(self) -> None:
+    def _ask_no_more(self) -> None:
         """It is well: what Ray said of it counts no more."""
         self._answer = None
         if self._asked is not None:
@@ -71,7 +89,7 @@ class WorkerPeer:
             self._asked = None
 
     def close(self) -> None:
-        self.ask_no_more()
+        self._ask_no_more()
         if self.stream is not None:
             self.stream.end()
 
@@ -123,3 +141,18 @@ class FrontendPeer:
         self.stream.end()
         ends = [message for message in self._waiting if isinstance(message, Finish)]
         return {end.request_id: end.usage for end in ends}
+
+
+def unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:
+    """Why a replica's output may differ from another one's of the same pool."""
+    if (other.target, other.dtype) != (spec.target, spec.dtype):
+        return (
+            f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
+            f"serves {other.target} in {other.dtype}"
+        )
+    if other.fingerprint != spec.fingerprint:
+        return (
+            f"its weights or its arithmetic are not those of {other_id} of this pool:"
+            f" fingerprint {spec.fingerprint}, not {other.fingerprint}"
+        )
+    return None

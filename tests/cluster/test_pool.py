@@ -21,6 +21,7 @@ import pytest
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.in_flight import InFlightRequest
 from cluster.pool.actor import PoolActor
+from cluster.pool.peers import WorkerPeer
 from cluster.pool.protocol import FRONTEND, ReleaseNote
 from cluster.pool.session import PoolSession
 from cluster.transport.stream import Stream, StreamKind
@@ -119,18 +120,6 @@ def test_many_requests_on_two_replicas() -> None:
             await w.until(lambda: w.reserved_blocks() == 0)
             await w.until(lambda: not any(fake.residents for fake in w.fakes))
             w.wire.actor._scheduler.check_integrity()
-
-    asyncio.run(test())
-
-
-def test_requests_wait_for_the_first_replica() -> None:
-    async def test() -> None:
-        async with world() as w:
-            live = w.submit([5, 6], 5)
-            await asyncio.sleep(0.2)
-            await w.add_replica()
-            await finish([live])
-            assert_perfect([live])
 
     asyncio.run(test())
 
@@ -320,39 +309,33 @@ def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lives", "silent_s", "blamed"),
+    ("lives", "silent", "loss"),
     [
-        pytest.param(False, 0.0, True, id="dead"),
-        pytest.param(True, 0.0, False, id="alive, only its stream is lost"),
-        pytest.param(None, 1.0, True, id="no answer, not even Ray's"),
+        pytest.param(False, False, ("has died", True), id="dead"),
+        pytest.param(True, False, ("has lost its stream", False), id="only the stream is lost"),
+        pytest.param(None, True, ("is silent for 3.1 s", True), id="no answer, not even Ray's"),
+        pytest.param(True, True, ("is silent for 3.1 s", False), id="only Ray is answered"),
     ],
 )
-def test_the_end_of_a_stream_is_held_against_requests_if_the_process_is_dead_or_stuck(
-    lives: bool | None, silent_s: float, blamed: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_loss_counts_against_requests_if_the_process_is_dead_or_stuck(
+    lives: bool | None, silent: bool, loss: tuple[str, bool]
 ) -> None:
-    now_s = 0.0
-    lost: list[bool] = []
-
     async def probe(_process: object) -> bool | None:
         return lives
 
     async def test() -> None:
-        nonlocal now_s
-        actor = PoolActor(CONFIG, probe, clock=lambda: now_s)
-        await actor.join("r", FakeReplica().spec, object())
-        monkeypatch.setattr(actor, "_lose_worker", lambda _id, _why, blamed: lost.append(blamed))
-        for _ in range(20):
-            now_s += CONFIG.pool.lease_s / 10
-            actor.tick()
+        worker = WorkerPeer(FakeReplica().spec, object(), heard_s=0.0)
+        assert worker.loss(probe, 1.0, 3.0) is None
+        worker.lost_stream = not silent
+        found = None
+        for tenth in range(16, 32):
+            assert found is None
+            worker.heard_s = 0.0 if silent else tenth / 10
+            found = worker.loss(probe, tenth / 10, 3.0)
             await asyncio.sleep(0)
-            actor._workers["r"].lost_stream = True
-            if not silent_s:
-                actor._workers["r"].heard_s = now_s
-            if lost:
+            if found and not silent:
                 break
-        assert lost == [blamed]
-        assert actor._ticker is not None
-        actor._ticker.cancel()
+        assert found == loss
 
     asyncio.run(test())
 
@@ -783,26 +766,6 @@ def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the_
 def _wait_for_idle(runner: Worker) -> None:
     while runner._batch_began_s is not None:
         time.sleep(0.01)
-
-
-def test_a_replica_whose_batches_fail_leaves_the_queue_to_others() -> None:
-    async def test() -> None:
-        async with world() as w:
-            fake = Broken()
-            fake.bad = range(1, 1000)
-            runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
-            await runner.start()
-            w.runners.append(runner)
-            w.submit([7, 8], 10)
-            await w.until(lambda: not w.wire.actor._workers)
-            live = w.submit([7, 9], 10)
-            await asyncio.sleep(2 * CONFIG.pool.beat_s)
-            assert not live.ended.is_set()
-            await w.add_replica()
-            await finish([live])
-            assert_perfect([live])
-
-    asyncio.run(test())
 
 
 @pytest.mark.parametrize(
