@@ -107,190 +107,159 @@ def assert_perfect(requests: list[InFlightRequest]) -> None:
         assert live.tokens == perfect(live.request.prompt, live.request.max_new_tokens)
 
 
-def test_many_requests_on_two_replicas() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            await w.add_replica()
-            requests = [w.submit(prompt, 20) for prompt in prompts(40)]
-            await finish(requests)
-            assert_perfect(requests)
-            used = {name for live in requests for name in live.finish.usage.replicas}  # type: ignore[union-attr]
-            assert len(used) == 2
-            await w.until(lambda: w.reserved_blocks() == 0)
-            await w.until(lambda: not any(fake.residents for fake in w.fakes))
-            w.wire.actor._scheduler.check_integrity()
-
-    asyncio.run(test())
+async def test_many_requests_on_two_replicas() -> None:
+    async with world() as w:
+        await w.add_replica()
+        await w.add_replica()
+        requests = [w.submit(prompt, 20) for prompt in prompts(40)]
+        await finish(requests)
+        assert_perfect(requests)
+        used = {name for live in requests for name in live.finish.usage.replicas}  # type: ignore[union-attr]
+        assert len(used) == 2
+        await w.until(lambda: w.reserved_blocks() == 0)
+        await w.until(lambda: not any(fake.residents for fake in w.fakes))
+        w.wire.actor._scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lost_calls_and_replies_change_no_token(seed: int) -> None:
-    async def test() -> None:
-        async with world(loss=0.05, seed=seed) as w:
-            await w.add_replica()
-            await w.add_replica()
-            requests = [w.submit(prompt, 25) for prompt in prompts(12, seed)]
-            await finish(requests)
-            assert_perfect(requests)
-
-    asyncio.run(test())
+async def test_lost_calls_and_replies_change_no_token(seed: int) -> None:
+    async with world(loss=0.05, seed=seed) as w:
+        await w.add_replica()
+        await w.add_replica()
+        requests = [w.submit(prompt, 25) for prompt in prompts(12, seed)]
+        await finish(requests)
+        assert_perfect(requests)
 
 
-def test_a_restarted_pool_is_told_everything_again() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 200) for prompt in prompts(6)]
-            for _ in range(2):
-                await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
-                w.wire.restart()
-            await finish(requests)
-            assert_perfect(requests)
-            assert all(live.finish.usage.recovered >= 1 for live in requests)  # type: ignore[union-attr]
-            await w.until(lambda: not w.fakes[0].residents)
-
-    asyncio.run(test())
+async def test_a_restarted_pool_is_told_everything_again() -> None:
+    async with world() as w:
+        await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 200) for prompt in prompts(6)]
+        for _ in range(2):
+            await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
+            w.wire.restart()
+        await finish(requests)
+        assert_perfect(requests)
+        assert all(live.finish.usage.recovered >= 1 for live in requests)  # type: ignore[union-attr]
+        await w.until(lambda: not w.fakes[0].residents)
 
 
 @pytest.mark.parametrize("lost", ["stream", "lease"])
-def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str) -> None:
+async def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str) -> None:
     """The pool lives on; only the session is over, with its stream or by its lease."""
 
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 120) for prompt in prompts(6)]
-            await w.until(lambda: all(len(live.tokens) > 20 for live in requests))
-            if lost == "stream":
-                w.wire.break_streams()
-            else:
-                w.wire.actor._lose_frontend(w.session._session, "is silent")
-            await finish(requests)
-            assert_perfect(requests)
-            for live in requests:
-                assert live.finish is not None
-                usage = live.finish.usage
-                # Each step commits what it accepts and one token, in whichever session.
-                assert usage.steps + usage.accepted_tokens >= 120
-                assert usage.recovered == 1
-                assert usage.completion_tokens == 120
-            assert len(w.wire.actor._frontends) == 1
-
-    asyncio.run(test())
+    async with world() as w:
+        await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 120) for prompt in prompts(6)]
+        await w.until(lambda: all(len(live.tokens) > 20 for live in requests))
+        if lost == "stream":
+            w.wire.break_streams()
+        else:
+            w.wire.actor._lose_frontend(w.session._session, "is silent")
+        await finish(requests)
+        assert_perfect(requests)
+        for live in requests:
+            assert live.finish is not None
+            usage = live.finish.usage
+            # Each step commits what it accepts and one token, in whichever session.
+            assert usage.steps + usage.accepted_tokens >= 120
+            assert usage.recovered == 1
+            assert usage.completion_tokens == 120
+        assert len(w.wire.actor._frontends) == 1
 
 
-def test_a_closed_session_has_ended_in_the_pool_too() -> None:
-    async def test() -> None:
-        async with world() as w:
-            w.submit([5, 6], 5)
-            await w.until(lambda: bool(w.wire.actor._owners))
-            await w.session.close()
-            await w.until(lambda: not w.wire.actor._frontends)
-            assert not w.wire.actor._owners
-
-    asyncio.run(test())
+async def test_a_closed_session_has_ended_in_the_pool_too() -> None:
+    async with world() as w:
+        w.submit([5, 6], 5)
+        await w.until(lambda: bool(w.wire.actor._owners))
+        await w.session.close()
+        await w.until(lambda: not w.wire.actor._frontends)
+        assert not w.wire.actor._owners
 
 
-def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
+async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
     config = CONFIG.model_copy(
         update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}
     )
-
-    async def test() -> None:
-        async with world(config=config) as w:
-            first = await w.add_replica(step_s=0.01)
-            requests: list[InFlightRequest] = []
-            for prompt in prompts(6):
-                requests.append(w.submit(prompt, 300))
-                await w.until(lambda: bool(requests[-1].tokens))
-            first._member.cancel()
-            w.wire.restart()
-            await w.until(lambda: w.wire.actor._scheduler.snapshot().waiting == 6)
-            await w.add_replica()
-            await finish(requests)
-            assert_perfect(requests)
-
-    asyncio.run(test())
+    async with world(config=config) as w:
+        first = await w.add_replica(step_s=0.01)
+        requests: list[InFlightRequest] = []
+        for prompt in prompts(6):
+            requests.append(w.submit(prompt, 300))
+            await w.until(lambda: bool(requests[-1].tokens))
+        first._member.cancel()
+        w.wire.restart()
+        await w.until(lambda: w.wire.actor._scheduler.snapshot().waiting == 6)
+        await w.add_replica()
+        await finish(requests)
+        assert_perfect(requests)
 
 
-def test_what_was_accepted_waits_for_a_replica_that_holds_it_even_before_its_first_token() -> None:
-    async def test() -> None:
-        async with world() as w:
-            large = await w.add_replica(prefill_s=2.0)
-            live = w.submit([5, 6], 300)
-            await w.until(lambda: live.checked)
-            large._member.cancel()
-            w.wire.restart()
-            # By this one alone it would be refused.
-            await w.add_replica(kv_blocks=4)
-            pool = w.wire.actor._scheduler
-            await w.until(lambda: bool(pool.snapshot().waiting) or live.ended.is_set())
-            assert live.reject is None
-            assert (live.recovered, live.tokens) == (1, [])
-            await w.add_replica()
-            await finish([live])
-            assert_perfect([live])
-
-    asyncio.run(test())
+async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_first_token() -> None:
+    async with world() as w:
+        large = await w.add_replica(prefill_s=2.0)
+        live = w.submit([5, 6], 300)
+        await w.until(lambda: live.checked)
+        large._member.cancel()
+        w.wire.restart()
+        # By this one alone it would be refused.
+        await w.add_replica(kv_blocks=4)
+        pool = w.wire.actor._scheduler
+        await w.until(lambda: bool(pool.snapshot().waiting) or live.ended.is_set())
+        assert live.reject is None
+        assert (live.recovered, live.tokens) == (1, [])
+        await w.add_replica()
+        await finish([live])
+        assert_perfect([live])
 
 
-def test_a_pool_that_itself_stood_still_takes_nobody_for_lost() -> None:
-    async def test() -> None:
-        now_s = 0.0
-        actor = PoolActor(CONFIG, clock=lambda: now_s)
-        stream = Stream(FRONTEND.calling, asyncio.Event().wait, asyncio.sleep)
-        await actor.join("r", FakeReplica().spec, None)
-        serving = asyncio.create_task(actor.serve_frontend("f", stream))
-        await asyncio.sleep(0)
-        now_s += 10 * CONFIG.pool.lease_s
+async def test_a_pool_that_itself_stood_still_takes_nobody_for_lost() -> None:
+    now_s = 0.0
+    actor = PoolActor(CONFIG, clock=lambda: now_s)
+    stream = Stream(FRONTEND.calling, asyncio.Event().wait, asyncio.sleep)
+    await actor.join("r", FakeReplica().spec, None)
+    serving = asyncio.create_task(actor.serve_frontend("f", stream))
+    await asyncio.sleep(0)
+    now_s += 10 * CONFIG.pool.lease_s
+    actor.tick()
+    assert (set(actor._workers), set(actor._frontends)) == ({"r"}, {"f"})
+    # Nor does that make anybody's silence good for ever.
+    for _ in range(12):
+        now_s += CONFIG.pool.lease_s / 10
         actor.tick()
-        assert (set(actor._workers), set(actor._frontends)) == ({"r"}, {"f"})
-        # Nor does that make anybody's silence good for ever.
-        for _ in range(12):
-            now_s += CONFIG.pool.lease_s / 10
-            actor.tick()
-        assert (set(actor._workers), set(actor._frontends)) == (set(), set())
-        assert actor._ticker is not None
-        actor._ticker.cancel()
-        serving.cancel()
-
-    asyncio.run(test())
+    assert (set(actor._workers), set(actor._frontends)) == (set(), set())
+    assert actor._ticker is not None
+    actor._ticker.cancel()
+    serving.cancel()
 
 
-def test_a_frontend_that_was_lost_starts_over() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica(step_s=0.01)
-            first = [w.submit(prompt, 200) for prompt in prompts(3)]
-            await w.until(lambda: all(len(live.tokens) > 5 for live in first))
-            w.wire.flows.clear()
-            await w.until(lambda: not w.wire.actor._frontends)
-            second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
-            w.wire.flows.set()
-            await finish(first + second)
-            assert_perfect(first + second)
-            assert {live.recovered for live in first} == {1}
-
-    asyncio.run(test())
+async def test_a_frontend_that_was_lost_starts_over() -> None:
+    async with world() as w:
+        await w.add_replica(step_s=0.01)
+        first = [w.submit(prompt, 200) for prompt in prompts(3)]
+        await w.until(lambda: all(len(live.tokens) > 5 for live in first))
+        w.wire.flows.clear()
+        await w.until(lambda: not w.wire.actor._frontends)
+        second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
+        w.wire.flows.set()
+        await finish(first + second)
+        assert_perfect(first + second)
+        assert {live.recovered for live in first} == {1}
 
 
-def test_a_silent_replica_loses_its_residents_to_another() -> None:
-    async def test() -> None:
-        async with world() as w:
-            dying = await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 60) for prompt in prompts(3)]
-            await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
-            dying._member.cancel()
-            await w.add_replica()
-            await finish(requests)
-            assert_perfect(requests)
-            assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
-
-    asyncio.run(test())
+async def test_a_silent_replica_loses_its_residents_to_another() -> None:
+    async with world() as w:
+        dying = await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 60) for prompt in prompts(3)]
+        await w.until(lambda: all(len(live.tokens) > 5 for live in requests))
+        dying._member.cancel()
+        await w.add_replica()
+        await finish(requests)
+        assert_perfect(requests)
+        assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
 
 
-def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
+async def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
     dead: list[FakeReplica] = []
 
     async def lives(process: FakeReplica) -> bool:
@@ -298,14 +267,10 @@ def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
 
     # Longer than the test may take.
     pool = CONFIG.pool.model_copy(update={"lease_s": 1000.0})
-
-    async def test() -> None:
-        async with world(config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
-            runner = await w.add_replica()
-            dead.append(w.fakes[0])
-            await w.until(lambda: runner.replica_id not in w.wire.actor._workers)
-
-    asyncio.run(test())
+    async with world(config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
+        runner = await w.add_replica()
+        dead.append(w.fakes[0])
+        await w.until(lambda: runner.replica_id not in w.wire.actor._workers)
 
 
 @pytest.mark.parametrize(
@@ -317,88 +282,71 @@ def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
         pytest.param(True, True, ("is silent for 3.1 s", False), id="only Ray is answered"),
     ],
 )
-def test_a_loss_counts_against_requests_if_the_process_is_dead_or_stuck(
+async def test_a_loss_counts_against_requests_if_the_process_is_dead_or_stuck(
     lives: bool | None, silent: bool, loss: tuple[str, bool]
 ) -> None:
     async def probe(_process: object) -> bool | None:
         return lives
 
-    async def test() -> None:
-        worker = WorkerPeer(FakeReplica().spec, object(), heard_s=0.0)
-        assert worker.loss(probe, 1.0, 3.0) is None
-        worker.lost_stream = not silent
-        found = None
-        for tenth in range(16, 32):
-            assert found is None
-            worker.heard_s = 0.0 if silent else tenth / 10
-            found = worker.loss(probe, tenth / 10, 3.0)
-            await asyncio.sleep(0)
-            if found and not silent:
-                break
-        assert found == loss
-
-    asyncio.run(test())
+    worker = WorkerPeer(FakeReplica().spec, object(), heard_s=0.0)
+    assert worker.loss(probe, 1.0, 3.0) is None
+    worker.lost_stream = not silent
+    found = None
+    for tenth in range(16, 32):
+        assert found is None
+        worker.heard_s = 0.0 if silent else tenth / 10
+        found = worker.loss(probe, tenth / 10, 3.0)
+        await asyncio.sleep(0)
+        if found and not silent:
+            break
+    assert found == loss
 
 
-def test_a_long_batch_keeps_its_lease() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica(step_s=0.8)
-            requests = [w.submit(prompt, 2) for prompt in prompts(6)]
-            await finish(requests)
-            assert_perfect(requests)
-            assert all(live.finish.usage.recovered == 0 for live in requests)  # type: ignore[union-attr]
-
-    asyncio.run(test())
+async def test_a_long_batch_keeps_its_lease() -> None:
+    async with world() as w:
+        await w.add_replica(step_s=0.8)
+        requests = [w.submit(prompt, 2) for prompt in prompts(6)]
+        await finish(requests)
+        assert_perfect(requests)
+        assert all(live.finish.usage.recovered == 0 for live in requests)  # type: ignore[union-attr]
 
 
-def test_a_draining_replica_hands_its_residents_over() -> None:
-    async def test() -> None:
-        async with world() as w:
-            going = await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 60) for prompt in prompts(6)]
-            await w.until(lambda: all(live.tokens for live in requests))
-            await w.add_replica()
-            await going.close()
-            assert going.replica_id not in w.wire.actor._workers
-            await asyncio.to_thread(going._thread.join, 5)
-            assert not going._thread.is_alive()
-            await finish(requests)
-            assert_perfect(requests)
-
-    asyncio.run(test())
+async def test_a_draining_replica_hands_its_residents_over() -> None:
+    async with world() as w:
+        going = await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 60) for prompt in prompts(6)]
+        await w.until(lambda: all(live.tokens for live in requests))
+        await w.add_replica()
+        await going.close()
+        assert going.replica_id not in w.wire.actor._workers
+        await asyncio.to_thread(going._thread.join, 5)
+        assert not going._thread.is_alive()
+        await finish(requests)
+        assert_perfect(requests)
 
 
-def test_a_cancelled_request_frees_its_blocks() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica(step_s=0.01)
-            requests = [w.submit(prompt, 200) for prompt in prompts(5)]
-            await w.until(lambda: all(live.tokens for live in requests))
-            for live in requests:
-                w.session.cancel(live)
-                w.session.cancel(live)
-            await finish(requests)
-            assert {live.finish.reason for live in requests if live.finish} == {
-                FinishReason.CANCELLED
-            }
-            await w.until(lambda: w.reserved_blocks() == 0)
-
-    asyncio.run(test())
+async def test_a_cancelled_request_frees_its_blocks() -> None:
+    async with world() as w:
+        await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 200) for prompt in prompts(5)]
+        await w.until(lambda: all(live.tokens for live in requests))
+        for live in requests:
+            w.session.cancel(live)
+            w.session.cancel(live)
+        await finish(requests)
+        assert {live.finish.reason for live in requests if live.finish} == {FinishReason.CANCELLED}
+        await w.until(lambda: w.reserved_blocks() == 0)
 
 
-def test_a_frontend_that_is_gone_loses_its_requests() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica(step_s=0.01)
-            w.submit([3, 4], 400)
-            await w.until(lambda: w.reserved_blocks() > 0)
-            assert w.session._task is not None
-            w.session._task.cancel()
-            await w.until(lambda: w.reserved_blocks() == 0)
-            assert not w.wire.actor._owners
-
-    asyncio.run(test())
+async def test_a_frontend_that_is_gone_loses_its_requests() -> None:
+    async with world() as w:
+        await w.add_replica(step_s=0.01)
+        w.submit([3, 4], 400)
+        await w.until(lambda: w.reserved_blocks() > 0)
+        assert w.session._task is not None
+        w.session._task.cancel()
+        await w.until(lambda: w.reserved_blocks() == 0)
+        assert not w.wire.actor._owners
 
 
 def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
@@ -420,15 +368,12 @@ def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
     asyncio.run(test())
 
 
-def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
-    async def test() -> None:
-        async with world(loss=1.0) as w:
-            w.session._unreachable_s = 0.2
-            live = w.submit([3], 5)
-            await finish([live])
-            assert live.unreachable
-
-    asyncio.run(test())
+async def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
+    async with world(loss=1.0) as w:
+        w.session._unreachable_s = 0.2
+        live = w.submit([3], 5)
+        await finish([live])
+        assert live.unreachable
 
 
 def half_dead(wire: Wire) -> Callable[[], int]:
@@ -451,65 +396,52 @@ def half_dead(wire: Wire) -> Callable[[], int]:
     return lambda: calls
 
 
-def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
+async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cluster.pool.session._OVERDUE_S", 0.1)
-
-    async def test() -> None:
-        async with world() as w:
-            calls = half_dead(w.wire)
-            live = w.submit([5, 6], 10, timeout_s=0.2)
-            await live.ended.wait()
-            assert live.finish is not None
-            assert live.finish.reason is FinishReason.DEADLINE
-            assert calls() > 1
-            w.session.check()
-            # Once it answers again, all is well.
-            del w.wire.connect
-            await w.add_replica()
-            later = w.submit([5, 6], 10)
-            await finish([later])
-            assert_perfect([later])
-
-    asyncio.run(test())
+    async with world() as w:
+        calls = half_dead(w.wire)
+        live = w.submit([5, 6], 10, timeout_s=0.2)
+        await live.ended.wait()
+        assert live.finish is not None
+        assert live.finish.reason is FinishReason.DEADLINE
+        assert calls() > 1
+        w.session.check()
+        # Once it answers again, all is well.
+        del w.wire.connect
+        await w.add_replica()
+        later = w.submit([5, 6], 10)
+        await finish([later])
+        assert_perfect([later])
 
 
-def test_a_pool_that_only_says_it_lives_ends_requests_as_unreachable() -> None:
-    async def test() -> None:
-        async with world() as w:
-            w.session._unreachable_s = 0.3
-            half_dead(w.wire)
-            live = w.submit([5, 6], 10)
-            await live.ended.wait()
-            assert live.unreachable
-
-    asyncio.run(test())
+async def test_a_pool_that_only_says_it_lives_ends_requests_as_unreachable() -> None:
+    async with world() as w:
+        w.session._unreachable_s = 0.3
+        half_dead(w.wire)
+        live = w.submit([5, 6], 10)
+        await live.ended.wait()
+        assert live.unreachable
 
 
-def test_a_refused_request_says_why() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            await w.until(lambda: bool(w.wire.actor._workers))
-            live = w.submit([100_000], 5)
-            await finish([live])
-            assert live.reject is not None
-            assert (live.reject.code, live.reject.field) == (RejectCode.INVALID, "prompt")
-
-    asyncio.run(test())
+async def test_a_refused_request_says_why() -> None:
+    async with world() as w:
+        await w.add_replica()
+        await w.until(lambda: bool(w.wire.actor._workers))
+        live = w.submit([100_000], 5)
+        await finish([live])
+        assert live.reject is not None
+        assert (live.reject.code, live.reject.field) == (RejectCode.INVALID, "prompt")
 
 
-def test_committed_tokens_of_a_client_are_not_generated_again() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            whole = perfect([7, 8], 30)
-            live = w.submit([7, 8], 30, committed=tuple(whole[:12]))
-            await finish([live])
-            assert live.tokens == whole
-
-    asyncio.run(test())
+async def test_committed_tokens_of_a_client_are_not_generated_again() -> None:
+    async with world() as w:
+        await w.add_replica()
+        whole = perfect([7, 8], 30)
+        live = w.submit([7, 8], 30, committed=tuple(whole[:12]))
+        await finish([live])
+        assert live.tokens == whole
 
 
 class Broken(FakeReplica):
@@ -524,67 +456,58 @@ class Broken(FakeReplica):
         return super().step(batch, *rest)
 
 
-def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            step, spoiled = w.fakes[0].step, []
+async def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
+    async with world() as w:
+        await w.add_replica()
+        step, spoiled = w.fakes[0].step, []
 
-            def spoil(batch: Any, interrupted: Callable[[], bool]) -> Any:
-                result = step(batch, interrupted)
-                if batch.kind is BatchKind.PREFILL and not spoiled:
-                    spoiled.append(batch.id)
-                    w.fakes[0].release(row.sequence_id for row in batch.prefill)
-                    (row, *_) = result.rows
-                    return replace(result, rows=(replace(row, extras=(object(),)),))
-                return result
+        def spoil(batch: Any, interrupted: Callable[[], bool]) -> Any:
+            result = step(batch, interrupted)
+            if batch.kind is BatchKind.PREFILL and not spoiled:
+                spoiled.append(batch.id)
+                w.fakes[0].release(row.sequence_id for row in batch.prefill)
+                (row, *_) = result.rows
+                return replace(result, rows=(replace(row, extras=(object(),)),))
+            return result
 
-            w.fakes[0].step = spoil  # type: ignore[method-assign]
-            live = w.submit([5, 6, 7], 20)
-            await live.ended.wait()
-            assert live.tokens == perfect([5, 6, 7], 20)
-            assert spoiled
-
-    asyncio.run(test())
+        w.fakes[0].step = spoil  # type: ignore[method-assign]
+        live = w.submit([5, 6, 7], 20)
+        await live.ended.wait()
+        assert live.tokens == perfect([5, 6, 7], 20)
+        assert spoiled
 
 
-def test_a_batch_that_fails_is_tried_again() -> None:
-    async def test() -> None:
-        async with world() as w:
-            fake = Broken()
-            fake.bad = range(2, 4)
-            runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
-            await runner.start()
-            w.runners.append(runner)
-            live = w.submit([7, 8], 10)
-            await finish([live])
-            assert_perfect([live])
-            runner.check()
-
-    asyncio.run(test())
+async def test_a_batch_that_fails_is_tried_again() -> None:
+    async with world() as w:
+        fake = Broken()
+        fake.bad = range(2, 4)
+        runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
+        await runner.start()
+        w.runners.append(runner)
+        live = w.submit([7, 8], 10)
+        await finish([live])
+        assert_perfect([live])
+        runner.check()
 
 
 @pytest.mark.parametrize("kinds", [(BatchKind.PREFILL,), (BatchKind.SPECULATE,)])
-def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
+async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
     kinds: tuple[BatchKind, ...],
 ) -> None:
-    async def test() -> None:
-        async with world() as w:
-            fake = Broken()
-            fake.bad, fake.bad_kinds = range(1, 1000), kinds
-            runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
-            await runner.start()
-            w.runners.append(runner)
-            live = w.submit([7, 8], 10)
-            await w.until(lambda: runner._member.done())
-            with pytest.raises(ReplicaUnhealthy, match="in a row"):
-                runner.check()
-            assert live.finish is None, "the replica is broken, not the request"
-            await w.add_replica()
-            await finish([live])
-            assert_perfect([live])
-
-    asyncio.run(test())
+    async with world() as w:
+        fake = Broken()
+        fake.bad, fake.bad_kinds = range(1, 1000), kinds
+        runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
+        await runner.start()
+        w.runners.append(runner)
+        live = w.submit([7, 8], 10)
+        await w.until(lambda: runner._member.done())
+        with pytest.raises(ReplicaUnhealthy, match="in a row"):
+            runner.check()
+        assert live.finish is None, "the replica is broken, not the request"
+        await w.add_replica()
+        await finish([live])
+        assert_perfect([live])
 
 
 class Breaking(FakeReplica):
@@ -630,71 +553,62 @@ async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
     return fake, left
 
 
-def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> None:
-    async def test() -> None:
-        async with world() as w:
-            fake, left = await add_breaking(w, at=3)
-            runner = fake.runner
-            assert runner is not None
-            live = [w.submit([7, n], 40) for n in range(4)]
-            await w.until(lambda: runner._member.done())
-            with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
-                runner.check()
-            assert raised.value.blames
-            assert fake.begun == 3, "no batch was tried on what is broken"
-            assert left == [True]
-            assert not w.wire.actor._workers
-            await w.add_replica()
-            await finish(live)
-            assert_perfect(live)
-
-    asyncio.run(test())
-
-
-def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody() -> None:
-    async def test() -> None:
-        async with world() as w:
-            fake, left = await add_breaking(w, at=1000)
-            runner = fake.runner
-            assert runner is not None
+async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> None:
+    async with world() as w:
+        fake, left = await add_breaking(w, at=3)
+        runner = fake.runner
+        assert runner is not None
+        live = [w.submit([7, n], 40) for n in range(4)]
+        await w.until(lambda: runner._member.done())
+        with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
             runner.check()
-            fake.broken = RuntimeError("rank 1 has ended")
-            await w.until(lambda: not w.wire.actor._workers)
-            with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
-                runner.check()
-            assert not raised.value.blames
-            assert left == [False]
-            assert fake.begun == 0
-
-    asyncio.run(test())
+        assert raised.value.blames
+        assert fake.begun == 3, "no batch was tried on what is broken"
+        assert left == [True]
+        assert not w.wire.actor._workers
+        await w.add_replica()
+        await finish(live)
+        assert_perfect(live)
 
 
-def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> None:
-    async def test() -> None:
-        async with world() as w:
-            fake, left = await add_breaking(w, at=3)
-            runner = fake.runner
-            assert runner is not None
-            begins = fake.step
-            held = threading.Event()
+async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody() -> None:
+    async with world() as w:
+        fake, left = await add_breaking(w, at=1000)
+        runner = fake.runner
+        assert runner is not None
+        runner.check()
+        fake.broken = RuntimeError("rank 1 has ended")
+        await w.until(lambda: not w.wire.actor._workers)
+        with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
+            runner.check()
+        assert not raised.value.blames
+        assert left == [False]
+        assert fake.begun == 0
 
-            def step(batch: Any, *rest: Any) -> Any:
-                while fake.begun == 2 and not runner._draining:
-                    held.set()
-                    time.sleep(0.001)
-                return begins(batch, *rest)
 
-            fake.step = step  # type: ignore[method-assign]
-            live = w.submit([7, 8], 400)
-            await w.until(held.is_set)
-            async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-                await runner.close()
-            assert left[0], "the batch in hand broke it"
-            await w.add_replica()
-            await finish([live])
-            assert_perfect([live])
+async def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> None:
+    async with world() as w:
+        fake, left = await add_breaking(w, at=3)
+        runner = fake.runner
+        assert runner is not None
+        begins = fake.step
+        held = threading.Event()
 
-    asyncio.run(test())
+        def step(batch: Any, *rest: Any) -> Any:
+            while fake.begun == 2 and not runner._draining:
+                held.set()
+                time.sleep(0.001)
+            return begins(batch, *rest)
+
+        fake.step = step  # type: ignore[method-assign]
+        live = w.submit([7, 8], 400)
+        await w.until(held.is_set)
+        async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+            await runner.close()
+        assert left[0], "the batch in hand broke it"
+        await w.add_replica()
+        await finish([live])
+        assert_perfect([live])
 
 
 class Hanging(FakeReplica):
@@ -717,50 +631,42 @@ async def add_hanging(w: World) -> tuple[Hanging, Worker]:
     return fake, runner
 
 
-def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
-    async def test() -> None:
-        async with world() as w:
-            fake, runner = await add_hanging(w)
-            live = w.submit([7, 8], 10)
-            await w.until(lambda: runner._batch_began_s is not None)
+async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
+    async with world() as w:
+        fake, runner = await add_hanging(w)
+        live = w.submit([7, 8], 10)
+        await w.until(lambda: runner._batch_began_s is not None)
+        runner.check()
+        runner._batch_s_max = 0.3
+        await w.until(lambda: not w.wire.actor._workers)
+        with pytest.raises(ReplicaUnhealthy, match="runs for over"):
             runner.check()
-            runner._batch_s_max = 0.3
-            await w.until(lambda: not w.wire.actor._workers)
-            with pytest.raises(ReplicaUnhealthy, match="runs for over"):
-                runner.check()
-            await w.add_replica()
-            await finish([live])
-            assert_perfect([live])
-            fake.go.set()
-            await asyncio.to_thread(_wait_for_idle, runner)
-            assert len(w.wire.actor._workers) == 1
-            with pytest.raises(ReplicaUnhealthy, match="runs for over"):
-                runner.check()
-            async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-                await runner.close()
-
-    asyncio.run(test())
+        await w.add_replica()
+        await finish([live])
+        assert_perfect([live])
+        fake.go.set()
+        await asyncio.to_thread(_wait_for_idle, runner)
+        assert len(w.wire.actor._workers) == 1
+        with pytest.raises(ReplicaUnhealthy, match="runs for over"):
+            runner.check()
+        async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+            await runner.close()
 
 
-def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_nobody_of_the_present_one() -> (
-    None
-):
-    async def test() -> None:
-        async with world() as w:
-            fake, runner = await add_hanging(w)
-            w.submit([7, 8], 10)
-            await w.until(lambda: runner._batch_began_s is not None)
-            # Its client has left when the pool begins anew.
-            first = runner.replica_id
-            w.wire.restart()
-            await w.until(lambda: runner.replica_id != first and runner.replica_id != "")
-            runner._batch_s_max = 0.0
-            with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
-                runner.check()
-            assert not raised.value.blames
-            fake.go.set()
-
-    asyncio.run(test())
+async def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_no_present_row() -> None:
+    async with world() as w:
+        fake, runner = await add_hanging(w)
+        w.submit([7, 8], 10)
+        await w.until(lambda: runner._batch_began_s is not None)
+        # Its client has left when the pool begins anew.
+        first = runner.replica_id
+        w.wire.restart()
+        await w.until(lambda: runner.replica_id != first and runner.replica_id != "")
+        runner._batch_s_max = 0.0
+        with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
+            runner.check()
+        assert not raised.value.blames
+        fake.go.set()
 
 
 def _wait_for_idle(runner: Worker) -> None:
@@ -775,46 +681,36 @@ def _wait_for_idle(runner: Worker) -> None:
         ({"fingerprint": "f0"}, "its weights or its arithmetic are not those of replica0"),
     ],
 )
-def test_a_replica_whose_output_may_differ_is_refused(other: dict[str, str], message: str) -> None:
-    async def test() -> None:
-        async with world() as w:
-            await w.add_replica()
-            await w.until(lambda: bool(w.wire.actor._workers))
-            fake = FakeReplica()
-            fake.spec = replace(fake.spec, **other)
-            runner = Worker(CONFIG, lambda: fake, [w.wire], "other")
-            await runner.start()
-            w.runners.append(runner)
-            await w.until(runner._member.done)
-            with pytest.raises(ReplicaUnhealthy, match=message):
-                runner.check()
-            assert len(w.wire.actor._workers) == 1
-
-    asyncio.run(test())
+async def test_a_replica_of_another_output_is_refused(other: dict[str, str], message: str) -> None:
+    async with world() as w:
+        await w.add_replica()
+        await w.until(lambda: bool(w.wire.actor._workers))
+        fake = FakeReplica()
+        fake.spec = replace(fake.spec, **other)
+        runner = Worker(CONFIG, lambda: fake, [w.wire], "other")
+        await runner.start()
+        w.runners.append(runner)
+        await w.until(runner._member.done)
+        with pytest.raises(ReplicaUnhealthy, match=message):
+            runner.check()
+        assert len(w.wire.actor._workers) == 1
 
 
-def test_loading_errors_reach_the_starter() -> None:
+async def test_loading_errors_reach_the_starter() -> None:
     def load() -> FakeReplica:
         raise OSError("no such model")
 
-    async def test() -> None:
-        with pytest.raises(OSError, match="no such model"):
-            await Worker(CONFIG, load, [Wire(CONFIG)], "x").start()  # type: ignore[arg-type]
-
-    asyncio.run(test())
+    with pytest.raises(OSError, match="no such model"):
+        await Worker(CONFIG, load, [Wire(CONFIG)], "x").start()  # type: ignore[arg-type]
 
 
-def test_an_idle_pool_leaves() -> None:
+async def test_an_idle_pool_leaves() -> None:
     left: list[bool] = []
     config = CONFIG.model_copy(
         update={"pool": CONFIG.pool.model_copy(update={"idle_exit_s": 0.05})}
     )
-
-    async def test() -> None:
-        actor = PoolActor(config, leave=lambda: left.append(True))
-        await actor.status()
-        async with asyncio.timeout(100):
-            while not left:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(test())
+    actor = PoolActor(config, leave=lambda: left.append(True))
+    await actor.status()
+    async with asyncio.timeout(100):
+        while not left:
+            await asyncio.sleep(0.01)

@@ -73,29 +73,26 @@ async def pool_behind(handle: Handle) -> AsyncIterator[RayPool]:
         handle.actor._ticker.cancel()
 
 
-def test_what_comes_with_every_batch_takes_streams_which_are_opened_anew_after_a_restart() -> None:
-    async def test() -> None:
-        handle = Handle()
-        async with pool_behind(handle) as pool:
+async def test_what_comes_with_every_batch_takes_streams_opened_anew_after_a_restart() -> None:
+    handle = Handle()
+    async with pool_behind(handle) as pool:
+        await pool.join("r", FakeReplica().spec, None)
+        for _ in range(2):
+            frontend = await pool.connect(FRONTEND, "f")
+            frontend.send(SUBMIT)
+            worker = await pool.connect(WORKER, "r")
+            (batch,) = await anext(worker.frames())
+            assert batch.prefill[0].tokens == (3, 4)
+            await handle.servers[-1].close()
+            with pytest.raises(StreamLost):
+                await anext(worker.frames())
+            await frontend.close()
+            with pytest.raises(PoolUnreachable):
+                await pool.connect(WORKER, "r")
+            handle.actor = PoolActor(from_args({}))
+            handle.restart()
             await pool.join("r", FakeReplica().spec, None)
-            for _ in range(2):
-                frontend = await pool.connect(FRONTEND, "f")
-                frontend.send(SUBMIT)
-                worker = await pool.connect(WORKER, "r")
-                (batch,) = await anext(worker.frames())
-                assert batch.prefill[0].tokens == (3, 4)
-                await handle.servers[-1].close()
-                with pytest.raises(StreamLost):
-                    await anext(worker.frames())
-                await frontend.close()
-                with pytest.raises(PoolUnreachable):
-                    await pool.connect(WORKER, "r")
-                handle.actor = PoolActor(from_args({}))
-                handle.restart()
-                await pool.join("r", FakeReplica().spec, None)
-            assert set(handle.calls) == {"endpoint", "join"}
-
-    asyncio.run(test())
+        assert set(handle.calls) == {"endpoint", "join"}
 
 
 @pytest.mark.parametrize(
@@ -108,35 +105,31 @@ def test_what_comes_with_every_batch_takes_streams_which_are_opened_anew_after_a
         GetTimeoutError("too late"),
     ],
 )
-def test_whatever_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(error: Exception) -> None:
+async def test_what_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(
+    error: Exception,
+) -> None:
     """An ingress or a replica would end with any other error."""
 
     async def lost() -> None:
         raise error
 
-    async def test() -> None:
-        actor = SimpleNamespace(status=SimpleNamespace(remote=lost))
-        with pytest.raises(PoolUnreachable):
-            await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
-
-    asyncio.run(test())
+    actor = SimpleNamespace(status=SimpleNamespace(remote=lost))
+    with pytest.raises(PoolUnreachable):
+        await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(
     "fault", [AssertionError("a broken invariant"), ValueError("wrong"), TimeoutError("late")]
 )
-def test_a_fault_of_the_pool_is_a_pool_that_does_not_answer(fault: Exception) -> None:
+async def test_a_fault_of_the_pool_is_a_pool_that_does_not_answer(fault: Exception) -> None:
     """Its process ends, and those that call it must not end with it."""
 
     async def fails() -> None:
         raise RayTaskError("status", "its traceback", fault).as_instanceof_cause()
 
-    async def test() -> None:
-        actor = SimpleNamespace(status=SimpleNamespace(remote=fails))
-        with pytest.raises(PoolUnreachable, match="its traceback"):
-            await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
-
-    asyncio.run(test())
+    actor = SimpleNamespace(status=SimpleNamespace(remote=fails))
+    with pytest.raises(PoolUnreachable, match="its traceback"):
+        await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
 
 
 def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
@@ -177,24 +170,21 @@ def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
         found.set()
 
 
-def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
-    async def test() -> None:
-        handle = Handle()
-        tries: list[int] = []
+async def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
+    handle = Handle()
+    tries: list[int] = []
 
-        def open_actor() -> Handle:
-            tries.append(1)
-            if len(tries) == 1:
-                raise RpcError("the control plane restarts")
-            return handle
+    def open_actor() -> Handle:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RpcError("the control plane restarts")
+        return handle
 
-        async with pool_behind(handle) as pool:
-            pool._open_actor = open_actor  # type: ignore[assignment]
-            with pytest.raises(PoolUnreachable):
-                await pool.status()
-            assert (await pool.status()).process_id
-
-    asyncio.run(test())
+    async with pool_behind(handle) as pool:
+        pool._open_actor = open_actor  # type: ignore[assignment]
+        with pytest.raises(PoolUnreachable):
+            await pool.status()
+        assert (await pool.status()).process_id
 
 
 HEAD = {"node:__internal_head__": 1.0}
