@@ -1,7 +1,7 @@
 """Proves: through lost calls, lost replies, dying replicas and a restarting pool, every request
 ends exactly once with the tokens of a perfect world, and nothing stays behind.
 
-Pool actor, replica runners and pool link run in one event loop, without Ray.
+Pool actor, workers and session run in one event loop, without Ray.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class World:
         self.wire = wire
         self.config = config
         self.session = PoolSession(wire, "ingress", config.pool.beat_s, unreachable_s=1000.0)
-        self.runners: list[Worker] = []
+        self.workers: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 
     async def add_replica(self, step_s: float = 0.002, **options: Any) -> Worker:
         fake = FakeReplica(step_s, **options)
-        name = f"replica{len(self.runners)}"
-        runner = Worker(self.config, lambda: fake, [self.wire], name, process=fake)
-        await runner.start()
+        name = f"replica{len(self.workers)}"
+        worker = Worker(self.config, lambda: fake, [self.wire], name, process=fake)
+        await worker.start()
         self.fakes.append(fake)
-        self.runners.append(runner)
-        return runner
+        self.workers.append(worker)
+        return worker
 
     def submit(self, prompt: list[int], count: int, **options: Any) -> InFlightRequest:
         timeout_s = options.pop("timeout_s", TIMEOUT_S)
@@ -85,9 +85,9 @@ async def world(
     finally:
         made.wire.loss = 0.0
         await made.session.close()
-        for runner in made.runners:
-            runner._member.cancel()
-            runner._jobs.put(_Stop())
+        for worker in made.workers:
+            worker._member.cancel()
+            worker._jobs.put(_Stop())
         made.wire.close()
 
 
@@ -268,9 +268,9 @@ async def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
     # Longer than the test may take.
     pool = CONFIG.pool.model_copy(update={"lease_s": 1000.0})
     async with world(config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
-        runner = await w.add_replica()
+        worker = await w.add_replica()
         dead.append(w.fakes[0])
-        await w.until(lambda: runner.replica_id not in w.wire.actor._workers)
+        await w.until(lambda: worker.replica_id not in w.wire.actor._workers)
 
 
 @pytest.mark.parametrize(
@@ -481,13 +481,13 @@ async def test_a_batch_that_fails_is_tried_again() -> None:
     async with world() as w:
         fake = Broken()
         fake.bad = range(2, 4)
-        runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
-        await runner.start()
-        w.runners.append(runner)
+        worker = Worker(CONFIG, lambda: fake, [w.wire], "broken")
+        await worker.start()
+        w.workers.append(worker)
         live = w.submit([7, 8], 10)
         await finish([live])
         assert_perfect([live])
-        runner.check()
+        worker.check()
 
 
 @pytest.mark.parametrize("kinds", [(BatchKind.PREFILL,), (BatchKind.SPECULATE,)])
@@ -497,13 +497,13 @@ async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
     async with world() as w:
         fake = Broken()
         fake.bad, fake.bad_kinds = range(1, 1000), kinds
-        runner = Worker(CONFIG, lambda: fake, [w.wire], "broken")
-        await runner.start()
-        w.runners.append(runner)
+        worker = Worker(CONFIG, lambda: fake, [w.wire], "broken")
+        await worker.start()
+        w.workers.append(worker)
         live = w.submit([7, 8], 10)
-        await w.until(lambda: runner._member.done())
+        await w.until(lambda: worker._member.done())
         with pytest.raises(ReplicaUnhealthy, match="in a row"):
-            runner.check()
+            worker.check()
         assert live.finish is None, "the replica is broken, not the request"
         await w.add_replica()
         await finish([live])
@@ -517,14 +517,14 @@ class Breaking(FakeReplica):
         super().__init__()
         self.at = at
         self.begun = 0
-        self.runner: Worker | None = None
+        self.worker: Worker | None = None
 
     def step(self, batch: Any, *rest: Any) -> Any:
         self.begun += 1
         if self.begun >= self.at:
-            assert self.runner is not None
+            assert self.worker is not None
             # What the pool has said meanwhile is behind the batch.
-            self.runner._jobs.put(ReleaseNote(("somebody",)))
+            self.worker._jobs.put(ReleaseNote(("somebody",)))
             self.broken = RuntimeError("rank 1 has ended")
             raise self.broken
         return super().step(batch, *rest)
@@ -538,9 +538,9 @@ class Breaking(FakeReplica):
 async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
     """The replica, and of each time that it leaves whether a batch was blamed."""
     fake = Breaking(at)
-    fake.runner = Worker(CONFIG, lambda: fake, [w.wire], "breaking")
-    await fake.runner.start()
-    w.runners.append(fake.runner)
+    fake.worker = Worker(CONFIG, lambda: fake, [w.wire], "breaking")
+    await fake.worker.start()
+    w.workers.append(fake.worker)
     await w.until(lambda: bool(w.wire.actor._workers))
     left: list[bool] = []
     lose = w.wire.actor._lose_worker
@@ -556,12 +556,12 @@ async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
 async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> None:
     async with world() as w:
         fake, left = await add_breaking(w, at=3)
-        runner = fake.runner
-        assert runner is not None
+        worker = fake.worker
+        assert worker is not None
         live = [w.submit([7, n], 40) for n in range(4)]
-        await w.until(lambda: runner._member.done())
+        await w.until(lambda: worker._member.done())
         with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
-            runner.check()
+            worker.check()
         assert raised.value.blames
         assert fake.begun == 3, "no batch was tried on what is broken"
         assert left == [True]
@@ -574,13 +574,13 @@ async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds
 async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody() -> None:
     async with world() as w:
         fake, left = await add_breaking(w, at=1000)
-        runner = fake.runner
-        assert runner is not None
-        runner.check()
+        worker = fake.worker
+        assert worker is not None
+        worker.check()
         fake.broken = RuntimeError("rank 1 has ended")
         await w.until(lambda: not w.wire.actor._workers)
         with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
-            runner.check()
+            worker.check()
         assert not raised.value.blames
         assert left == [False]
         assert fake.begun == 0
@@ -589,13 +589,13 @@ async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody
 async def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> None:
     async with world() as w:
         fake, left = await add_breaking(w, at=3)
-        runner = fake.runner
-        assert runner is not None
+        worker = fake.worker
+        assert worker is not None
         begins = fake.step
         held = threading.Event()
 
         def step(batch: Any, *rest: Any) -> Any:
-            while fake.begun == 2 and not runner._draining:
+            while fake.begun == 2 and not worker._draining:
                 held.set()
                 time.sleep(0.001)
             return begins(batch, *rest)
@@ -604,7 +604,7 @@ async def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> N
         live = w.submit([7, 8], 400)
         await w.until(held.is_set)
         async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-            await runner.close()
+            await worker.close()
         assert left[0], "the batch in hand broke it"
         await w.add_replica()
         await finish([live])
@@ -625,52 +625,52 @@ class Hanging(FakeReplica):
 
 async def add_hanging(w: World) -> tuple[Hanging, Worker]:
     fake = Hanging()
-    runner = Worker(CONFIG, lambda: fake, [w.wire], "hanging")
-    await runner.start()
-    w.runners.append(runner)
-    return fake, runner
+    worker = Worker(CONFIG, lambda: fake, [w.wire], "hanging")
+    await worker.start()
+    w.workers.append(worker)
+    return fake, worker
 
 
 async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
     async with world() as w:
-        fake, runner = await add_hanging(w)
+        fake, worker = await add_hanging(w)
         live = w.submit([7, 8], 10)
-        await w.until(lambda: runner._batch_began_s is not None)
-        runner.check()
-        runner._batch_s_max = 0.3
+        await w.until(lambda: worker._batch_began_s is not None)
+        worker.check()
+        worker._batch_s_max = 0.3
         await w.until(lambda: not w.wire.actor._workers)
         with pytest.raises(ReplicaUnhealthy, match="runs for over"):
-            runner.check()
+            worker.check()
         await w.add_replica()
         await finish([live])
         assert_perfect([live])
         fake.go.set()
-        await asyncio.to_thread(_wait_for_idle, runner)
+        await asyncio.to_thread(_wait_for_idle, worker)
         assert len(w.wire.actor._workers) == 1
         with pytest.raises(ReplicaUnhealthy, match="runs for over"):
-            runner.check()
+            worker.check()
         async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-            await runner.close()
+            await worker.close()
 
 
 async def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_no_present_row() -> None:
     async with world() as w:
-        fake, runner = await add_hanging(w)
+        fake, worker = await add_hanging(w)
         w.submit([7, 8], 10)
-        await w.until(lambda: runner._batch_began_s is not None)
+        await w.until(lambda: worker._batch_began_s is not None)
         # Its client has left when the pool begins anew.
-        first = runner.replica_id
+        first = worker.replica_id
         w.wire.restart()
-        await w.until(lambda: runner.replica_id != first and runner.replica_id != "")
-        runner._batch_s_max = 0.0
+        await w.until(lambda: worker.replica_id != first and worker.replica_id != "")
+        worker._batch_s_max = 0.0
         with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
-            runner.check()
+            worker.check()
         assert not raised.value.blames
         fake.go.set()
 
 
-def _wait_for_idle(runner: Worker) -> None:
-    while runner._batch_began_s is not None:
+def _wait_for_idle(worker: Worker) -> None:
+    while worker._batch_began_s is not None:
         time.sleep(0.01)
 
 
@@ -687,12 +687,12 @@ async def test_a_replica_of_another_output_is_refused(other: dict[str, str], mes
         await w.until(lambda: bool(w.wire.actor._workers))
         fake = FakeReplica()
         fake.spec = replace(fake.spec, **other)
-        runner = Worker(CONFIG, lambda: fake, [w.wire], "other")
-        await runner.start()
-        w.runners.append(runner)
-        await w.until(runner._member.done)
+        worker = Worker(CONFIG, lambda: fake, [w.wire], "other")
+        await worker.start()
+        w.workers.append(worker)
+        await w.until(worker._member.done)
         with pytest.raises(ReplicaUnhealthy, match=message):
-            runner.check()
+            worker.check()
         assert len(w.wire.actor._workers) == 1
 
 
