@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KINDS = ("pool", "replica", "rank", "ingress", "proxy", "controller")
+KINDS = ("pool", "replica", "rank", "frontend", "proxy", "controller")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def _kind(actor: dict[str, Any], app_name: str) -> str | None:
         return "pool"
     if actor["ActorClassName"] == "RankProcess":
         return "rank"
-    for kind in ("replica", "ingress"):
+    for kind in ("replica", "frontend"):
         if name.startswith(f"SERVE_REPLICA::{app_name}#{kind}#"):
             return kind
     if name.startswith("SERVE_PROXY_ACTOR"):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.machine import machine
+from cluster.bench.report import machine
 
 __all__ = ["machine", "table", "write_json"]
 

@@ -55,7 +55,7 @@ _REPLICA = "replica"
 _ENVELOPE_BYTES_MAX = 1 << 20
 """What Serve sends along with a message between its own processes: pickled metadata."""
 _LEAVE_S = 2.0
-"""What a replica may take to leave the pool once its grace is over, and an ingress to tell its
+"""What a replica may take to leave the pool once its grace is over, and a frontend to tell its
 clients that it is."""
 
 LoadReplica = Callable[[ReplicaConfig], HostedReplica]
@@ -136,7 +136,7 @@ class ReplicaDeployment:
             await self._worker.close()
 
 
-class IngressDeployment(GrpcApi):
+class FrontendDeployment(GrpcApi):
     """The frontend as Serve starts it; gRPC methods by their names, HTTP by the ASGI app."""
 
     def __init__(
@@ -193,13 +193,13 @@ def build_app(
         logging_config=quiet,
     ).bind(sharing_gpus(config, gpus), load)
     return serve.deployment(
-        serve.ingress()(IngressDeployment),
-        name="ingress",
-        num_replicas=config.ingress.number,
-        ray_actor_options={"num_cpus": actors.ingress_cpus},
-        # More than the ingress admits: whom it cannot serve it refuses, with the time to come
+        serve.ingress()(FrontendDeployment),
+        name="frontend",
+        num_replicas=config.frontend.number,
+        ray_actor_options={"num_cpus": actors.frontend_cpus},
+        # More than the frontend admits: whom it cannot serve it refuses, with the time to come
         # back, while Serve's proxy would let him wait without a bound.
-        max_ongoing_requests=2 * config.ingress.requests_max,
+        max_ongoing_requests=2 * config.frontend.requests_max,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
@@ -217,14 +217,14 @@ def build(args: Mapping[str, Any]) -> Application:
 
 def ray_environment(config: ClusterConfig) -> dict[str, str]:
     """Variables for the processes of a Ray that is begun for this cluster, on one machine."""
-    transport_bytes = 4 * config.ingress.message_bytes_max
+    transport_bytes = 4 * config.frontend.message_bytes_max
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # The proxies' own limit; up to it the ingress says what is wrong, above it gRPC does.
+        # The proxies' own limit; up to it the frontend says what is wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
         # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        # From the proxy to the ingress by gRPC: there a chunk costs half of what it costs as an
+        # From the proxy to the frontend by gRPC: there a chunk costs half of what it costs as an
         # object of Ray's. Such a call ends with the process, but not with its machine.
         "RAY_SERVE_PROXY_USE_GRPC": "1",
         # There whatever the proxy takes must pass, with what Serve puts around it.

@@ -3,7 +3,7 @@
 Serve's controller makes one `PoolPolicy` for the replica deployment and calls it in its control
 loop, ten times a second. Replicas cannot report while there are none, and Serve hears of a custom
 figure only every ten seconds; so the policy asks the pool's actor, which lives as long as an
-ingress does. It asks on a thread of its own and never waits: between two answers the number stays.
+frontend does. It asks on a thread of its own and never waits: between two answers the number stays.
 
 Serve takes the class's code along by value, and the modules that it imports from the environment of
 the controller.

@@ -1,19 +1,15 @@
-"""Settings of a Lockstep cluster. The only place that reads YAML and the environment.
+"""Settings of a Lockstep cluster, frozen and validated; an unknown key is an error that names it.
 
-Frozen and validated; an unknown key is an error that names it.
+Reads neither files nor the environment; see `cluster.config_sources`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -78,24 +74,24 @@ class PoolConfig(_Settings):
         description="How long token updates that are not urgent may wait for more of them.",
     )
     idle_exit_s: float = Field(
-        60.0, gt=0, description="The actor leaves when nobody has talked to it for so long."
+        60.0, gt=0, description="The actor ends after so long without a call."
     )
 
     @field_validator("tick_s")
     @classmethod
     def _ticks_are_told_from_a_standstill(cls, tick_s: float, info: ValidationInfo) -> float:
         # A tick that comes half a lease after the last one says that the pool's own process stood
-        # still, and then nobody's lease ends: with slow ticks it would never end.
+        # still, and then no lease ends: with slow ticks none would ever end.
         lease_s = info.data.get("lease_s")
         if lease_s is not None and tick_s > lease_s / 4:
             raise ValueError(f"must be at most a quarter of lease_s ({lease_s:g}), is {tick_s:g}")
         return tick_s
 
 
-class IngressConfig(_Settings):
+class FrontendConfig(_Settings):
     """What clients may ask for, and how they are answered."""
 
-    number: int = Field(1, ge=1, description="Ingress processes.")
+    number: int = Field(1, ge=1, description="Frontend processes.")
     max_new_tokens: int = Field(256, ge=1, description="Where a request does not say.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
@@ -115,16 +111,16 @@ class IngressConfig(_Settings):
     tokenize_inline_bytes: int = Field(
         8192, ge=0, description="Longer prompts are tokenized on a thread, off the event loop."
     )
-    requests_max: int = Field(10_000, ge=1, description="Requests in flight per ingress.")
+    requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     requests_per_client_max: int = Field(
         2_000,
         ge=1,
-        description="Requests in flight per ingress from one address, where there are no API keys.",
+        description="Requests in flight per frontend and address, where there are no API keys.",
     )
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
     )
-    watches_max: int = Field(200, ge=1, description="Open health watches per ingress.")
+    watches_max: int = Field(200, ge=1, description="Open health watches per frontend.")
 
 
 class ServerConfig(_Settings):
@@ -151,11 +147,11 @@ class AuthConfig(_Settings):
     keys_file: str | None = Field(
         None,
         pattern="^/",
-        description="File of API keys on the machine of every ingress, absolute path; see "
+        description="File of API keys on the machine of every frontend, absolute path; see "
         "`lockstep keys`. With it every request needs a key.",
     )
     allow_anyone: bool = Field(
-        False, description="Serve everybody who reaches a port, without any key."
+        False, description="Serve every caller that reaches a port, without any key."
     )
 
     @model_validator(mode="after")
@@ -183,7 +179,7 @@ class ActorsConfig(_Settings):
         description="Where Ray places the ranks of a replica with tensor_parallel, as a placement "
         "group: all on one machine, or with PACK on as few as it takes.",
     )
-    ingress_cpus: float = Field(0.0, ge=0, description="Per ingress.")
+    frontend_cpus: float = Field(0.0, ge=0, description="Per frontend.")
     start_s: float = Field(
         600.0,
         gt=0,
@@ -212,7 +208,7 @@ class ClusterConfig(_Settings):
     replica: ReplicaConfig = ReplicaConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     pool: PoolConfig = PoolConfig()
-    ingress: IngressConfig = IngressConfig()
+    frontend: FrontendConfig = FrontendConfig()
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
@@ -231,10 +227,10 @@ class ClusterConfig(_Settings):
     @model_validator(mode="after")
     def _own_deadline_is_allowed(self) -> Self:
         most = self.scheduler.timeout_s_max
-        if self.ingress.timeout_s > most:
+        if self.frontend.timeout_s > most:
             raise ValueError(
-                f"ingress.timeout_s: must be at most scheduler.timeout_s_max ({most:g}), is"
-                f" {self.ingress.timeout_s:g}"
+                f"frontend.timeout_s: must be at most scheduler.timeout_s_max ({most:g}), is"
+                f" {self.frontend.timeout_s:g}"
             )
         return self
 
@@ -278,6 +274,8 @@ class ClusterConfig(_Settings):
         return tuple(f"{self.pool_name}-{shard}" for shard in range(self.pool.shards))
 
 
+SECTIONS = ("replica", "scheduler", "pool", "frontend", "server", "auth", "actors")
+"""Settings that hold settings and are never null."""
 SHORT_NAMES: Mapping[str, tuple[str, str]] = {
     **{
         name: ("replica", name)
@@ -288,8 +286,8 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = {
     },
     "batch_size": ("scheduler", "rows_max"),
     "draft_len": ("scheduler", "draft_len"),
-    "max_new_tokens": ("ingress", "max_new_tokens"),
-    "coalesce_ms": ("ingress", "coalesce_ms"),
+    "max_new_tokens": ("frontend", "max_new_tokens"),
+    "coalesce_ms": ("frontend", "coalesce_ms"),
     "grpc_port": ("server", "grpc_port"),
     "http_host": ("server", "http_host"),
     "http_port": ("server", "http_port"),
@@ -334,91 +332,6 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
         return ClusterConfig.model_validate(nested)
     except ValidationError as error:
         raise ConfigError.of(error) from None
-
-
-def overridden(config: ClusterConfig, given: Mapping[str, Any]) -> ClusterConfig:
-    """The same settings, but for those in `given`, by their sections. Raises `ConfigError`."""
-    # What was not said follows what is said now: another target has another drafter.
-    nested = config.model_dump(exclude_unset=True)
-    for key, value in given.items():
-        section = isinstance(
-            getattr(config, key, None), _Settings | ReplicaConfig | SchedulerConfig
-        )
-        nested[key] = nested.get(key, {}) | value if section else value
-    return from_args(nested)
-
-
-def from_file(path: Path) -> ClusterConfig:
-    """Settings from a YAML file: either those of `from_args`, or a Serve config file.
-
-    Raises `ConfigError`, and `OSError` for a file that cannot be read.
-    """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if data is None:
-        return ClusterConfig()
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings")
-    return from_args(_serve_file_args(data) if "applications" in data else data)
-
-
-def server_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Where clients look for the server: LOCKSTEP_ADDRESS, else this machine's default port."""
-    return environment.get("LOCKSTEP_ADDRESS", f"localhost:{ServerConfig().grpc_port}")
-
-
-def api_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """A client's key: from a file, else LOCKSTEP_API_KEY; None if neither is given.
-
-    Never an option of its own: what stands on a command line, everybody on the machine can read.
-    Raises `ConfigError` for an empty file or a key that no header can carry, and `OSError`.
-    """
-    if path is None:
-        key = environment.get("LOCKSTEP_API_KEY", "").strip()
-        if not key:
-            return None
-    elif not (key := path.read_text(encoding="utf-8").strip()):
-        raise ConfigError(f"{path}: holds no API key")
-    if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(
-            f"{path or 'LOCKSTEP_API_KEY'}: an API key is one word of printable ASCII"
-        )
-    return key
-
-
-def check_doors(config: ClusterConfig) -> None:
-    """Raises `ConfigError` for a server that would listen to a network and know nobody there."""
-    host, auth = config.server.http_host, config.auth
-    if auth.keys_file is None and not auth.allow_anyone and not _is_loopback(host):
-        raise ConfigError(
-            f"server.http_host: other machines can reach {host}, but without API keys only this "
-            "one is served; set auth.keys_file (--keys-file), or auth.allow_anyone "
-            "(--allow-anyone) if everybody who reaches the port may come in"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
-    applications = data["applications"] or [{}]
-    args = dict(applications[0].get("args") or {})
-    ports = {
-        "grpc_port": (data.get("grpc_options") or {}).get("port"),
-        "http_host": (data.get("http_options") or {}).get("host"),
-        "http_port": (data.get("http_options") or {}).get("port"),
-    }
-    section = args.get("server") or {}
-    for name, value in ports.items():
-        if value is not None and name not in section:
-            args.setdefault(name, value)
-    return args
 
 
 def _scalar(value: Any) -> Any:

@@ -12,16 +12,11 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from cluster.bench import svg
 from cluster.bench.figures import Distribution, percentile
+from cluster.plots import Plot, line, to_svg
 from scheduler.config import SchedulerConfig
 from scheduler.simulation import Experiment, Figures, Sample, Setup, WorkloadRequest
 
-_STYLE = (
-    "text{fill:#6b6a64;font:12px system-ui,sans-serif}.x{text-anchor:middle}.y{text-anchor:end}"
-    ".name{text-anchor:start;fill:#22221f;font-size:13px}.grid{stroke:#e3e2dd}"
-    ".line{fill:none;stroke:#2a6fc9;stroke-width:2;stroke-linejoin:round}"
-)
 _CDF_POINTS = 100
 
 ARRIVAL = "arrival"
@@ -141,33 +136,18 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def to_svg(results: Sequence[Result]) -> str:
+def picture(results: Sequence[Result]) -> str:
     """For each case a row of plots: what waits, what works, and how long requests took. Above them,
-    where the number of replicas varies, throughput over it, one plot per number of shards."""
-    rows = [_plots(result) for result in results]
+    where the number of replicas varies, throughput over it, one plot per number of shards.
+
+    As SVG text. Raises ImportError without matplotlib.
+    """
     overview = _overview(results)
-    if overview:
-        rows.insert(0, [plot for _, plot in overview])
-    across = max(len(plots) for plots in rows)
-    height = svg.HEIGHT + 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across * svg.WIDTH} '
-        f'{len(rows) * height}"><style>{_STYLE}</style><rect width="100%" height="100%" '
-        'fill="#fff"/>'
-    ]
-    titles = [_title(result) for result in results]
-    if overview:
-        titles.insert(0, "Throughput over replicas: " + "; ".join(name for name, _ in overview))
-    for row, (title, plots) in enumerate(zip(titles, rows, strict=True)):
-        for column, plot in enumerate(plots):
-            placed = f'x="{column * svg.WIDTH}" y="{row * height + 28}" width="{svg.WIDTH}"'
-            parts.append(plot.replace("<svg ", f'<svg {placed} height="{svg.HEIGHT}" ', 1))
-        parts.append(f'<text class="name" x="56" y="{row * height + 20}">{title}</text>')
-    return "".join(parts) + "</svg>\n"
+    return to_svg([*([overview] if overview else []), *map(_plots, results)])
 
 
-def _overview(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """(name, plot) for each way that was tried with several numbers of replicas."""
+def _overview(results: Sequence[Result]) -> list[Plot]:
+    """For each way that was tried with several numbers of replicas."""
     series: dict[str, list[tuple[float, float]]] = {}
     for result in results:
         setup = result.case.setup
@@ -176,22 +156,13 @@ def _overview(results: Sequence[Result]) -> list[tuple[str, str]]:
         series.setdefault(name, [(0.0, 0.0)]).append(point)
     most = max(rate for points in series.values() for _, rate in points)
     return [
-        (name, _labelled(svg.lines(sorted(points), "replicas", f"tokens/s, {name}", most)))
+        line(sorted(points), name, "replicas", "tokens/s", 1.05 * most or 1.0)
         for name, points in series.items()
         if len(points) > 2
     ]
 
 
-def _title(result: Result) -> str:
-    setup, figures = result.case.setup, result.figures
-    shards = f", {setup.shards} shards" if setup.shards > 1 else ""
-    return (
-        f"{setup.replicas} replicas{shards}, rows {result.case.rows}: "
-        f"{figures.tokens_per_s():,.0f} tokens/s"
-    )
-
-
-def _plots(result: Result) -> list[str]:
+def _plots(result: Result) -> list[Plot]:
     figures, setup = result.figures, result.case.setup
     samples = _over_time(figures)
     pairs = [(a, b) for a, b in pairwise(samples) if b.at_s > a.at_s]
@@ -202,23 +173,18 @@ def _plots(result: Result) -> list[str]:
             for a, b in pairs
         ]
 
+    shards = f", {setup.shards} shards" if setup.shards > 1 else ""
+    title = f"{setup.replicas} replicas{shards}, rows {result.case.rows}: requests that wait"
     plots = [
-        svg.lines([(one.at_s, one.waiting) for one in samples], "seconds", "requests that wait"),
-        svg.lines(share("busy_s", setup.replicas), "seconds", "% of replicas' time at work", 100),
+        line([(one.at_s, one.waiting) for one in samples], title, "s", "requests"),
+        line(share("busy_s", setup.replicas), "Replicas' time at work", "s", "%", 100),
     ]
     if setup.pool is not None:
         busy = share("pool_busy_s", setup.shards)
-        plots.append(svg.lines(busy, "seconds", "% of pools' time at work", 100))
+        plots.append(line(busy, "Pools' time at work", "s", "%", 100))
     ordered = sorted(figures.latency_s)
     if ordered:
         shares = [number / _CDF_POINTS for number in range(_CDF_POINTS + 1)]
         cdf = [(percentile(ordered, each), 100 * each) for each in shares]
-        plots.append(svg.lines(cdf, "seconds from arrival to the last token", "% of requests", 100))
-    return [_labelled(plot) for plot in plots]
-
-
-def _labelled(plot: str) -> str:
-    """A plot names its axis of values only for screen readers; here it is written on it."""
-    label = plot.split('aria-label="', 1)[1].split(" over ", 1)[0]
-    text = f'<text x="{svg.WIDTH - 20}" y="12" text-anchor="end">{label}</text></svg>'
-    return plot.removesuffix("</svg>") + text
+        plots.append(line(cdf, "Requests that took at most so long", "s", "%", 100))
+    return plots

@@ -6,8 +6,9 @@ output with this engine at batch 1 without speculation. Needs no Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from cluster.frontend.target_text import TargetText
@@ -106,21 +107,17 @@ def verify(
         for tokens in transformers_greedy(replica_config, requests, text.eos_token_ids):
             references.append(tokens)
             note("plain", len(references), len(requests))
-    differences = []
-    for i, (reference, output) in enumerate(zip(references, outputs, strict=True)):
-        difference = first_difference(i, reference, output.tokens)
-        if difference is not None:
-            if sampling.temperature == 0 and replica_config.tensor_parallel == 1:
-                content = (*requests[i].prompt, *reference[: difference.position])
-                difference = judged(difference, content, replica, replica_config)
-            differences.append(difference)
+    judges = sampling.temperature == 0 and replica_config.tensor_parallel == 1
+    outputs_of = [output.tokens for output in outputs]
+    own = (lambda: replica) if judges else None
+    found = differences(references, outputs_of, requests, replica_config, own)
     return VerifyReport(
         against=against,
         prompts=len(requests),
         tokens=sum(len(output.tokens) for output in outputs),
         accepted_tokens=sum(output.usage.accepted_tokens for output in outputs),
         draft_tokens=sum(output.usage.draft_tokens for output in outputs),
-        differences=tuple(differences),
+        differences=tuple(found),
     )
 
 
@@ -140,20 +137,35 @@ def just_enough(
     )
 
 
-def first_difference(prompt: int, expected: Sequence[int], got: Sequence[int]) -> Difference | None:
-    """Where two outputs part, a missing end included; None if they are equal."""
-    for position in range(max(len(expected), len(got))):
-        ours = got[position] if position < len(got) else None
-        theirs = expected[position] if position < len(expected) else None
-        if ours != theirs:
-            return Difference(prompt, position, theirs, ours)
-    return None
+def differences(
+    references: Iterable[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    requests: Sequence[Request],
+    config: ReplicaConfig,
+    own: Callable[[], Any] | None,
+) -> list[Difference]:
+    """The first place where each output leaves its reference, a missing end included.
+
+    `own`: gives a replica of ours, by which and by float64 greedy outputs are judged; it is called
+    where outputs differ only. None: they are not judged.
+    """
+    found: list[Difference] = []
+    for index, (expected, got) in enumerate(zip(references, outputs, strict=True)):
+        pairs = enumerate(zip_longest(expected, got))
+        parted = next(((at, *pair) for at, pair in pairs if pair[0] != pair[1]), None)
+        if parted is not None:
+            difference = Difference(index, *parted)
+            if own is not None:
+                content = (*requests[index].prompt, *expected[: difference.position])
+                difference = _judged(difference, content, own(), config)
+            found.append(difference)
+    return found
 
 
-def judged(
+def _judged(
     difference: Difference, content: Sequence[int], replica: Any, config: ReplicaConfig
 ) -> Difference:
-    """The difference with a judgement by float64; `content` ends before it."""
+    """With a judgement by float64 where both have a token; `content` ends before it."""
     from replicas.models.reference import judge
 
     if difference.expected is None or difference.got is None:

@@ -173,7 +173,7 @@ class Latency(_message.Message):
     seconds: float
     def __init__(self, tokens: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
-class ReplicaBeliefs(_message.Message):
+class CostEstimates(_message.Message):
     __slots__ = ("draft_len", "steps", "step_s", "round_trip_s", "acceptance_greedy", "acceptance_sampled", "verified", "apart_positions", "slowdown", "draft", "step", "prefill")
     DRAFT_LEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -202,11 +202,11 @@ class ReplicaBeliefs(_message.Message):
     def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., verified: _Optional[float] = ..., apart_positions: _Optional[float] = ..., slowdown: _Optional[float] = ..., draft: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., step: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("id", "draining", "residents", "orders_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "beliefs", "attention", "arithmetic")
+    __slots__ = ("id", "draining", "residents", "batches_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "cost_estimates", "attention", "arithmetic", "drafter")
     ID_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RESIDENTS_FIELD_NUMBER: _ClassVar[int]
-    ORDERS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -216,13 +216,14 @@ class ReplicaStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
-    BELIEFS_FIELD_NUMBER: _ClassVar[int]
+    COST_ESTIMATES_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     id: str
     draining: bool
     residents: int
-    orders_in_flight: int
+    batches_in_flight: int
     kv_blocks: int
     kv_blocks_free: int
     block_size: int
@@ -232,10 +233,11 @@ class ReplicaStatus(_message.Message):
     device: str
     dtype: str
     vocab_size: int
-    beliefs: ReplicaBeliefs
+    cost_estimates: CostEstimates
     attention: str
     arithmetic: str
-    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., orders_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., beliefs: _Optional[_Union[ReplicaBeliefs, _Mapping]] = ..., attention: _Optional[str] = ..., arithmetic: _Optional[str] = ...) -> None: ...
+    drafter: str
+    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., batches_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., cost_estimates: _Optional[_Union[CostEstimates, _Mapping]] = ..., attention: _Optional[str] = ..., arithmetic: _Optional[str] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
     __slots__ = ("incarnation", "uptime_s", "serving", "waiting", "running", "outstanding_tokens", "tokens_per_s", "name", "silent")
@@ -260,7 +262,7 @@ class ShardStatus(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., uptime_s: _Optional[float] = ..., serving: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., name: _Optional[str] = ..., silent: _Optional[bool] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "group_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "groups", "group_spread_sum", "kv_positions_own", "kv_positions_read", "prefill_tokens", "reused_tokens", "shards")
+    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "batch_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "batches", "batch_spread_sum", "kv_positions_own", "kv_positions_read", "prefill_tokens", "reused_tokens", "shards")
     READY_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POOL_UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -274,7 +276,7 @@ class StatusResponse(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
-    GROUP_SPREAD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SPREAD_MEAN_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -282,8 +284,8 @@ class StatusResponse(_message.Message):
     MOVED_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    GROUP_SPREAD_SUM_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SPREAD_SUM_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_OWN_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_READ_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -302,7 +304,7 @@ class StatusResponse(_message.Message):
     draft_tokens: int
     accepted_tokens: int
     acceptance: float
-    group_spread_mean: float
+    batch_spread_mean: float
     waiting_tokens: int
     outstanding_tokens: int
     tokens_per_s: float
@@ -310,11 +312,11 @@ class StatusResponse(_message.Message):
     moved: int
     recovered: int
     stopping: bool
-    groups: int
-    group_spread_sum: int
+    batches: int
+    batch_spread_sum: int
     kv_positions_own: int
     kv_positions_read: int
     prefill_tokens: int
     reused_tokens: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
-    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., group_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., groups: _Optional[int] = ..., group_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., batch_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., batches: _Optional[int] = ..., batch_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...

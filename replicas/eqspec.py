@@ -90,8 +90,9 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     layout = target.backend.step_layout(rows.table, starts, k + 1)
     cells = _cells(rows, proposal)
     window = layout.window(0, k + 1) if cells is None else layout.some(cells)
-    choosing = _choosing(rows.sampling, layout.positions, cells, target.vocab)
-    chosen, taps = _verify(target, drafter, rows, proposal, tokens, window, cells, choosing, watch)
+    chosen, taps = _verify(
+        target, drafter, rows, proposal, tokens, layout.positions, window, cells, watch
+    )
     outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
     if drafter is not None:
         seen = _seen(rows, outcome, k, cells, taps)
@@ -162,22 +163,7 @@ def _cells(rows: StepRows, proposal: Proposal) -> Selection | None:
     # A device runs shapes that it knows, a host as many tokens as there are.
     on_host = rows.table.device.type == "cpu"
     ragged = sum(lens) + len(lens) <= _RAGGED * len(lens) * (1 + max(lens))
-    return every_draft(lens) if ragged and on_host and rows.sampling.whole else None
-
-
-def _choosing(
-    sampling: SamplingBatch,
-    positions: torch.Tensor,  # [rows, 1 + k], int64
-    cells: Selection | None,
-    vocab: int,
-) -> tuple[SamplingBatch, torch.Tensor | None]:
-    """How tokens are chosen at these positions, each a row of its own where they are cells; and the
-    noise, [sampled, width, vocab]."""
-    if cells is not None:
-        sampling = sampling.take(cells.of_row)
-        positions = positions.reshape(-1)[cells.cells][:, None]
-    # Logits at position p choose the token of position p + 1.
-    return sampling, sampling.noise(positions + 1, vocab) if sampling.any_sampled else None
+    return every_draft(lens) if ragged and on_host else None
 
 
 def _verify(
@@ -186,29 +172,31 @@ def _verify(
     rows: StepRows,
     proposal: Proposal,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
+    positions: torch.Tensor,  # [rows, 1 + k], int64
     window: Layout,
     cells: Selection | None,
-    choosing: tuple[SamplingBatch, torch.Tensor | None],
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
     numbers; and the hidden states that the drafter taps."""
-    count, width = tokens.shape
-    flat = tokens.reshape(-1) if cells is None else tokens.reshape(-1)[cells.cells]
+    whole, sampling = tokens.shape, rows.sampling
+    if cells is not None:  # each is a row of its own
+        sampling = sampling.take(cells.of_row)
+        tokens = tokens.reshape(-1, 1)[cells.cells]
+        positions = positions.reshape(-1, 1)[cells.cells]
     wants = Wants(taps=() if drafter is None else drafter.taps)
     with watch.section("verify"):
-        out = target.forward(flat, window, wants)
+        out = target.forward(tokens.reshape(-1), window, wants)
     assert out.logits is not None
     if rows.hooks is not None:
         _adjust(rows.hooks, proposal, cells, out.logits)
-    sampling, noise = choosing
-    logits = out.logits.view(count, width, -1) if cells is None else out.logits[:, None]
-    picked = _of_numbers(choose(logits, sampling, noise), logits, sampling)
-    if cells is None:
-        return picked.tolist(), out.taps
-    chosen = tokens.new_full((count * width,), _NO_TOKEN)
-    chosen.index_copy_(0, cells.cells, picked[:, 0])
-    return chosen.view(count, width).tolist(), out.taps
+    logits = out.logits.view(*tokens.shape, -1)
+    # Logits at position p choose the token of position p + 1.
+    chosen = _of_numbers(choose(logits, sampling, positions + 1), logits, sampling)
+    if cells is not None:
+        seen = tokens.new_full((whole.numel(),), _NO_TOKEN)
+        chosen = seen.index_copy_(0, cells.cells, chosen[:, 0]).view(whole)
+    return chosen.tolist(), out.taps
 
 
 def _of_numbers(

@@ -23,12 +23,13 @@ from replicas.eqspec import StepRows, step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, Chain, SharedBlocks, TokenRange, root_key
 from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
+from replicas.memory.measure import measured_passes
 from replicas.models.build import build
 from replicas.models.paged_model import Model, Output, PagedModel, Wants
 from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
 from replicas.models.prefill import fill
 from replicas.resident import Resident, Tally
-from replicas.sampling.choice import sampling_batch
+from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.decoding import TokenLogprobs
@@ -66,7 +67,7 @@ class Replica:
         if pair.device.type == "cuda":
             # Recordings and timing events are made on the thread's current device.
             torch.cuda.set_device(pair.device)
-        plan = plan or plan_memory(config, pair_shape(pair), pair.device, loaded=True)
+        plan = plan or _plan(pair, config)
         mark = fingerprint(pair.target, config)
         self._device = pair.device
         self._block_size = config.block_size
@@ -339,11 +340,7 @@ class Replica:
         before = [resident.tokens_left for resident in rows]
         tallies = [Tally() for _ in rows]
         table = self._blocks.table(ids, self._device)
-        sampling = sampling_batch(
-            tuple(resident.sampling for resident in rows),
-            self._device,
-            whole=batch.verify_tokens is not None,
-        )
+        sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
         own = read = done = 0
         hooks: DecodingRows | None = None
         try:
@@ -425,6 +422,14 @@ class Replica:
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
         self._own(row.sequence_id, row.blocks, row.length + most - 1)
         return resident
+
+
+def _plan(pair: Pair, config: ReplicaConfig) -> MemoryPlan:
+    """Of models that are loaded; on a GPU the largest passes are measured."""
+    measured = None
+    if pair.device.type == "cuda":
+        measured = measured_passes(pair.target, config, pair.context_len)
+    return plan_memory(config, pair_shape(pair), pair.device, loaded=True, passes=measured)
 
 
 def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ PREFILL_TOKENS_LEAST = 32
 
 
 class SchedulerConfig(BaseModel):
-    """How the pool groups, places and bounds. Lengths are in tokens."""
+    """How the pool batches, places and bounds. Lengths are in tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,12 +79,8 @@ class SchedulerConfig(BaseModel):
         default=2048,
         ge=1,
         description="Tokens of one prefill batch; a longer prompt is filled over several, with "
-        "decode batches between them.",
-    )
-    prefill_by_time: bool = Field(
-        default=True,
-        description="While rows step, fill as much at once as takes the time of a step or so, by"
-        " measured times; false: prefill_tokens_max.",
+        "decode batches between them. While rows step it is less: what takes the time of a step or "
+        "so, by measured times.",
     )
     residents_max: int = Field(
         default=256, ge=1, description="Sequences whose KV cache a replica holds at once."
@@ -111,11 +107,6 @@ class SchedulerConfig(BaseModel):
         le=1,
         description="Share of a sequence's tokens to come for which KV blocks are set aside when "
         "it is placed. 1: none is ever sent back for want of blocks.",
-    )
-    waiting_scan_max: int = Field(
-        default=32,
-        ge=1,
-        description="Waiting requests looked at, from the front, when a replica has a place.",
     )
     failures_max: int = Field(
         default=3,

@@ -7,283 +7,48 @@ speak one language. Token ids are plain ints, lengths are in tokens, times in se
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 
-from scheduler.decoding import Decoding, TokenLogprobs
-
-# --------------------------------------------------------------------------- requests
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a token is chosen from the target's logits; greedy when `temperature` is 0."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches top_p; in (0, 1]."""
-    min_p: float = 0.0
-    """Keep tokens with at least min_p times the probability of the best one; in [0, 1]."""
-    seed: int = 0
-    """Keys the noise together with the position; 0 <= seed < 2**63."""
-
-
-class Priority(IntEnum):
-    """A request's class: the lower value is served first, but waiting ages, so none starves."""
-
-    HIGH = 0
-    NORMAL = 1
-    LOW = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a client asks for, tokenized; `id` is unique within the pool."""
-
-    id: str
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
-    stop_token_ids: tuple[int, ...] = ()
-    draft_len: int | None = None
-    """Draft tokens per step, as far as the config's draft_len_max goes: None leaves it to the pool,
-    0 turns it off."""
-    timeout_s: float | None = None
-    """Time from `Submit` to the deadline; None for no deadline."""
-    committed: tuple[int, ...] = ()
-    """Tokens that an earlier incarnation of the pool delivered; they count as new tokens."""
-    priority: Priority = Priority.NORMAL
-    tenant: str = ""
-    """The request counts for this one where tenants share a contended pool."""
-    cache_salt: str = ""
-    """KV blocks are shared only between requests of the same salt."""
-    decoding: Decoding | None = None
-    """What else a replica does with the request's tokens; the scheduler passes it on unread."""
-
-    @property
-    def length_max(self) -> int:
-        """Tokens of its content (prompt + new tokens) at the longest."""
-        return len(self.prompt) + self.max_new_tokens
-
-
-# --------------------------------------------------------------------------- batches
-
-
-class BatchKind(StrEnum):
-    PREFILL = "prefill"
-    SPECULATE = "speculate"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRow:
-    """A sequence that becomes a resident: its KV cache is filled for all tokens but the last.
-
-    A long one is filled over several batches. Between them it is a resident that no step takes.
-    """
-
-    sequence_id: str
-    tokens: tuple[int, ...]
-    """All content: prompt, then committed tokens. Empty in all its batches but the first."""
-    tokens_left: int
-    """How many more tokens the sequence may commit, at least 1."""
-    sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    blocks: int
-    """KV blocks that the sequence owns from now on."""
-    begin: int = 0
-    """KV positions that earlier batches have filled."""
-    until: int | None = None
-    """KV positions that are valid after this batch. None: all of `tokens` but the last."""
-    salt: str = ""
-    """KV blocks are shared only between sequences of the same salt."""
-    decoding: Decoding | None = None
-    """The request's; None in all its batches but the first."""
-
-    @property
-    def end(self) -> int:
-        """KV positions that are valid after this batch, as a number."""
-        return len(self.tokens) - 1 if self.until is None else self.until
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A resident that takes part in the steps of a batch."""
-
-    sequence_id: str
-    length: int
-    """Content length before the first step; the replica checks it against its own."""
-    draft_len: int
-    """Draft tokens of this row per step, at most the batch's; the replica lowers it to
-    tokens_left - 1 so that no row ever drafts beyond its limit."""
-    blocks: int
-    """KV blocks that the sequence owns from now on: enough for all steps of the batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What the pool asks of a replica. `id` is never reused, so a late result is recognised."""
-
-    id: int
-    replica_id: str
-    kind: BatchKind
-    prefill: tuple[PrefillRow, ...] = ()
-    rows: tuple[StepRow, ...] = ()
-    draft_len: int = 0
-    """k of the batch: the largest draft_len of its rows."""
-    steps: int = 1
-    """At most so many steps; the replica ends the batch early once a row has finished, or when it
-    is interrupted."""
-    verify_tokens: int | None = None
-    """Draft tokens of all rows together that the target checks per step, at least 0: those that
-    the draft itself believes in most, by its cumulated log-probability (TETRIS, arXiv 2502.15197).
-    A replica whose steps have fixed shapes rounds it up. None: all of them."""
-    trial: bool = False
-    """Rows draft as many tokens as they are told, any tokens where the drafter has none: the time
-    is what counts."""
-
-    @property
-    def row_ids(self) -> list[str]:
-        """Ids of the sequences that it holds."""
-        return [row.sequence_id for row in self.prefill or self.rows]
-
-    @property
-    def prefill_tokens(self) -> int:
-        """KV positions that it fills, those included that the replica may find filled."""
-        return sum(row.end - row.begin for row in self.prefill)
-
-    @property
-    def spread(self) -> int:
-        """Tokens between the longest and the shortest row of a speculate batch."""
-        return self.rows[-1].length - self.rows[0].length
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """What one row committed over the steps of a batch."""
-
-    sequence_id: str
-    tokens: tuple[int, ...] = ()
-    """Committed tokens in order. The pool, not the replica, truncates at a stop token."""
-    steps: int = 0
-    draft_tokens: int = 0
-    accepted_at: tuple[int, ...] = ()
-    """accepted_at[j]: in how many steps draft token j (from 0) was accepted."""
-    tried_at: tuple[int, ...] = ()
-    """tried_at[j]: in how many steps draft token j was checked and all before it were accepted, so
-    that accepted_at[j] / tried_at[j] is the acceptance at j. Not of steps that the draft's
-    confidence cut before j."""
-    extras: tuple[TokenLogprobs, ...] = ()
-    """What the request wants to be told of each of the tokens; of a prefill, of the prompt tokens
-    after the positions that it has filled. The pool cuts them where it cuts tokens."""
-    reused: int = 0
-    """In a sequence's first prefill batch: KV positions from the beginning that the replica had
-    already, of another sequence with the same prefix."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Where a batch's time went."""
-
-    prefill_s: float = 0.0
-    """Filling KV caches: both models' in a prefill, in steps the draft's where it lags behind."""
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    total_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """A replica's answer to one batch."""
-
-    batch_id: int
-    replica_id: str
-    rows: tuple[RowResult, ...]
-    steps: int = 0
-    times: StepTimes = StepTimes()
-    kv_positions_own: int = 0
-    """KV positions that rows read of their own content, summed over the target's forward passes."""
-    kv_positions_read: int = 0
-    """The same with all that pads it: up to the longest row of what is read together, of a fixed
-    shape all of its bucket, in place whole blocks where the kernel reads those."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """What one step took on a replica: the mean over a batch's steps, or a trial before it joined.
-
-    Times are in seconds.
-    """
-
-    rows: int
-    draft_len: int
-    kv_read: float
-    """KV positions that the target read, without what pads a fixed shape."""
-    draft_s: float
-    """All draft passes together."""
-    verify_s: float
-    rest_s: float
-    """Neither draft nor target: choosing tokens, bookkeeping."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiming:
-    """What filling the first positions of one row took in a trial before the replica joined."""
-
-    tokens: int
-    """KV positions."""
-    prefill_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSpec:
-    """What a replica can hold; sent when it joins."""
-
-    kv_blocks: int
-    """Blocks that sequences may use."""
-    block_size: int
-    """KV positions per block."""
-    context_len: int
-    """Longest content (prompt + new tokens) of a sequence."""
-    vocab_size: int
-    """Token ids are in [0, vocab_size)."""
-    embedding_size: int = 0
-    """Rows of the target's embedding, padding included: it may emit ids below it, and a request
-    that starts over brings them back as committed tokens. 0: no padding."""
-    draft_len_max: int = 32
-    """Draft tokens per row and step that it can propose; 0 without a drafter."""
-    draft_len: int | None = None
-    """Draft tokens of every row and step, for it was told to draft so many; None: as the scheduler
-    chooses."""
-    drafter: str = ""
-    """What drafts, for people: the method, and what was found wrong with it when it was loaded."""
-    rows_max: int | None = None
-    """Rows of a batch that its memory lasts for; None: as many as the config says."""
-    prefix_sharing: bool = False
-    """Whether it keeps KV blocks of equal prefixes for others."""
-    target: str = ""
-    """Name of the target, for people."""
-    draft: str = ""
-    device: str = "cpu"
-    dtype: str = "float32"
-    attention: str = ""
-    """How the target's attention reads its KV cache, for people."""
-    arithmetic: str = ""
-    """How its layers compute, and whether a token's bits depend on the batch, for people."""
-    fingerprint: str = ""
-    """Of the target's weights, the dtype and what else decides output; empty: unknown."""
-    trims_drafts: bool = False
-    """Whether it obeys a batch's `verify_tokens`."""
-    reads_apart: bool = False
-    """Whether a row of a batch reads about as far as its own KV goes, not as far as the longest."""
-    timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
-    """Trials that it ran before it joined; what the pool believes of its speed at first."""
-
-    @property
-    def length_max(self) -> int:
-        """Longest content, in tokens, that it can hold when it is empty."""
-        return min(self.context_len, self.kv_blocks * self.block_size)
-
+from scheduler.decoding import TokenLogprobs
+from scheduler.requests import (
+    Batch as Batch,
+)
+from scheduler.requests import (
+    BatchKind as BatchKind,
+)
+from scheduler.requests import (
+    PrefillRow as PrefillRow,
+)
+from scheduler.requests import (
+    PrefillTiming as PrefillTiming,
+)
+from scheduler.requests import (
+    Priority as Priority,
+)
+from scheduler.requests import (
+    ReplicaSpec as ReplicaSpec,
+)
+from scheduler.requests import (
+    Request as Request,
+)
+from scheduler.requests import (
+    RowResult as RowResult,
+)
+from scheduler.requests import (
+    SamplingParams as SamplingParams,
+)
+from scheduler.requests import (
+    StepResult as StepResult,
+)
+from scheduler.requests import (
+    StepRow as StepRow,
+)
+from scheduler.requests import (
+    StepTimes as StepTimes,
+)
+from scheduler.requests import (
+    StepTiming as StepTiming,
+)
 
 # --------------------------------------------------------------------------- events
 
@@ -334,7 +99,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client is gone, or the ingress found a stop string. Unknown ids are ignored."""
+    """The client is gone, or the frontend found a stop string. Unknown ids are ignored."""
 
     request_id: str
 
@@ -394,7 +159,7 @@ Event = (
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """A stop token was committed (or, set by the ingress, a stop string was found)."""
+    """A stop token was committed (or, set by the frontend, a stop string was found)."""
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"

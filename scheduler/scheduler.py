@@ -10,9 +10,10 @@ A replica that obeys the actions of its own in their order never needs more bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from scheduler.admission import check_servable, refusal
 from scheduler.batching import Dispatcher, best_replica, lightest, rows_to_move
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy
@@ -27,18 +28,12 @@ from scheduler.messages import (
     Finish,
     FinishReason,
     RecordFailure,
-    Reject,
-    RejectCode,
     Release,
     ReplicaDraining,
     ReplicaJoined,
     ReplicaLost,
-    ReplicaSpec,
-    Request,
-    RowResult,
     StepDone,
     StepFailed,
-    StepResult,
     Submit,
     Tick,
 )
@@ -50,16 +45,11 @@ from scheduler.state import (
     Replica,
     Sequence,
     State,
+    answers_of,
     check_pool,
     finished_before_start,
 )
 from scheduler.status import PoolStatus, pool_status
-from scheduler.validation import check_request
-
-_RETRY_AFTER_S = (1.0, 60.0)
-"""Least and most that a refused client is told to wait."""
-_RETRY_UNKNOWN_S = 5.0
-"""The same while nothing was committed lately."""
 
 
 class Scheduler:
@@ -69,8 +59,6 @@ class Scheduler:
         self.config = config or SchedulerConfig()
         self._pool = Pool(self.config)
         self._policy = DraftPolicy(self.config)
-        self._specs: list[ReplicaSpec] = []
-        """Distinct specs of the known replicas."""
         self._dispatcher = Dispatcher(self.config, self._pool, self._policy)
         self._rejected = 0
         self._now_s = 0.0
@@ -127,26 +115,16 @@ class Scheduler:
     # ----------------------------------------------------------------- events
 
     def _submit(self, event: Submit, now_s: float) -> None:
-        request = event.request
-        pool = self._pool
-        if request.id in pool.sequences:
-            self._reject(request, RejectCode.DUPLICATE, "id", "a request with this id is live")
-            return
-        try:
-            if event.checked:
-                check_request(request, self.config)
-            else:
-                self._check(request)
-        except InvalidRequest as error:
-            self._reject(request, RejectCode.INVALID, error.field, error.reason)
-            return
-        if not event.accepted_before and (message := self._overload(request)):
-            self._reject(request, RejectCode.OVERLOADED, "", message)
+        request, pool = event.request, self._pool
+        refused = refusal(event, pool, now_s)
+        if refused is not None:
+            self._rejected += 1
+            self._out.append(refused)
             return
         sequence = pool.accept(request, now_s)
         # Tokens that came since it was written count.
         sequence.record = event.record.at(sequence.length)
-        sequence.checked = bool(self._specs) or event.checked
+        sequence.checked = bool(pool.specs) or event.checked
         # A client may be reading the stream of one that carries tokens.
         pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
         reason = finished_before_start(request)
@@ -165,10 +143,9 @@ class Scheduler:
     def _replica_joined(self, event: ReplicaJoined, now_s: float) -> None:
         if event.replica_id in self._pool.replicas:
             return
-        unchecked = not self._specs
+        unchecked = not self._pool.specs
         self._pool.join(event.replica_id, event.spec)
         self._policy.joined(event.replica_id, event.spec)
-        self._note_specs()
         if unchecked:
             for sequence in list(self._pool.waiting.values()):
                 # Others came while no replica was known that could have refused them.
@@ -176,7 +153,7 @@ class Scheduler:
                     continue
                 sequence.checked = True
                 try:
-                    self._check(sequence.request)
+                    check_servable(sequence.request, self._pool)
                 except InvalidRequest as error:
                     self._finish(sequence, FinishReason.FAILED, str(error))
         self._dispatcher.touch(event.replica_id)
@@ -209,7 +186,6 @@ class Scheduler:
                     self._finish(sequence, FinishReason.FAILED, message)
             self._tell_records(rows)
         self._policy.lost(replica.id)
-        self._note_specs()
         self._dispatcher.offer_to_all()
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
@@ -220,7 +196,7 @@ class Scheduler:
         replica, flight = found
         batch, sent_s = flight.batch, flight.sent_s
         committed = 0
-        answers = _answers(self._rows_back(replica, flight), result)
+        answers = answers_of(self._rows_back(replica, flight), result)
         trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
         self._policy.observe(batch, result, answers, trip_s)
         if batch.kind is BatchKind.SPECULATE:
@@ -276,48 +252,8 @@ class Scheduler:
 
     # ----------------------------------------------------------------- parts of events
 
-    def _check(self, request: Request) -> None:
-        """Raises InvalidRequest if every known spec refuses the request."""
-        check_request(request, self.config)
-        refusal: InvalidRequest | None = None
-        for spec in self._specs:
-            try:
-                check_request(request, self.config, spec)
-                return
-            except InvalidRequest as error:
-                refusal = refusal or error
-        if refusal is not None:
-            raise refusal
-
-    def _reject(self, request: Request, code: RejectCode, field: str, message: str) -> None:
-        self._rejected += 1
-        retry_after_s = self._retry_after_s() if code is RejectCode.OVERLOADED else 0.0
-        self._out.append(Reject(request.id, code, field, message, retry_after_s))
-
-    def _overload(self, request: Request) -> str:
-        """Why the queue has no room for the request; empty if it has."""
-        waiting = self._pool.waiting
-        if len(waiting) >= self.config.waiting_requests_max:
-            return f"{len(waiting)} requests wait already"
-        # One that is longer than the whole bound comes in when no other waits.
-        if waiting and waiting.tokens + request.length_max > self.config.waiting_tokens_max:
-            return f"requests of {waiting.tokens} tokens wait already"
-        return ""
-
-    def _retry_after_s(self) -> float:
-        """When a tenth of the queue will be gone, at the present rate."""
-        rate = self._pool.rate.per_s(self._now_s)
-        if rate <= 0:
-            return _RETRY_UNKNOWN_S
-        wait_s = 0.1 * self._pool.expected(self._pool.waiting.tokens_left) / rate
-        return min(max(wait_s, _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
-
     def _tell_records(self, rows: list[Sequence]) -> None:
         self._out.extend(RecordFailure(one.id, one.record) for one in rows if one.live)
-
-    def _note_specs(self) -> None:
-        specs = (replica.spec for replica in self._pool.replicas.values())
-        self._specs = list(dict.fromkeys(specs))
 
     def _end_batch(self, replica_id: str, batch_id: int) -> tuple[Replica, InFlight] | None:
         """Takes a batch out of flight; None for one that is unknown or was answered before."""
@@ -401,13 +337,3 @@ class Scheduler:
             self._pool.send_back(rows)
             # The lighter one takes them before this one could take them back.
             self._dispatcher.touch_first(target.id)
-
-
-def _answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
-    """These rows of a batch, each with what came back of it."""
-    found: Iterable[RowResult] = result.rows
-    # They stand as in the batch, unless some are leaving.
-    if [row.sequence_id for row in found] != [one.id for one in rows]:
-        by_id = {row.sequence_id: row for row in found}
-        found = [by_id.get(one.id) or RowResult(one.id) for one in rows]
-    return list(zip(rows, found, strict=True))

@@ -1,6 +1,6 @@
 """What no replica could ever serve is refused at the door, with the field that is wrong.
 
-Pure and without state, so that an ingress asks the same question before it submits.
+Pure and without state, so that a frontend asks the same question before it submits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SEED_MAX = 2**63
 """Seeds are in [0, SEED_MAX)."""
 
 END_TOKENS_MAX = 16
-"""Of the target's own, which an ingress adds to the stop tokens that a client may give."""
+"""Of the target's own, which a frontend adds to the stop tokens that a client may give."""
 
 
 def check_request(

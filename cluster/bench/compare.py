@@ -1,4 +1,4 @@
-"""The same prompts through several ways to generate, round by round, and who agreed with whom.
+"""The same prompts through several ways to generate, round by round, and which outputs agree.
 
 Machines are shared and their speed drifts, so the ways take turns and every ratio is one of the
 same round; the median of the rounds is reported with all of them.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from cluster.bench.transformers_runs import (
     ASSISTANCES,
@@ -17,12 +18,17 @@ from cluster.bench.transformers_runs import (
     DoesNotRun,
     Transformers,
 )
+from cluster.bench.workload import BenchError, Workload, engine_request
+from cluster.config import ClusterConfig
 from cluster.local_engine import LocalEngine, Runner
+from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request
+from scheduler.errors import InvalidRequest
+from scheduler.messages import ReplicaSpec, Request
+from scheduler.validation import check_request
 
 Way = Callable[[Sequence[Request]], list[list[int]]]
-"""New tokens of each request, in the requests' batch. May raise DoesNotRun."""
+"""New tokens of each request, in the requests' order. May raise DoesNotRun."""
 Note = Callable[[str, int], None]
 """Called with the way that runs next and how many runs are done."""
 
@@ -77,6 +83,18 @@ class Comparison:
     left_out: str = ""
     """Which of the prompts are not compared, and why; a sentence."""
 
+    def said(self) -> str:
+        """What was compared, in sentences."""
+        parts = [
+            f"{self.prompts} prompts, {self.new_tokens} new tokens each, greedy, all in one"
+            " process, in turns. Identical: to transformers' generate at batch 1, in every round."
+        ]
+        if self.assistance:
+            parts.append(f"Assisted generation at its fastest setting: {self.assistance}.")
+        if self.left_out:
+            parts.append(f"{self.left_out}.")
+        return " ".join(parts)
+
 
 def take_turns(
     ways: Mapping[str, Way],
@@ -91,7 +109,7 @@ def take_turns(
 
     `counts`: ways that get only so many of the requests, from the first. A way that raises
     DoesNotRun is left out of later rounds. Each run gets its own cache salt: what an earlier one
-    has put into a prefix cache would let Lockstep, and nobody else, skip the prompts.
+    has put into a prefix cache would let Lockstep alone skip the prompts.
     """
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     asked = {name: requests[: (counts or {}).get(name, len(requests))] for name in ways}
@@ -231,3 +249,76 @@ def compare(
         contenders=contenders,
         ratios=tuple(each for each in ratios if each is not None),
     )
+
+
+# --------------------------------------------------------------------------- models, prompts
+
+
+def as_served(config: ClusterConfig, served: Any) -> ClusterConfig:
+    """The settings with the models of a replica (a `pb.ReplicaStatus`) where none were given."""
+    if served is None or not served.target:
+        return config
+    given = config.replica.model_dump(exclude_unset=True)
+    names: dict[str, Any] = {"target": served.target, "dtype": served.dtype}
+    if not {"draft", "speculative"} & given.keys():
+        # A warning may follow the method.
+        method = served.drafter.partition(",")[0] or "none"
+        names["speculative"] = {"method": method, "model": served.draft or None}
+    replica = ReplicaConfig.model_validate(names | given)
+    return config.model_copy(update={"replica": replica})
+
+
+def check_comparable(config: ClusterConfig, served: Any, drawn: bool) -> None:
+    """Raises BenchError, before the load, where the prompts will be `drawn` from a vocabulary that
+    the models do not have, and what reading the models' settings raises."""
+    from replicas.models.pair import read_pair
+
+    files = read_pair(config.replica)
+    if drawn and served and files.vocab_size < served.vocab_size:
+        raise BenchError(
+            f"prompt_tokens: they are drawn from the server's {served.vocab_size} tokens, and"
+            f" {config.replica.target!r}, which is compared, has {files.vocab_size}"
+        )
+
+
+def that_fit(
+    requests: list[Request], config: SchedulerConfig, spec: ReplicaSpec
+) -> tuple[list[Request], str]:
+    """Those that such a replica can serve, and a sentence on the others if there are any.
+
+    Raises BenchError if it can serve none.
+    """
+    fit, why = [], ""
+    for request in requests:
+        try:
+            check_request(request, config, spec)
+        except InvalidRequest as error:
+            why = why or str(error)
+        else:
+            fit.append(request)
+    if not fit:
+        raise BenchError(f"no prompt can be compared: {why}")
+    left_out = len(requests) - len(fit)
+    return fit, f"{left_out} of {len(requests)} prompts are not compared: {why}" if why else ""
+
+
+def compare_config(
+    config: ClusterConfig,
+    models: Transformers,
+    replica: Any,
+    workload: Workload,
+    prompts: int,
+    rounds: int,
+    note: Callable[[str, int], None],
+) -> Comparison:
+    """On those of the first `prompts` that fit; `replica` None loads one."""
+    from cluster.frontend.target_text import TargetText
+    from replicas.replica import Replica
+
+    replica = replica or Replica.load(config.planned_replica)
+    text = TargetText.load(config.replica)
+    count = min(prompts, len(workload.prompts))
+    asked = [engine_request(workload, n, text.encode, ()) for n in range(count)]
+    fit, left_out = that_fit(asked, config.scheduler, replica.spec)
+    found = compare(replica, config.scheduler, models, fit, rounds, workload.draft_len, note)
+    return replace(found, left_out=left_out)

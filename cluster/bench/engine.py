@@ -77,7 +77,7 @@ def pool_sums(engine: LocalEngine) -> PoolSums:
     """What the engine's pool has counted so far."""
     figures = engine.scheduler.snapshot().figures
     return PoolSums(
-        groups=figures.step_batches,
+        batches=figures.step_batches,
         spread_sum=figures.spread_sum,
         kv_positions_own=figures.kv_positions_own,
         kv_positions_read=figures.kv_positions_read,

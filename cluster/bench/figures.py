@@ -88,7 +88,7 @@ class PoolSums:
     The sums are over the replicas that are there, so those of one that leaves go with it.
     """
 
-    groups: int
+    batches: int
     spread_sum: int
     kv_positions_own: int
     kv_positions_read: int
@@ -150,11 +150,11 @@ class Summary:
     accepted_at: tuple[float, ...]
     """Share of the steps in which draft token j, from 0, was accepted."""
     spread_mean: float | None
-    """Longest minus shortest row of a group in tokens, averaged over the run's groups."""
+    """Longest minus shortest row of a batch in tokens, averaged over the run's batches."""
     padding: float | None
     """Share of the KV positions read that are beyond a row's own. Both are None where the pool was
     replaced or a replica left during the run, or the pool was not asked at its end, and spread
-    where no group ran."""
+    where no batch ran."""
 
 
 def summarise(
@@ -170,7 +170,7 @@ def summarise(
     accepted = sum(record.accepted_tokens for record in served)
     spread = padding = None
     if after is not None and before.goes_on_in(after):
-        spread = _share(before.groups, after.groups, before.spread_sum, after.spread_sum)
+        spread = _share(before.batches, after.batches, before.spread_sum, after.spread_sum)
         padding = _beyond(before, after)
     return Summary(
         requests=len(records),
@@ -228,18 +228,6 @@ def timeline(records: Iterable[Record], elapsed_s: float, bins: int) -> list[flo
         for at_s, count in record.chunks:
             tokens[min(int(at_s / width_s), bins - 1)] += count
     return [count / width_s for count in tokens]
-
-
-def histogram(values: Sequence[float], bins: int) -> list[tuple[float, float, int]]:
-    """(from, to, how many) in `bins` equal parts from 0 to the greatest value."""
-    most = max(values, default=0.0)
-    if most <= 0:
-        return []
-    width = most / bins
-    counts = [0] * bins
-    for value in values:
-        counts[min(int(value / width), bins - 1)] += 1
-    return [(n * width, (n + 1) * width, count) for n, count in enumerate(counts)]
 
 
 def _token_times(record: Record) -> Iterable[float]:

@@ -102,8 +102,8 @@ async def drive(
 def pool_sums(status: pb.StatusResponse) -> PoolSums:
     """What the pool had counted when it gave this answer."""
     return PoolSums(
-        status.groups,
-        status.group_spread_sum,
+        status.batches,
+        status.batch_spread_sum,
         status.kv_positions_own,
         status.kv_positions_read,
         status.pool_incarnation,

@@ -16,11 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import compared
+from cluster.bench import compare
 from cluster.bench.arrivals import Arrivals, Closed, Extent
 from cluster.bench.figures import PoolSums, Record, summarise
-from cluster.bench.machine import machine
-from cluster.bench.report_json import Report
+from cluster.bench.report import Report, machine
 from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Lengths, Workload, engine_request, prompts_of
 from cluster.config import ClusterConfig
@@ -118,6 +117,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
     text = TargetText.load(config.replica)
     workload = plan.workload(config.replica.target, replica.spec.vocab_size)
     engine = LocalEngine(replica, config.scheduler)
+    drafting = config.replica.drafting
 
     def requests(asked: Workload, prefix: str) -> Callable[[int], Any]:
         return lambda n: engine_request(asked, n, text.encode, text.eos_token_ids, prefix)
@@ -145,10 +145,10 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
         {
             "served by": "the engine of this process",
             "target": config.replica.target,
-            "draft": config.replica.drafting.model,
+            "drafter": _drafter(drafting.method, drafting.model),
             "device": replica.spec.device,
             "dtype": config.replica.dtype,
-            "rows of a group": config.scheduler.rows_max,
+            "rows of a batch": config.scheduler.rows_max,
             "replicas": 1,
         },
     )
@@ -176,8 +176,8 @@ async def _through_cluster(
         replicas = list(status.replicas)
         first = replicas[0] if replicas else None
         if plan.compare:
-            config = _drafting(plan, compared.as_served(config, first))
-            compared.check_comparable(config, first, drawn=plan.prompt_tokens is not None)
+            config = _drafting(plan, compare.as_served(config, first))
+            compare.check_comparable(config, first, drawn=plan.prompt_tokens is not None)
         workload = plan.workload(
             first.target if first else "", min((r.vocab_size for r in replicas), default=0)
         )
@@ -210,10 +210,10 @@ async def _through_cluster(
             {
                 "served by": f"the cluster at {server.address}",
                 "target": first.target if first else None,
-                "draft": first.draft if first else None,
+                "drafter": _drafter(first.drafter, first.draft) if first else None,
                 "device": first.device if first else None,
                 "dtype": first.dtype if first else None,
-                "rows of a group": "as the server is set",
+                "rows of a batch": "as the server is set",
                 "replicas": None if closing is None else len(closing.replicas),
             },
             unanswered,
@@ -247,14 +247,15 @@ def _reports(
     if not plan.compare:
         yield report
         return
-    pair = config.replica
-    of = f"{pair.target}, draft {pair.draft}, {pair.dtype} on {pair.device}"
+    pair, drafting = config.replica, config.replica.drafting
+    drafter = _drafter(drafting.method, drafting.model)
+    of = f"{pair.target}, drafter {drafter}, {pair.dtype} on {pair.device}"
     report = replace(
         report, settings={**report.settings, "compared": of}, not_compared=NOT_FINISHED
     )
     yield report
     try:
-        comparison = compared.run(
+        comparison = compare.compare_config(
             config,
             models or Transformers.load(config.replica),
             replica,
@@ -277,6 +278,10 @@ def _salted(workload: Workload) -> Workload:
 
 def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:
     return lambda ended: note(phase, ended, total)
+
+
+def _drafter(method: str, model: str | None) -> str:
+    return " ".join(filter(None, (method or "none", model)))
 
 
 def _asked_for(draft_len: int | None) -> str:

@@ -6,7 +6,6 @@ text is not looked for, so that all ways do the same work.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from replicas.config import ReplicaConfig
 from replicas.models.pair import resolve, resolve_device
@@ -121,12 +120,6 @@ class Transformers:
 
         One length for all: it takes a single max_new_tokens.
         """
-        try:
-            from transformers import ContinuousBatchingConfig
-        except ImportError as error:
-            raise DoesNotRun(str(error)) from None
-        if not hasattr(self._target, "generate_batch"):
-            raise DoesNotRun(f"{type(self._target).__name__} has no generate_batch here")
         new = max(request.max_new_tokens for request in requests)
         longest = max(len(request.prompt) for request in requests) + new
         prompts = [list(request.prompt) for request in requests]
@@ -134,16 +127,17 @@ class Transformers:
             greedily = GenerationConfig(
                 pad_token_id=0, eos_token_id=-1, max_new_tokens=new, do_sample=False
             )
-            sizes = page_setting(ContinuousBatchingConfig) | {
-                "num_blocks": batch * (longest // PAGE + 2),
-                "max_batch_tokens": max(longest, 512),
-                "max_requests_per_batch": batch,
-            }
+            sizes = ContinuousBatchingConfig(
+                page_size=PAGE,
+                num_blocks=batch * (longest // PAGE + 2),
+                max_batch_tokens=max(longest, 512),
+                max_requests_per_batch=batch,
+            )
             with _listening() as heard:
                 answers = self._target.generate_batch(
                     inputs=prompts,
                     generation_config=greedily,
-                    continuous_batching_config=ContinuousBatchingConfig(**sizes),
+                    continuous_batching_config=sizes,
                     warmup=self._target.device.type == "cuda",
                 )
         except _NOT_HERE as error:
@@ -170,12 +164,6 @@ class Transformers:
             do_sample=False,
             **more,
         )
-
-
-def page_setting(config: Any) -> dict[str, Any]:
-    """PAGE by its name in this config class: transformers 5.17 called a page a block."""
-    named = inspect.signature(config).parameters
-    return {"page_size" if "page_size" in named else "block_size": PAGE}
 
 
 @contextmanager

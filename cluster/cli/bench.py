@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,9 @@ from cluster.cli.flags import ENGINE, with_server, with_settings
 from cluster.writable import check_writable
 
 if TYPE_CHECKING:
-    from cluster.bench.report_json import Report
+    from rich.console import Console
+
+    from cluster.bench.report import Report, Table
 
 INT32_MAX = 2**31 - 1
 """Greatest of most numbers in a request."""
@@ -129,56 +130,24 @@ def bench(
     raise typer.Exit(_run(plan, settings, None if engine else server, html, json))
 
 
-class _Bars:
-    """A bar for each phase, on a terminal. Entered again, new ones begin below what was printed."""
-
-    def __init__(self, console: Any) -> None:
-        self._console = console
-
-    def __enter__(self) -> None:
-        from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.completed}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not sys.stderr.isatty(),
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._progress.start()
-
-    def __exit__(self, *_exc: object) -> None:
-        self._progress.stop()
-
-    def note(self, phase: str, done: int, total: int | None) -> None:
-        if phase not in self._tasks:
-            self._tasks[phase] = self._progress.add_task(phase, total=total)
-        self._progress.update(self._tasks[phase], completed=done)
-
-
 def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | None) -> int:
     """Returns the exit status: 1 if a request or the comparison failed, the server could not be
     asked or a report not be written; 2 if nothing was measured, for what was asked cannot be."""
-    from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from cluster.bench.outputs import write_each
-    from cluster.bench.report_html import to_html
-    from cluster.bench.report_json import to_json
+    from cluster.bench.page import to_html
+    from cluster.bench.report import to_json, write_each
     from cluster.bench.session import run_on_cluster, run_on_engine
+    from cluster.cli.console import Bars, console, failure
     from scheduler.errors import LockstepError
 
-    # Names and errors of others are printed, and their brackets and colons are no markup.
-    notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    out = Console(highlight=False, markup=False, emoji=False)
+    notes, out = console(stderr=True), console()
     outputs = [
         (path, text) for path, text in ((html, to_html), (json, to_json)) if path is not None
     ]
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    bars = _Bars(notes)
+    bars = Bars()
     report: Report | None = None
     unwritten: list[str] = []
     try:
@@ -211,73 +180,36 @@ def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | No
 
         if not isinstance(error, grpc.RpcError):
             raise
-        notes.print(f"{server.address}: {error.code().name}: {error.details()}")
+        notes.print(failure(server, error))
         return 1
     assert report is not None, "a run gives a report"
     return 1 if report.summary.failed or report.not_compared or unwritten else 0
 
 
-def _print_load(report: Report, console: Any) -> None:
-    from rich.table import Table
+def _print_load(report: Report, out: Console) -> None:
+    from cluster.bench.report import load_tables
 
-    from cluster.bench.report_html import number, percent
-
-    figures = report.summary
-    times = Table("milliseconds", "mean", "p50", "p90", "p99", "most", title="Times")
-    for name, each in (
-        ("time to first token", figures.ttft_s),
-        ("time per output token", figures.token_s),
-        ("inter-token latency", figures.gap_s),
-        ("latency", figures.latency_s),
-    ):
-        if each is not None:
-            values = (each.mean, each.p50, each.p90, each.p99, each.max)
-            times.add_row(name, *(number(1000 * value) for value in values))
-    console.print(times)
-    errors = ", ".join(f"{code} {count}" for code, count in sorted(figures.errors.items()))
-    rows = {
-        "tokens/s": number(figures.tokens_per_s),
-        "requests/s": number(figures.requests_per_s),
-        "requests, failed": f"{figures.requests}, {figures.failed} {errors}".strip(),
-        "retries, recovered": f"{figures.retries}, {figures.recovered}",
-        "prompt tokens, cached": f"{figures.prompt_tokens}, {figures.cached_tokens}",
-        "draft tokens accepted": f"{percent(figures.acceptance)} of {figures.draft_tokens}",
-        "drafted per row and step": number(figures.drafted_per_step),
-        "accepted per row and step": number(figures.accepted_per_step),
-        "committed per row and step": number(figures.committed_per_step),
-        "accepted by position": " ".join(percent(share) for share in figures.accepted_at) or "-",
-        "spread of a group, tokens": number(figures.spread_mean),
-        "padding": percent(figures.padding),
-    }
-    table = Table(show_header=False, title=str(report.settings["arrivals"]))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
+    out.print(str(report.settings["arrivals"]))
+    _print_tables(load_tables(report), out)
     for said in report.notes:
-        console.print(said, soft_wrap=True)
+        out.print(said)
 
 
-def _print_comparison(report: Report, console: Any) -> None:
-    from rich.table import Table
-
-    from cluster.bench.report_html import number
+def _print_comparison(report: Report, out: Console) -> None:
+    from cluster.bench.report import comparison_tables
 
     if report.comparison is None:
-        console.print(f"Not compared: {report.not_compared}", soft_wrap=True)
+        out.print(f"Not compared: {report.not_compared}")
         return
-    compared = Table(
-        "way", "tokens/s", f"identical of {report.comparison.prompts}", title="Comparison"
-    )
-    for way in report.comparison.contenders:
-        if way.does_not_run:
-            compared.add_row(way.name, "does not run", way.does_not_run)
-        else:
-            compared.add_row(way.name, number(way.speed), str(way.identical))
-    console.print(compared)
-    if report.comparison.left_out:
-        console.print(report.comparison.left_out, soft_wrap=True)
-    ratios = Table("ratio, within a round", "median", "each round")
-    for ratio in report.comparison.ratios:
-        each_round = ", ".join(f"{value:.2f}" for value in ratio.values)
-        ratios.add_row(ratio.name, f"{ratio.median:.2f}", each_round)
-    console.print(ratios)
+    _print_tables(comparison_tables(report.comparison), out)
+    out.print(report.comparison.said())
+
+
+def _print_tables(tables: list[Table], out: Console) -> None:
+    from rich.table import Table as Shown
+
+    for table in tables:
+        shown = Shown(*table.header, title=table.title, show_header=bool(table.header))
+        for row in table.rows:
+            shown.add_row(*row)
+        out.print(shown)

@@ -9,12 +9,13 @@ from typing import Any
 
 import grpc
 
+from cluster.cli.console import failure
 from cluster.cli.generate import figures
 from cluster.client import Client
 from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb
 
-HELP = "Ctrl-C stops an answer. /reset forgets the conversation, /stats tells figures, /exit ends."
+HELP = "Ctrl-C stops an answer; /reset begins anew, /stats shows figures, /exit ends."
 
 
 def chat(
@@ -34,10 +35,10 @@ def chat(
         try:
             status = client.status()
         except grpc.RpcError as error:
-            write(f"{_told(server, error)}\n")
+            write(f"{failure(server, error)}\n")
             return 1
         targets = ", ".join(dict.fromkeys(replica.target for replica in status.replicas))
-        write(f"{targets or 'No replica is ready yet'}. {HELP}\n")
+        write(f"{targets or 'No replica is ready yet'}.\n{HELP}\n")
         Conversation(client, server, system, options, write).run(read)
     return 0
 
@@ -104,7 +105,7 @@ class Conversation:
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except grpc.RpcError as error:
-            self._write(("\n" if answer else "") + _told(self._server, error))
+            self._write(("\n" if answer else "") + failure(self._server, error))
         finally:
             # Cancels the call if it still runs.
             stream.close()  # type: ignore[attr-defined]
@@ -122,16 +123,10 @@ class Conversation:
         try:
             status = self._client.status()
         except grpc.RpcError as error:
-            self._write(f"{_told(self._server, error)}\n")
+            self._write(f"{failure(self._server, error)}\n")
             return
         self._write(
             f"server: {len(status.replicas)} replica(s), {status.running} running,"
             f" {status.waiting} waiting, {status.tokens_committed} tokens committed,"
             f" {status.acceptance:.0%} of {status.draft_tokens} draft tokens accepted\n"
         )
-
-
-def _told(server: Server, error: grpc.RpcError) -> str:
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return f"No server answers at {server.address}; `lockstep serve` starts one."
-    return f"{server.address}: {error.code().name}: {error.details()}"

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from cluster.cli.terminal import Terminal
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
@@ -66,33 +68,45 @@ class Answer:
         return pb.GenerateRequest(messages=[turn], max_new_tokens=max_new_tokens)
 
 
-def run_demo(config: ClusterConfig, max_new_tokens: int) -> int:
+def run_demo(config: ClusterConfig, max_new_tokens: int, verbose: bool = False) -> int:
     """Returns the exit status: 0 when every output equals plain decoding."""
+    with Terminal(verbose, shown=1) as terminal:
+        return _run(config, max_new_tokens, terminal)
+
+
+def _run(config: ClusterConfig, max_new_tokens: int, terminal: Terminal) -> int:
     from cluster import app, serve_app
 
-    console = Console(highlight=False)
-    console.print(
-        f"Starting Ray, Serve, the pool and {config.replicas} replicas of "
-        f"{config.replica.target} ...",
-        style="dim",
-    )
     started_s = time.perf_counter()
     cluster = app.ClusterRun(config)
     chat = config.replica.target != TINY
     answers = [Answer(question, chat) for question in (QUESTIONS if chat else TEXTS)]
     try:
-        cluster.start(quiet=True)
-        console.print(f"Ready after {time.perf_counter() - started_s:.1f} s.\n", style="dim")
+        with terminal.progress("Ray and Serve start"):
+            cluster.deploy()
+        with terminal.progress(
+            f"Replicas of {config.replica.target} start: {config.replicas}"
+        ) as look:
+
+            def done(all_up: bool) -> bool:
+                look()
+                return all_up
+
+            cluster.wait_until(done)
+        terminal.say(f"Ready after {time.perf_counter() - started_s:.1f} s.\n")
         address = f"localhost:{config.server.grpc_port}"
-        total_s, status = asyncio.run(_ask(address, answers, max_new_tokens, console))
+        total_s, status = asyncio.run(_ask(address, answers, max_new_tokens, terminal.console))
     except serve_app.StartFailed as error:
-        console.print(f"Lockstep did not start: {error}", markup=False, soft_wrap=True)
+        terminal.say(f"Lockstep did not start: {error}")
         return 1
+    except KeyboardInterrupt:
+        terminal.say("Stopping.")
+        return 130
     finally:
         cluster.stop()
-    console.print("Stopped. Decoding the same with transformers' generate ...", style="dim")
-    equal, ties = _compare(config, answers, max_new_tokens)
-    console.print(_figures(answers, total_s, status, equal, ties))
+    with terminal.progress("Stopped. transformers' generate decodes the same"):
+        equal, ties = _compare(config, answers, max_new_tokens)
+    terminal.console.print(_figures(answers, total_s, status, equal, ties))
     return 0 if equal + ties == len(answers) else 1
 
 
@@ -107,6 +121,8 @@ async def _ask(
             with Live(
                 console=console,
                 refresh_per_second=12,
+                redirect_stdout=False,
+                redirect_stderr=False,
                 get_renderable=lambda: show(answers, *console.size),
             ):
                 await asyncio.gather(*streams)
@@ -163,7 +179,7 @@ def _compare(
     from transformers.utils import logging as transformers_logging
 
     from cluster.frontend.target_text import TargetText
-    from cluster.verify import first_difference, judged, just_enough, transformers_greedy
+    from cluster.verify import differences, just_enough, transformers_greedy
 
     transformers_logging.disable_progress_bar()
     text = TargetText.load(config.replica)
@@ -176,20 +192,17 @@ def _compare(
         for index, answer in enumerate(answers)
     ]
     ends = text.end_of_turn_ids if chat else text.eos_token_ids
-    ties, differing, replica = 0, 0, None
-    for index, expected in enumerate(transformers_greedy(config.replica, requests, ends)):
-        difference = first_difference(index, expected, answers[index].tokens)
-        if difference is None:
-            continue
-        differing += 1
-        if replica is None:
-            from replicas.parallel.replica import load_replica
 
-            own = just_enough(config.planned_replica, config.scheduler, text, requests)
-            replica = load_replica(own)
-        content = (*requests[index].prompt, *expected[: difference.position])
-        ties += judged(difference, content, replica, config.replica).tie
-    return len(answers) - differing, ties
+    @cache
+    def own() -> Any:
+        from replicas.parallel.replica import load_replica
+
+        return load_replica(just_enough(config.planned_replica, config.scheduler, text, requests))
+
+    expected = transformers_greedy(config.replica, requests, ends)
+    outputs = [answer.tokens for answer in answers]
+    found = differences(expected, outputs, requests, config.replica, own)
+    return len(answers) - len(found), sum(each.tie for each in found)
 
 
 def _prompt(text: Any, answer: Answer) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -20,16 +21,8 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from cluster.config import (
-    SHORT_NAMES,
-    ClusterConfig,
-    ConfigError,
-    api_key,
-    from_args,
-    from_file,
-    overridden,
-    server_address,
-)
+from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError, from_args
+from cluster.config_sources import api_key, from_file, overridden, server_address
 from cluster.sentences import joined
 
 Command = Callable[..., None]
@@ -214,6 +207,62 @@ class SectionedCommand(TyperCommand):
 def with_server(command: Command) -> Command:
     """A command that gets the `server` to speak to, a `cluster.client.channel.Server`."""
     return _adding("server", _parameters_of(_server), lambda options: _server(**options))(command)
+
+
+class PriorityName(StrEnum):
+    """The queue's classes, as people write them."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+_REQUEST: Mapping[str, tuple[Any, str]] = {
+    "max_new_tokens": (int, "Tokens to generate at most."),
+    "temperature": (float, "0 is greedy."),
+    "top_k": (int, "Keep the k most probable tokens."),
+    "top_p": (float, "Keep the smallest set with this mass."),
+    "min_p": (float, "Keep tokens above this share."),
+    "seed": (int, "The same seed gives the same tokens."),
+    "stop": (list[str], "Stop string; may be repeated."),
+    "stop_token_ids": (list[int], "May be repeated."),
+    "ignore_eos": (bool, "Go on after the end of text."),
+    "speculation": (bool, "Off: no drafting for these requests."),
+    "draft_len": (int, "Draft tokens per step; 0 is off."),
+    "priority": (PriorityName, "Class in the queue; waiting ages, so none starves."),
+    "cache_salt": (str, "Share KV blocks of equal prefixes only with requests of the same salt."),
+    "timeout_s": (float, "Deadline of each request."),
+}
+"""Fields of a GenerateRequest that are options: their types, and help for people."""
+
+
+def with_request(*fields: str) -> Callable[[Command], Command]:
+    """A command that gets the `request`: those of these fields that were given, by name.
+
+    Without `fields` all of them are options.
+    """
+    added = []
+    for field in fields or _REQUEST:
+        type_, help_ = _REQUEST[field]
+        flag = "--" + field.replace("_", "-").replace("-ids", "-id")
+        if type_ is bool:
+            flag += "/--no-" + flag.removeprefix("--")
+        added.append(_keyword(field, Annotated[type_ | None, typer.Option(flag, help=help_)]))
+
+    def request(options: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in options.items() if value not in (None, [])}
+        if "priority" in given:
+            given["priority"] = f"PRIORITY_{given['priority'].name}"
+        from protos import lockstep_pb2 as pb
+
+        for name, value in given.items():
+            try:
+                pb.GenerateRequest(**{name: value})
+            except ValueError as error:
+                raise typer.BadParameter(f"{name}: {error}") from None
+        return given
+
+    return _adding("request", added, request)
 
 
 def _file(help_: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,15 +10,12 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict, MessageToJson
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster.cli.console import Bars, console, failure
 from cluster.client import AsyncClient, Client
 from cluster.client.channel import Server
 from cluster.prompts import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
-
-_NOTES = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def one(server: Server, prompt: str, options: dict[str, Any], as_json: bool) -> int:
@@ -43,7 +39,8 @@ def one(server: Server, prompt: str, options: dict[str, Any], as_json: bool) -> 
     except grpc.RpcError as error:
         if texts and not as_json:
             print()
-        return _failed(server, error)
+        console(stderr=True).print(failure(server, error))
+        return 1
     except KeyboardInterrupt:
         print()
         return 130
@@ -53,7 +50,7 @@ def one(server: Server, prompt: str, options: dict[str, Any], as_json: bool) -> 
         print(MessageToJson(response, preserving_proto_field_name=True, indent=None))
     else:
         print()
-        _NOTES.print(figures([end], total_s, first_s), style="dim")
+        console(stderr=True).print(figures([end], total_s, first_s), style="dim")
     return 0
 
 
@@ -65,11 +62,12 @@ def many(
     concurrency: int,
     as_json: bool,
 ) -> int:
-    """Answers to the prompts of a file, printed in the file's batch. Returns the exit status."""
+    """Answers to the prompts of a file, printed in the file's order. Returns the exit status."""
+    notes = console(stderr=True)
     try:
         prompts = read_prompts(path, limit)
     except (PromptsError, OSError) as error:
-        _NOTES.print(str(error), markup=False)
+        notes.print(str(error))
         return 2
     started_s = time.perf_counter()
     try:
@@ -87,10 +85,10 @@ def many(
     ends = [answer.end for answer in answers if isinstance(answer, pb.GenerateResponse)]
     if ends:
         first_s = sum(end.first_token_s for end in ends) / len(ends)
-        _NOTES.print(figures(ends, total_s, first_s), style="dim")
+        notes.print(figures(ends, total_s, first_s), style="dim")
     failed = len(answers) - len(ends)
     if failed:
-        _NOTES.print(f"{failed} of {len(answers)} requests failed")
+        notes.print(f"{failed} of {len(answers)} requests failed")
     return 1 if failed else 0
 
 
@@ -114,26 +112,20 @@ async def _ask_all(
     """In the prompts' order; a request that fails is its error. Unary calls: cheapest per token."""
     answers: list[pb.GenerateResponse | grpc.RpcError | None] = [None] * len(prompts)
     gate = asyncio.Semaphore(concurrency)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=_NOTES,
-        disable=not sys.stderr.isatty(),
-    )
     async with AsyncClient(server.address, server.api_key, server.tls) as client:
-        with progress:
-            bar = progress.add_task("prompts", total=len(prompts))
+        with Bars() as bars:
+            ended = 0
 
             async def ask(index: int) -> None:
+                nonlocal ended
                 async with gate:
                     request = pb.GenerateRequest(prompt=prompts[index], **options)
                     try:
                         answers[index] = await client.generate(request)
                     except grpc.RpcError as error:
                         answers[index] = error
-                progress.advance(bar)
+                ended += 1
+                bars.note("prompts", ended, len(prompts))
 
             async with asyncio.TaskGroup() as group:
                 for index in range(len(prompts)):
@@ -149,8 +141,3 @@ def _json_line(prompt: str, answer: pb.GenerateResponse | grpc.RpcError) -> str:
         return json.dumps({"prompt": prompt, "error": error}, ensure_ascii=False)
     fields = MessageToDict(answer, preserving_proto_field_name=True)
     return json.dumps({"prompt": prompt, **fields}, ensure_ascii=False)
-
-
-def _failed(server: Server, error: grpc.RpcError) -> int:
-    _NOTES.print(f"{server.address}: {error.code().name}: {error.details()}", markup=False)
-    return 1

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cluster.cli.flags import PriorityName
+
 keys = typer.Typer(help="API keys: add, list, remove.", no_args_is_help=True)
-
-
-class PriorityName(StrEnum):
-    HIGH = "high"
-    NORMAL = "normal"
-    LOW = "low"
 
 
 File = Annotated[Path, typer.Option("--file", help="The file of keys.", dir_okay=False)]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cluster.cli.bench import bench
-from cluster.cli.flags import ENGINE, SectionedCommand, with_server, with_settings
+from cluster.cli.flags import ENGINE, SectionedCommand, with_request, with_server, with_settings
 from cluster.cli.keys import keys
 from cluster.cli.simulate import simulate
-from cluster.config import ConfigError, check_doors, from_args
+from cluster.config import ConfigError, from_args
 
 main = typer.Typer(
     name="lockstep",
@@ -25,12 +24,9 @@ main = typer.Typer(
 )
 
 
-class PriorityName(StrEnum):
-    """`protos`' classes, by name."""
-
-    HIGH = "high"
-    NORMAL = "normal"
-    LOW = "low"
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Ray's and Serve's lines here, not in a file.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,11 +50,10 @@ def _main(
 @with_settings("", *ENGINE, "server", "auth")
 def serve(
     settings: Any,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Ray's and Serve's lines here, not in a file.")
-    ] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
+    from cluster.frontend.admission.control import check_doors
     from cluster.frontend.admission.keys import read
 
     try:
@@ -74,8 +69,10 @@ def serve(
 
 @main.command()
 @with_server
+@with_request()
 def generate(
     server: Any,
+    request: Any,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; '-' reads it from stdin.")
     ] = None,
@@ -84,29 +81,6 @@ def generate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Keep the smallest set with this mass.")
-    ] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens above this share.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end of text.")] = False,
-    speculation: Annotated[bool, typer.Option(help="Off: no drafting for these requests.")] = True,
-    draft_len: Annotated[
-        int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")
-    ] = None,
-    priority: Annotated[
-        PriorityName | None, typer.Option(help="Class in the queue; waiting ages, so none starves.")
-    ] = None,
-    cache_salt: Annotated[
-        str | None,
-        typer.Option(help="Share KV blocks of equal prefixes only with requests of the same salt."),
-    ] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Deadline of each request.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
 ) -> None:
     """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
@@ -114,29 +88,12 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts FILE")
-    asked: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": stop,
-        "stop_token_ids": stop_token_id,
-        "draft_len": draft_len,
-        "priority": None if priority is None else f"PRIORITY_{priority.name}",
-        "cache_salt": cache_salt,
-        "timeout_s": timeout_s,
-        "ignore_eos": ignore_eos or None,
-        "speculation": None if speculation else False,
-    }
-    given = {name: value for name, value in asked.items() if value not in (None, [])}
     if prompt is not None:
         text = sys.stdin.read() if prompt == "-" else prompt
-        code = cli_generate.one(server, text, given, as_json)
+        code = cli_generate.one(server, text, request, as_json)
     else:
         assert prompts is not None
-        code = cli_generate.many(server, prompts, limit, given, concurrency, as_json)
+        code = cli_generate.many(server, prompts, limit, request, concurrency, as_json)
     raise typer.Exit(code)
 
 
@@ -191,20 +148,16 @@ def status(
 
 @main.command()
 @with_server
+@with_request("max_new_tokens", "temperature")
 def chat(
     server: Any,
+    request: Any,
     system: Annotated[str | None, typer.Option(help="The system's turn.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of an answer, at most.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
 ) -> None:
     """Talk with the model of a running server; Ctrl-C stops an answer, Ctrl-D ends."""
     from cluster.cli.chat import chat as talk
 
-    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    given = {name: value for name, value in asked.items() if value is not None}
-    raise typer.Exit(talk(server, system, given))
+    raise typer.Exit(talk(server, system, request))
 
 
 @main.command()
@@ -213,17 +166,18 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
     grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC proxy.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP proxy.")] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Start a cluster, stream eight answers, compare them with plain decoding, stop everything."""
     from cluster.cli.demo import run_demo
 
     given = {"replicas": replicas, "grpc_port": grpc_port, "http_port": http_port}
     settings = from_args({name: value for name, value in given.items() if value is not None})
-    raise typer.Exit(run_demo(settings, max_new_tokens))
+    raise typer.Exit(run_demo(settings, max_new_tokens, verbose))
 
 
 main.command(cls=SectionedCommand)(bench)
-main.command()(simulate)
+main.command(cls=SectionedCommand)(simulate)
 main.add_typer(keys, name="keys")
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from cluster.cli.console import console
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, TooLittleMemory, Workload, pair_shape_of, plan_memory
 from replicas.models.pair import PairRefused, read_pair, resolve_device
 
-_NOTES = Console(stderr=True, highlight=False)
 _LENGTHS = (256, 1024, 8192, 65536)
 """Sequences of these lengths are counted, besides those of full context."""
 
@@ -43,21 +42,19 @@ def print_plan(config: ReplicaConfig, as_json: bool) -> int:
         device = _device(config)
         plan = plan_memory(config, pair_shape_of(read_pair(config), config), device, loaded=False)
     except TooLittleMemory as error:
-        _NOTES.print(str(error), soft_wrap=True)
+        console(stderr=True).print(str(error))
         if as_json:
             print(json.dumps({"fits": None, "least_bytes": error.least, "message": str(error)}))
         return 1
     except (PairRefused, OSError, ValueError) as error:
-        _NOTES.print(str(error), soft_wrap=True)
+        console(stderr=True).print(str(error))
         return 2
     if as_json:
         print(json.dumps(_as_dict(plan, config, device), indent=2))
         return 0
-    # Names and sizes belong on one line each, also where a terminal's width is unknown.
-    out = Console(highlight=False)
-    out.print(_table(plan, config, device))
-    for line in _what_fits(plan):
-        out.print(line, soft_wrap=True)
+    out = console()
+    for each in (_table(plan, config, device), *_what_fits(plan)):
+        out.print(each)
     return 0
 
 
@@ -90,16 +87,18 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     blocks = f"{plan.kv_blocks:,} blocks of {work.block_size} x {size(per_token)}"
     table.add_row("KV cache", size(plan.kv_bytes), blocks)
     table.add_row("rotary tables", size(counted.rotary), f"{work.context_len:,} positions")
-    tokens = max(work.step_tokens, work.pass_tokens)
-    table.add_row("layers", size(counted.layers), f"passes of up to {tokens:,} tokens")
-    table.add_row("attention", size(counted.attention), "scores, and keys and values as copied")
-    table.add_row("logits and sampling", size(counted.logits), f"{work.step_tokens:,} tokens")
-    table.add_row("trial at load", f"({size(counted.loading)})", "once, in place of these three")
+    step = f"{work.rows} rows of {work.draft_len + 1} tokens, logits too"
+    table.add_row("largest step", f"({size(counted.step)})", step)
+    prefill = f"passes of up to {work.pass_tokens:,} tokens"
+    table.add_row("largest prefill", f"({size(counted.prefill)})", prefill)
+    table.add_row("trial at load", f"({size(counted.loading)})", "once, in a finer dtype")
+    if counted.recorded:
+        table.add_row("CUDA graphs", size(counted.recorded), "of steps, beside the passes")
     if counted.prepacked:
         table.add_row("prepacked weights", size(counted.prepacked), "large ones again, for speed")
     table.add_row("slack", size(counted.slack), "held by the allocator")
     table.add_section()
-    table.add_row("together", size(plan.total), "of passes and trial the larger counts")
+    table.add_row("together", size(plan.total), "with the largest of ( )")
     if plan.budget is not None:
         table.add_row("budget", size(plan.budget), _origin(config))
     table.add_row("least", size(plan.least), "one row, one full sequence")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -26,8 +25,6 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
     0 when the running requests could finish or the grace time had passed; 1 when a second signal
     ended them at once, or when the cluster did not start within `actors.start_s`.
     """
-    # Read when Ray is imported: else it holds back what a second replica says like the first.
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     with Terminal(verbose) as terminal:
         return _serve(config, terminal)
 
@@ -42,8 +39,6 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
             raise KeyboardInterrupt
         told.set()
 
-    if terminal.log is not None:
-        terminal.say(f"Lines of Ray and Serve go to {terminal.log}; --verbose shows them here.")
     cluster = app.ClusterRun(config)
     try:
         with terminal.progress("Ray and Serve start"):
@@ -109,7 +104,7 @@ def _wait_until_ready(
     told: threading.Event,
     look: Callable[[], Stages],
 ) -> str | None:
-    """Until the first replica is ready; if none is to be there, until the ingress is up.
+    """Until the first replica is ready; if none is to be there, until the frontend is up.
 
     Returns early when told to stop. Raises StartFailed, also after `actors.start_s`; but returns
     what it says where an application is updated and there is one that serves, old or new.

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import grpc
 from google.protobuf.json_format import MessageToJson
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cluster.cli.console import console, failure
 from cluster.client import Client
 from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb
 
 _WATCH_S = 1.0
+_LEGEND = "k: draft tokens (verified); accepted: of greedy / sampled draft tokens"
 
 
 def print_status(server: Server, as_json: bool, watch: bool) -> int:
@@ -29,10 +31,9 @@ def print_status(server: Server, as_json: bool, watch: bool) -> int:
             elif as_json:
                 print(_json(client.status()))
             else:
-                Console(highlight=False).print(shown(client.status()))
+                console().print(shown(client.status()))
     except grpc.RpcError as error:
-        notes = Console(stderr=True, markup=False, soft_wrap=True)
-        notes.print(f"{server.address}: {error.code().name}: {error.details()}")
+        console(stderr=True).print(failure(server, error))
         return 1
     except KeyboardInterrupt:
         return 0
@@ -40,7 +41,7 @@ def print_status(server: Server, as_json: bool, watch: bool) -> int:
 
 
 def _watch(ask: Callable[[], pb.StatusResponse]) -> None:
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(console=console(), auto_refresh=False) as live:
         while True:
             live.update(shown(ask()), refresh=True)
             time.sleep(_WATCH_S)
@@ -58,7 +59,7 @@ def shown(status: pb.StatusResponse) -> RenderableType:
     if status.shards:
         parts += ["", _shards(status)]
     if status.replicas:
-        parts += ["", _replicas(status), ""]
+        parts += ["", _replicas(status), _LEGEND, ""]
     if drain := [each.id for each in status.replicas if each.draining]:
         parts.append(Text(f"draining: {', '.join(drain)}"))
     kinds = [_kind(each) for each in status.replicas]
@@ -77,7 +78,7 @@ def _summary(status: pb.StatusResponse) -> Table:
         f"{status.requests_finished} finished",
         "tokens": f"{status.tokens_committed} committed, {per_row:.2f} per row and step",
         "acceptance": f"{status.acceptance:.1%} of {status.draft_tokens} draft tokens",
-        "batch spread": f"{status.group_spread_mean:.1f} tokens on average",
+        "batch spread": f"{status.batch_spread_mean:.1f} tokens on average",
     }
     table = _table("", "", header=False)
     for name, value in rows.items():
@@ -100,24 +101,23 @@ def _shards(status: pb.StatusResponse) -> Table:
 def _replicas(status: pb.StatusResponse) -> Table:
     table = _table("replica", "rows", "batches", "KV free", "k", "step", "accepted")
     for each in status.replicas:
-        of = each.beliefs
+        of = each.cost_estimates
         trimmed = 0.0 < of.verified < 1.0  # an older server says 0
         table.add_row(
             each.id,
             str(each.residents),
-            str(each.orders_in_flight),
+            str(each.batches_in_flight),
             f"{each.kv_blocks_free / max(each.kv_blocks, 1):.0%} of {each.kv_blocks}",
             f"{of.draft_len}" + (f" ({of.verified:.0%})" if trimmed else ""),
             f"{1000 * of.step_s:.1f} ms" if of.step_s else "-",
             f"{of.acceptance_greedy:.0%} / {of.acceptance_sampled:.0%}",
         )
-    table.caption = "k: draft tokens (verified); accepted: of greedy / sampled draft tokens"
-    table.caption_justify = "left"
     return table
 
 
 def _kind(replica: pb.ReplicaStatus) -> str:
     parts = [f"{Path(replica.target).name}, {replica.dtype} on {replica.device}"]
+    parts.append(" ".join(filter(None, ("drafter", replica.draft, replica.drafter or "none"))))
     parts.append(f"context {replica.context_len}")
     if replica.attention not in ("", "gather"):
         parts.append(f"attention {replica.attention}")

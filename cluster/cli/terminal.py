@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+from cluster.cli.console import console
 from cluster.worker.loading import LOGGER, UP
 
 _STAGE = re.compile(rf"\(ServeReplica:\S+ (pid=\d+[^)]*)\).*? {re.escape(LOGGER)} (.+)")
@@ -54,10 +54,14 @@ class Stages:
 
 
 class Terminal:
-    """A context in which only `say` and `progress` write to the terminal, unless `verbose`."""
+    """A context in which only its console writes to the terminal, unless `verbose`.
 
-    def __init__(self, verbose: bool) -> None:
+    `shown`: 2 if its lines go to stderr, 1 for stdout.
+    """
+
+    def __init__(self, verbose: bool, shown: int = 2) -> None:
         self._verbose = verbose
+        self._shown = shown
         self.log: Path | None = None
         """Where all other lines go."""
         self._saved: list[int] = []
@@ -66,16 +70,20 @@ class Terminal:
     def __enter__(self) -> Terminal:
         sys.stdout.flush()
         sys.stderr.flush()
-        shown = sys.stderr
+        # Read when Ray is imported: else it holds back what a second replica says like the first.
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        shown = {1: sys.stdout, 2: sys.stderr}[self._shown]
         if not self._verbose:
-            shown = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
+            shown = os.fdopen(os.dup(self._shown), "w", buffering=1, encoding="utf-8")
             number, name = tempfile.mkstemp(prefix="lockstep-", suffix=".log")
             self.log = Path(name)
             self._saved = [os.dup(1), os.dup(2)]
             os.dup2(number, 1)
             os.dup2(number, 2)
             os.close(number)
-        self._console = Console(file=shown, highlight=False, markup=False, soft_wrap=True)
+        self.console = console(file=shown)
+        if self.log is not None:
+            self.say(f"Lines of Ray and Serve go to {self.log}; --verbose shows them here.")
         return self
 
     def __exit__(
@@ -90,11 +98,11 @@ class Terminal:
             os.dup2(saved, number)
             os.close(saved)
         if self._saved:
-            self._console.file.close()
+            self.console.file.close()
         self._saved = []
 
     def say(self, text: str) -> None:
-        self._console.print(text)
+        self.console.print(text)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[], Stages]]:
@@ -103,7 +111,7 @@ class Terminal:
         Elsewhere than on a terminal each change is a line.
         """
         stages, begun_s = Stages(), time.monotonic()
-        moving = self._console.is_terminal and not self._verbose
+        moving = self.console.is_terminal and not self._verbose
 
         def shown() -> Table:
             table = Table.grid(padding=(0, 1))
@@ -122,7 +130,7 @@ class Terminal:
         if moving:
             spinner = Spinner("dots")
             with Live(
-                console=self._console, transient=True, get_renderable=shown, redirect_stdout=False,
+                console=self.console, transient=True, get_renderable=shown, redirect_stdout=False,
                 redirect_stderr=False,
             ):  # fmt: skip
                 yield look

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from transformers.utils import logging as transformers_logging
 
+from cluster.cli.console import Bars, console
 from cluster.config import ClusterConfig
 from cluster.prompts import PromptsError, read_prompts
 from cluster.verify import VerifyReport, verify
 from scheduler.errors import InvalidRequest
 from scheduler.messages import SamplingParams
-
-_OUT = Console(highlight=False)
-_NOTES = Console(stderr=True, highlight=False)
 
 
 def compare(
@@ -29,53 +24,40 @@ def compare(
 ) -> int:
     """Compare the outputs for a file of prompts. Returns the exit status, 1 if any differs by more
     than a tie below the noise of float32."""
-    bars: dict[str, TaskID] = {}
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=_NOTES,
-        disable=not sys.stderr.isatty(),
-    )
-
-    def note(phase: str, done: int, total: int) -> None:
-        if phase not in bars:
-            bars[phase] = progress.add_task(phase, total=total)
-        progress.update(bars[phase], completed=done)
-
     transformers_logging.disable_progress_bar()
     try:
         prompts = read_prompts(path, limit)
-        with progress:
+        with Bars() as bars:
             report = verify(
                 prompts,
                 config.planned_replica,
                 config.scheduler,
                 SamplingParams(**sampling),
                 max_new_tokens,
-                note,
+                bars.note,
             )
     except (PromptsError, InvalidRequest, OSError, ValueError) as error:
-        _NOTES.print(str(error), markup=False)
+        console(stderr=True).print(str(error))
         return 2
     _print(report)
     return 1 if len(report.differences) > report.ties else 0
 
 
 def _print(report: VerifyReport) -> None:
+    out = console()
     share = report.accepted_tokens / report.draft_tokens if report.draft_tokens else 0.0
-    _OUT.print(f"against {report.against}: {report.tokens} tokens, {share:.1%} of drafts accepted")
-    _OUT.print(f"{report.identical} of {report.prompts} outputs identical")
+    out.print(f"against {report.against}: {report.tokens} tokens, {share:.1%} of drafts accepted")
+    out.print(f"{report.identical} of {report.prompts} outputs identical")
     if report.ties:
-        _OUT.print(f"{report.ties} part at a tie below the noise of float32")
+        out.print(f"{report.ties} part at a tie below the noise of float32")
     for difference in report.differences:
-        _OUT.print(
+        out.print(
             f"  prompt {difference.prompt}: first difference at new token {difference.position}: "
             f"expected {difference.expected}, got {difference.got}"
         )
         judged = difference.judgement
         if judged is not None:
-            _OUT.print(
+            out.print(
                 f"    in float64 the expected logit is {judged.gap:+.1e} above the other and token"
                 f" {judged.choice} is chosen; the error of transformers' float32 is"
                 f" {judged.error_expected:.1e}, of Lockstep's {judged.error_got:.1e}:"

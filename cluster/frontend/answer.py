@@ -64,7 +64,7 @@ class Answer:
         self._arrived_s = arrived_s
         self._router = router
         self._meter = meter
-        self._config = config.ingress
+        self._config = config.frontend
         self._clock = clock
         self._sequences: list[_Sequence] = []
         self._tasks: list[asyncio.Task[None]] = []

@@ -116,7 +116,7 @@ class Delta:
 
 def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> None:
     """What can be said before tokenizing. Raises InvalidRequest, which names the field."""
-    limits = config.ingress
+    limits = config.frontend
     if call.choices < 1:
         raise InvalidRequest("n", f"must be at least 1, is {call.choices}")
     if call.sequences > limits.sequences_max:
@@ -163,7 +163,7 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
 
 
 def _check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
-    limits = config.ingress
+    limits = config.frontend
     match prompt:
         case TextPrompt(text):
             size, most, unit = len(text.encode()), limits.prompt_bytes_max, "bytes"

@@ -74,7 +74,7 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_kv_blocks": Metric(Kind.GAUGE, "KV blocks of all replicas."),
     "lockstep_kv_blocks_free": Metric(Kind.GAUGE, "Free KV blocks of all replicas."),
     "lockstep_acceptance": Metric(Kind.GAUGE, "Accepted over draft tokens since the pool began."),
-    "lockstep_group_spread": Metric(
+    "lockstep_batch_spread": Metric(
         Kind.GAUGE, "Longest minus shortest row of a group, mean since the pool began."
     ),
     "lockstep_first_token_seconds": Metric(
@@ -195,7 +195,7 @@ def gauges(status: PoolStatus) -> dict[str, float]:
         "lockstep_kv_blocks": blocks,
         "lockstep_kv_blocks_free": blocks - used,
         "lockstep_acceptance": figures.acceptance,
-        "lockstep_group_spread": figures.spread_mean,
+        "lockstep_batch_spread": figures.spread_mean,
     }
 
 

@@ -60,7 +60,7 @@ class FrontendService:
         )
         self._meter = meter or FrontendMeter()
         self._clock = clock
-        self._admission = AdmissionControl(config.auth, config.ingress, clock)
+        self._admission = AdmissionControl(config.auth, config.frontend, clock)
 
     def start(self) -> None:
         self._router.start()
@@ -136,7 +136,7 @@ class FrontendService:
         check_call(call, self.config, self._text.context_len)
         priority = admitted.priority(call.priority)
         unfinished = self._router.unfinished
-        if unfinished + call.sequences > self.config.ingress.requests_max:
+        if unfinished + call.sequences > self.config.frontend.requests_max:
             raise Overloaded(f"{unfinished} requests are in flight already")
         requests: list[Request] = []
         for prompt in call.prompts:
@@ -156,7 +156,7 @@ class FrontendService:
         self, call: GenerateCall, prompt: Prompt, priority: Priority, tenant: str
     ) -> list[Request]:
         """One for each choice of a prompt; may draw a seed. Raises InvalidRequest."""
-        config = self.config.ingress
+        config = self.config.frontend
         tokens = await self._tokens(prompt)
         chat = isinstance(prompt, ChatPrompt)
         own_ends = self._text.end_of_turn_ids if chat else self._text.eos_token_ids
@@ -203,6 +203,6 @@ class FrontendService:
                 encode, size = partial(self._text.encode, text), len(text)
             case ChatPrompt(messages):
                 encode, size = partial(self._text.encode_chat, messages), prompt.size
-        if size <= self.config.ingress.tokenize_inline_bytes:
+        if size <= self.config.frontend.tokenize_inline_bytes:
             return encode()
         return await asyncio.to_thread(encode)

@@ -47,7 +47,7 @@ from scheduler.messages import (
 )
 from scheduler.scaling import ShardLoad
 
-log = logging.getLogger("lockstep.ingress")
+log = logging.getLogger("lockstep.frontend")
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""

@@ -21,7 +21,7 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import Reject, RejectCode, Request
 from scheduler.scaling import ShardLoad, choose_shard, next_shard
 
-log = logging.getLogger("lockstep.ingress")
+log = logging.getLogger("lockstep.frontend")
 
 _LOOKS = 4
 """How often, within the time that stranded requests may wait, they are looked for."""
@@ -190,7 +190,7 @@ class ShardRouter:
                 session.cut_off()
         idle = self.stopping.is_set() and not self.unfinished
         if idle and not self._told_idle:
-            # Who stops the server asks them all, and they would hear it with the next poll only.
+            # What stops the server asks them all, and they would hear it with the next beat only.
             for session in self.sessions:
                 session.tell()
         self._told_idle = idle

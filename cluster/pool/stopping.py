@@ -30,8 +30,8 @@ def stop_pools(actors: Sequence[ActorHandle], grace_s: float, silent_s: float) -
 
     What is unfinished after `grace_s` ends as UNAVAILABLE, so that clients go elsewhere with it.
     All pools are asked until none has anything: requests may move to one that had nothing before.
-    One that hangs is asked no more after `silent_s`, the time within which every ingress talks to
-    every pool: what an ingress has there counts in what it tells the others.
+    One that hangs is asked no more after `silent_s`, the time within which every frontend talks to
+    every pool: what a frontend has there counts in what it tells the others.
     """
     deadline_s = time.monotonic() + grace_s
     pools = [_StoppingPool(actor) for actor in actors]

@@ -39,3 +39,4 @@ def _counted(weights: Iterable[Any], count: int) -> Iterator[Any]:
             stage(f"reads weights: {100 * share // _SHARES} %")
             told = share
         yield weight
+    stage("prepares and times the model")

@@ -10,6 +10,7 @@ import torch
 _NUMPY: dict[torch.dtype, Any] = {
     torch.int64: np.int64,
     torch.float32: np.float32,
+    torch.float64: np.float64,
     torch.bool: np.bool_,
 }
 

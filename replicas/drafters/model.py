@@ -14,7 +14,7 @@ import torch
 from replicas.drafters.protocol import Ask, Proposal, Seen
 from replicas.models.paged_model import Model, Wants
 from replicas.models.prefill import fill
-from replicas.sampling.choice import choose, choose_and_rate
+from replicas.sampling.choice import guess, guess_and_rate
 from replicas.stopwatch import Stopwatch
 
 
@@ -66,11 +66,8 @@ class ModelDrafter:
         # An id that only the target has, padding of its embedding, is fed as the last one.
         fed = torch.tensor(last).clamp_(max=model.vocab - 1).to(device).reshape(-1)
         shared = min(ask.token_most, model.vocab)
-        noise = None
-        if ask.sampling.any_sampled:
-            # Logits at position p choose the token of position p + 1.
-            noise = ask.sampling.noise(layout.positions[:, 1:] + 1, ask.token_most)
-        sampling = ask.sampling.unfiltered()
+        # Logits at position p choose the token of position p + 1.
+        positions = layout.positions[:, 1:] + 1
         kept = torch.arange(1, 2 * rows, 2, device=device)
         tokens = torch.empty((k, rows), dtype=torch.int64, device=device)
         rated = []
@@ -80,15 +77,15 @@ class ModelDrafter:
                 wants = Wants() if j else Wants(kept)
                 logits = model.forward(fed, window, wants).logits
             assert logits is not None
-            logits = logits[:, None, :shared]  # [rows, 1, ids that both have]
-            here = None if noise is None else noise[:, j : j + 1]
+            logits = logits[:, :shared]  # of ids that both have
+            here = positions[:, j : j + 1]
             if ask.rate:
-                token, one = choose_and_rate(logits, sampling, here)
+                tokens[j], one = guess_and_rate(logits, ask.sampling, here)
                 rated.append(one)
             else:
-                token = choose(logits, sampling, here)
-            fed = tokens[j].copy_(token[:, 0])  # an id that both have
-        return Proposal(tokens, ask.draft_lens, torch.cat(rated, 1).cumsum(1) if rated else None)
+                tokens[j] = guess(logits, ask.sampling, here)
+            fed = tokens[j]
+        return Proposal(tokens, ask.draft_lens, torch.stack(rated, 1).cumsum(1) if rated else None)
 
     def _catch_up(self, ask: Ask, watch: Stopwatch) -> None:
         """Fill rows that steps without drafting left behind."""

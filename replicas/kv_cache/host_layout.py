@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,7 @@ class StepLayout:
         rows, width = len(self._begins), end - begin
         count = rows * width
         padded = self._arithmetic.padded(count)
-        places = np.arange(count).reshape(rows, width)
+        places = _grid(rows, width)
         columns = slice(begin, end)
         groups = [
             RowGroup(places[first:after], blocks, length, seen, hidden[:, columns])
@@ -214,6 +215,12 @@ def passes(
                 one_pass, left = [], tokens_most
     if one_pass:
         yield one_pass
+
+
+@lru_cache(maxsize=512)
+def _grid(rows: int, width: int) -> Any:  # [rows, width], int64
+    """The tokens of a window, in order; read, never changed."""
+    return np.arange(rows * width).reshape(rows, width)
 
 
 def _places(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> tuple[Any, Any]:

@@ -1,24 +1,16 @@
 """The memory plan: what weights, buffers and KV blocks get of what there is."""
 
-from replicas.memory.buffers import Buffers, ModelShape, Workload
-from replicas.memory.plan import (
-    MemoryPlan,
-    PairShape,
-    TooLittleMemory,
-    check_memory,
-    free_bytes,
-    in_mib,
-    pair_shape,
-    pair_shape_of,
-    plan_memory,
-    weight_bytes,
-)
+from replicas.memory.buffers import Buffers, PassBytes, Workload
+from replicas.memory.free import free_bytes
+from replicas.memory.plan import MemoryPlan, TooLittleMemory, check_memory, in_mib, plan_memory
+from replicas.memory.shapes import ModelShape, PairShape, pair_shape, pair_shape_of, weight_bytes
 
 __all__ = [
     "Buffers",
     "MemoryPlan",
     "ModelShape",
     "PairShape",
+    "PassBytes",
     "TooLittleMemory",
     "Workload",
     "check_memory",

@@ -25,7 +25,7 @@ from replicas.invariant.ops import Arithmetic, Product
 from replicas.invariant.proof import RowFunction, prove
 from replicas.kv_cache.cache import PagedCache
 from replicas.kv_cache.host_layout import CacheShape
-from replicas.memory.buffers import ModelShape
+from replicas.memory.shapes import ModelShape
 from replicas.models.attention import GatherBackend, choose_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel

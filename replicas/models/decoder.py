@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from replicas.invariant.ops import TILE, Product
 from replicas.kv_cache.cache import PagedCache
@@ -44,6 +45,8 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _LAYER_OUTPUT_NORMS = {"post_self_attn_layernorm", "post_mlp_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION_NORMS = {"q_norm", "k_norm"}
+_SILU = (nn.SiLU, SiLUActivation)
+"""Called as functions: a module's own call takes longer than what it computes."""
 _MLPS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj"})
 
 
@@ -255,7 +258,7 @@ class JoinedDecoder:
             after_attention=_norm_if_any(layer, "post_self_attn_layernorm"),
             before_mlp=_norm(layer.post_attention_layernorm),
             gate_up=gate_up,
-            activation=silu if isinstance(activation, nn.SiLU) else activation,
+            activation=silu if isinstance(activation, _SILU) else activation,
             down=self._product(mlp.down_proj),
             after_mlp=_norm_if_any(layer, "post_mlp_layernorm"),
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 # Golden-ratio and multiplier constants of splitmix64 (Steele et al., 2014), as signed int64.
@@ -15,21 +13,23 @@ _FMIX_1 = 0x85EBCA6B - (1 << 32)
 _FMIX_2 = 0xC2B2AE35 - (1 << 32)
 
 
+NOISE_MOST = 22.5
+"""No noise is greater: that of the smallest number in 31 bits is 32 log 2."""
+
+
 def gumbel_noise(
     seed: torch.Tensor,  # [rows, 1], int64
     positions: torch.Tensor,  # [rows, width], int64
-    vocab: int,
-) -> torch.Tensor:  # [rows, width, vocab], float32
-    """Standard Gumbel noise of every token id at (seed, position): -log of an exponential.
+    ids: torch.Tensor,  # [vocab] or [rows, width, n], int64
+) -> torch.Tensor:  # [rows, width, n], float32
+    """Standard Gumbel noise of token ids at (seed, position): -log of an exponential.
 
     Counter-based in the sense of Salmon et al. (SC 2011): no state, any element on its own. A
     64-bit key is made of seed and position; token ids are spread over 32 bits and mixed with it.
     """
     key = _splitmix64(_splitmix64(seed) + positions * _GOLDEN)[..., None]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    # What a graph records must lie in memory of its own, and there these few numbers cost nothing.
-    spread = _kept_spread(vocab) if seed.is_cpu else _spread(vocab, seed.device)
-    bits = spread ^ low
+    bits = _spread(ids) ^ low
     _shift_xor_(bits, 16, 0xFFFF).mul_(_FMIX_1).add_(high)
     _shift_xor_(bits, 13, 0x7FFFF).mul_(_FMIX_2)
     _shift_xor_(bits, 16, 0xFFFF).bitwise_and_(0x7FFFFFFF)
@@ -47,18 +47,12 @@ def _splitmix64(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def _spread(vocab: int, device: torch.device) -> torch.Tensor:  # [vocab], int32
+def _spread(ids: torch.Tensor) -> torch.Tensor:  # int32, of the same shape
     """Token ids under murmur3's 32-bit finaliser."""
-    x = torch.arange(vocab, dtype=torch.int32, device=device)
+    x = ids.to(torch.int32)
     _shift_xor_(x, 16, 0xFFFF).mul_(_FMIX_1)
     _shift_xor_(x, 13, 0x7FFFF).mul_(_FMIX_2)
     return _shift_xor_(x, 16, 0xFFFF)
-
-
-@lru_cache(maxsize=8)
-def _kept_spread(vocab: int) -> torch.Tensor:
-    """On a host, once: they are all that one row's noise costs besides its own numbers."""
-    return _spread(vocab, torch.device("cpu"))
 
 
 def _shift_xor_(x: torch.Tensor, bits: int, mask: int) -> torch.Tensor:

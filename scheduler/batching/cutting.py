@@ -1,4 +1,4 @@
-"""Where a group is cut because its rows lie too far apart to read together.
+"""Where a batch is cut because its rows lie too far apart to read together.
 
 Rows that read their KV cache as one read as far as the longest of them. So a short row among long
 ones pays for their length, and from some spread on two steps, each with its own fixed cost, take

@@ -27,7 +27,7 @@ from enum import Enum
 
 from scheduler.batching.batches import prefill_batch, speculate_batch
 from scheduler.batching.cutting import part_of
-from scheduler.batching.grouping import choose_rows, groups_needed, is_due, may_step, row_behind
+from scheduler.batching.grouping import batches_per_round, choose_rows, is_due, may_step, row_behind
 from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
 from scheduler.batching.prefill import budget_for_waiting, chunks, oldest_partial
 from scheduler.config import SchedulerConfig
@@ -234,15 +234,15 @@ class Dispatcher:
         part, unless one of them is due."""
         ready, wait_rounds = replica.ready, self._config.wait_rounds
         rows_max = replica.rows_max(self._config.rows_max)
-        groups = groups_needed(len(ready) + replica.stepping, rows_max)
-        rows = choose_rows(ready, rows_max, groups, wait_rounds)
+        per_round = batches_per_round(len(ready) + replica.stepping, rows_max)
+        rows = choose_rows(ready, rows_max, per_round, wait_rounds)
         apart = self._policy.apart(replica.id)
         if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart:
             return rows
-        if is_due(ready, groups, wait_rounds):
+        if is_due(ready, per_round, wait_rounds):
             return rows
         # Of the parts the one of the row that is behind, or else of the oldest: they take turns.
-        behind = row_behind(ready, groups, wait_rounds)
+        behind = row_behind(ready, per_round, wait_rounds)
         anchor = next(one for one in ready if one in rows) if behind is None else behind
         begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
         return rows[begin:end]

@@ -32,32 +32,34 @@ LAG = 2.0
 
 def passes_bound(rows: int, rows_max: int, wait_rounds: int) -> int:
     """How often at most a ready row is passed over in a row, with `rows` rows on its replica."""
-    return max(wait_rounds * groups_needed(rows, rows_max) - 1, 0)
+    return max(wait_rounds * batches_per_round(rows, rows_max) - 1, 0)
 
 
-def groups_needed(rows: int, rows_max: int) -> int:
-    """G: the least number of batches that hold all rows."""
+def batches_per_round(rows: int, rows_max: int) -> int:
+    """G: the least number of batches that hold all rows once."""
     return -(-rows // rows_max)
 
 
-def choose_rows(ready: ReadyRows[Row], rows_max: int, groups: int, wait_rounds: int) -> list[Row]:
-    """The rows of the next batch, shortest first. `groups` is G. Needs at least one ready row."""
+def choose_rows(
+    ready: ReadyRows[Row], rows_max: int, per_round: int, wait_rounds: int
+) -> list[Row]:
+    """The rows of the next batch, shortest first. `per_round` is G. Needs a ready row."""
     size = min(rows_max, len(ready))
-    behind = row_behind(ready, groups, wait_rounds)
+    behind = row_behind(ready, per_round, wait_rounds)
     window = ready.shortest(size) if behind is None else ready.tightest(behind, size)
-    if behind is None or not is_due(ready, groups, wait_rounds):
+    if behind is None or not is_due(ready, per_round, wait_rounds):
         return window
     length = ready.length(behind)
-    due = takewhile(lambda row: ready.passes(row) >= (wait_rounds - 1) * groups, ready)
+    due = takewhile(lambda row: ready.passes(row) >= (wait_rounds - 1) * per_round, ready)
     nearest = sorted(window, key=lambda row: abs(ready.length(row) - length))
     chosen = dict.fromkeys([*islice(due, size), *nearest])
     return ready.by_length(list(islice(chosen, size)))
 
 
-def row_behind(ready: ReadyRows[Row], groups: int, wait_rounds: int) -> Row | None:
+def row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row | None:
     """The row of rule 1, if one is behind."""
     oldest = ready.oldest()
-    if 2 * ready.passes(oldest) >= (2 * wait_rounds - 3) * groups:
+    if 2 * ready.passes(oldest) >= (2 * wait_rounds - 3) * per_round:
         return oldest
     new = ready.oldest_new()
     if new is not None:
@@ -66,9 +68,9 @@ def row_behind(ready: ReadyRows[Row], groups: int, wait_rounds: int) -> Row | No
     return row if lag >= LAG else None
 
 
-def is_due(ready: ReadyRows[Row], groups: int, wait_rounds: int) -> bool:
+def is_due(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> bool:
     """Whether the oldest row is due (rule 2)."""
-    return ready.passes(ready.oldest()) >= (wait_rounds - 1) * groups
+    return ready.passes(ready.oldest()) >= (wait_rounds - 1) * per_round
 
 
 def may_step(

@@ -43,6 +43,8 @@ CANDIDATES_MAX = 16
 PREFIX_TOKENS_PER_ROW = 64
 """A shared prefix of so many tokens outweighs one resident more: about what their prefill costs, in
 steps, and what one row more costs over its life."""
+SCAN_MAX = 32
+"""Waiting sequences looked at, from the front, when a replica has a place."""
 SKIPS_FACTOR = 16
 """Bounds the search of a small replica behind requests that only larger ones could hold."""
 
@@ -138,7 +140,7 @@ def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
 def _next_rows(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement:
     """Other rows that this replica takes from the front of the queue for one prefill batch.
 
-    waiting_scan_max sequences at most are looked at, not counting SKIPS_FACTOR times as many that
+    SCAN_MAX sequences at most are looked at, not counting SKIPS_FACTOR times as many that
     an empty replica of this spec could not hold. `budget` is what the batch has for them: a row
     that is begun with what is left ends the batch, and so does one for which nothing is left.
     """
@@ -154,9 +156,9 @@ def _next_rows(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement
     others = _others(replica, pool)
     reserved_for = replica.reserved_for
     for seen, sequence in enumerate(_as_far_as(reserved_for, pool.waiting.values())):
-        if len(rows) >= rows_most or looked_at == config.waiting_scan_max:
+        if len(rows) >= rows_most or looked_at == SCAN_MAX:
             break
-        if seen >= SKIPS_FACTOR * config.waiting_scan_max:
+        if seen >= SKIPS_FACTOR * SCAN_MAX:
             break
         if sequence.quarantined or not replica.could_hold(sequence):
             continue

@@ -9,7 +9,7 @@ smaller, if enough tokens are left to be committed there.
 
 from __future__ import annotations
 
-from scheduler.batching.grouping import groups_needed
+from scheduler.batching.grouping import batches_per_round
 from scheduler.config import SchedulerConfig
 from scheduler.messages import BatchKind
 from scheduler.state import Pool, Replica, Sequence
@@ -30,7 +30,7 @@ def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica |
     rows_max = config.rows_max
     if replica.load - load <= rows_max:
         return None
-    if groups_needed(load + 1, rows_max) >= groups_needed(replica.load, rows_max):
+    if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):
         return None
     if target.reserved_for is not None or target.quarantined or target.partial:
         return None
@@ -46,8 +46,8 @@ def rows_to_move(
 ) -> list[Sequence]:
     """Ready rows worth moving, those with the most to gain first: one, and of others what the
     target fills with it in one chunk of so many tokens. What it left would go back."""
-    turns = groups_needed(replica.load, config.rows_max)
-    turns_there = groups_needed(target.load + config.prefill_rows_max, config.rows_max)
+    turns = batches_per_round(replica.load, config.rows_max)
+    turns_there = batches_per_round(target.load + config.prefill_rows_max, config.rows_max)
     gains = [(_gain(one, turns, turns_there), one) for one in replica.ready]
     most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
     gains.sort(key=lambda pair: (-pair[0], pair[1].number))

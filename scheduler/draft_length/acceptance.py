@@ -18,7 +18,7 @@ DECAY = 0.85
 PRIOR_TRIES = 3.0
 """Tries for which the class's acceptance stands."""
 CLASS_TRIES = 400.0
-"""Tries after which a class has forgotten: a few hundred steps of a full group."""
+"""Tries after which a class has forgotten: a few hundred steps of a full batch."""
 FIRST_GUESS = 0.6
 """Acceptance of a class of which nothing is known; a guess that lasts for a few tries."""
 _GUESS_TRIES = 4.0

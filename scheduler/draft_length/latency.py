@@ -174,11 +174,11 @@ def _mean(values: list[float], weights: list[int]) -> float:
     return math.fsum(map(mul, values, weights)) / sum(weights)
 
 
-def _slope(groups: Iterable[list[_Cell]]) -> float:
-    """Seconds per KV position, least squares of the relative error within groups of like tokens;
+def _slope(sets: Iterable[list[_Cell]]) -> float:
+    """Seconds per KV position, least squares of the relative error within sets of like tokens;
     not negative."""
     above = below = 0.0
-    for cells in groups:
+    for cells in sets:
         kv = sum(cell.kv for cell in cells) / len(cells)
         seconds = sum(cell.seconds for cell in cells) / len(cells)
         weight = 1.0 / max(seconds, 1e-9) ** 2

@@ -178,9 +178,7 @@ class DraftPolicy:
         that its fixed cost is a small part of it."""
         known = self._replicas[replica_id]
         table, step_s = known.table, known.step_s()
-        if not stepping_rows or not self._config.prefill_by_time or step_s <= 0.0:
-            return most
-        if len(table.prefill) < 2:
+        if not stepping_rows or step_s <= 0.0 or len(table.prefill) < 2:
             return most
         # Of noise at small depths more than twice that depth is not foretold.
         begin = min(begin, 2 * known.filled_behind)

@@ -1,4 +1,4 @@
-"""Which row broke a batch: suspects run in quarantine until one is left that is to blame.
+"""Which row broke a batch: its rows run in quarantine until the one at fault is found.
 
 Pure rules over the failure records of sequences; the scheduler moves the sequences.
 

@@ -12,6 +12,7 @@ from scheduler.state.sequence import (
     Move,
     Sequence,
     State,
+    answers_of,
     finished_before_start,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "Row",
     "Sequence",
     "State",
+    "answers_of",
     "block_keys",
     "check_pool",
     "finished_before_start",

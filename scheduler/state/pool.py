@@ -43,6 +43,8 @@ class Pool:
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
         self.waiting: WaitingQueue[Sequence] = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, Replica] = {}
+        self.specs: list[ReplicaSpec] = []
+        """Distinct ones of the replicas."""
         self._open: list[tuple[int, str]] | None = None
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
@@ -290,7 +292,7 @@ class Pool:
     def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
         replica = Replica(replica_id, spec, self.config.kv_reserve)
         self.replicas[replica_id] = replica
-        self._open = None
+        self._replicas_changed()
         return replica
 
     def drain(self, replica: Replica) -> None:
@@ -310,6 +312,10 @@ class Pool:
                 self.let_go(sequence)
         self.send_back([sequence for sequence in residents if sequence.live])
         del self.replicas[replica.id]
+        self._replicas_changed()
+
+    def _replicas_changed(self) -> None:
+        self.specs = list(dict.fromkeys(one.spec for one in self.replicas.values()))
         self._open = None
 
     # ----------------------------------------------------------------- deadlines

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from scheduler.messages import NO_FAILURES, FailureRecord, FinishReason, Request, RowResult, Usage
+from scheduler.messages import (
+    NO_FAILURES,
+    FailureRecord,
+    FinishReason,
+    Request,
+    RowResult,
+    StepResult,
+    Usage,
+)
 from scheduler.state.prefixes import Key, block_keys
 
 
@@ -244,6 +252,16 @@ Answer = tuple[Sequence, RowResult]
 """A live row of a batch that was done, and what came back of it."""
 Chunk = tuple[Sequence, int, int]
 """A row of a prefill batch, and the KV positions (begin, until) that the batch fills."""
+
+
+def answers_of(rows: list[Sequence], result: StepResult) -> list[Answer]:
+    """These rows of a batch, each with what came back of it."""
+    found: Iterable[RowResult] = result.rows
+    # They stand as in the batch, unless some are leaving.
+    if [row.sequence_id for row in found] != [one.id for one in rows]:
+        by_id = {row.sequence_id: row for row in found}
+        found = [by_id.get(one.id) or RowResult(one.id) for one in rows]
+    return list(zip(rows, found, strict=True))
 
 
 def move_all(

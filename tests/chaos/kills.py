@@ -24,7 +24,7 @@ class Kind(StrEnum):
     FREEZE = "freeze"
     """SIGSTOP to a replica for longer than its lease, then SIGCONT."""
     POOL = "pool"
-    INGRESS = "ingress"
+    FRONTEND = "frontend"
     PROXY = "proxy"
     CONTROLLER = "controller"
     SCALE = "scale"
@@ -37,7 +37,7 @@ SERVER_KINDS = (Kind.REPLICA, Kind.FREEZE, Kind.POOL, Kind.CONTROLLER, Kind.SCAL
 KILLED = {
     Kind.REPLICA: "replica",
     Kind.POOL: "pool",
-    Kind.INGRESS: "ingress",
+    Kind.FRONTEND: "frontend",
     Kind.PROXY: "proxy",
     Kind.CONTROLLER: "controller",
 }

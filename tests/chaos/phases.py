@@ -55,7 +55,7 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
         pool={"shards": shards},
         # Few enough blocks that they run out now and then.
         kv_blocks=150,
-        ingress={"number": 2},
+        frontend={"number": 2},
         scheduler={"steps_per_batch_max": 2},
     )
     plan = Plan(config, fake_loader(step_s=0.03, prefill_s=0.02), load_fake_text)
@@ -75,7 +75,7 @@ def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Pa
         target=str(target),
         draft=str(draft),
         kv_memory_mb=16,
-        ingress={"number": 2},
+        frontend={"number": 2},
     )
     text = TargetText.load(config.replica)
     prompts = draw_prompts(rng, text, REAL_PROMPTS)

@@ -11,7 +11,7 @@ from typing import Any
 from tests.chaos.kills import Kind, Struck
 from tests.chaos.load import GOOD, Outcome, Verdict
 
-_CENTRAL = (Kind.POOL, Kind.INGRESS, Kind.PROXY)
+_CENTRAL = (Kind.POOL, Kind.FRONTEND, Kind.PROXY)
 _AFTERMATH_S = 1.0
 """A silence belongs to the strikes within it or so shortly before it."""
 
@@ -52,7 +52,7 @@ def silence_by_cause(outcomes: Iterable[Outcome], struck: Sequence[Struck]) -> d
 def added_latency(outcomes: Iterable[Outcome], struck: Sequence[Struck]) -> tuple[Added, Added]:
     """(of requests whose replica was killed under them, of undisturbed ones).
 
-    Not counted are those that a killed pool, ingress or proxy disturbed as well.
+    Not counted are those that a killed pool, frontend or proxy disturbed as well.
     """
     calm: dict[tuple[int, bool], list[float]] = defaultdict(list)
     hit: list[Outcome] = []

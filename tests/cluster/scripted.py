@@ -1,6 +1,6 @@
 """A real gRPC server in this process that breaks its calls to batch.
 
-Its answers are made by the ingress's own text code from the tokens of its script.
+Its answers are made by the frontend's own text code from the tokens of its script.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Script:
     silent: bool = False
     """End with OK where it breaks, as a generator that was closed would."""
     refuses: bool = False
-    """Begin a call that breaks before its first chunk with an empty one, as an ingress does."""
+    """Begin a call that breaks before its first chunk with an empty one, as a frontend does."""
     asked: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
 
 
 class Server(lockstep_pb2_grpc.LockstepServicer):
-    """Answers as an ingress does, and breaks as its script says."""
+    """Answers as a frontend does, and breaks as its script says."""
 
     def __init__(self) -> None:
         self.script = Script()

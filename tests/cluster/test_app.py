@@ -135,7 +135,7 @@ def test_serve_reads_what_it_is_told() -> None:
     told = app.ray_environment(CONFIG)
     source = Path(serve_constants.__file__).read_text()
     assert all(f'"{name}"' in source for name in told if name.startswith("RAY_SERVE_"))
-    # Whatever a proxy takes gets through to the ingress.
+    # Whatever a proxy takes gets through to the frontend.
     inner = int(told["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
     assert inner > int(told["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"])
 
@@ -160,7 +160,7 @@ def test_where_no_ray_is_found_to_join_a_stop_at_once_ends_the_one_that_was_begu
 def test_on_a_joined_ray_a_stop_at_once_deletes_the_application_and_kills_its_replicas(
     node: object, calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = [f"{REPLICA_ID_FULL_ID_STR_PREFIX}lockstep#{one}" for one in ("replica#a", "ingress#b")]
+    ours = [f"{REPLICA_ID_FULL_ID_STR_PREFIX}lockstep#{one}" for one in ("replica#a", "frontend#b")]
     actors = [
         {"name": name, "namespace": "serve"}
         for name in (*ours, f"{REPLICA_ID_FULL_ID_STR_PREFIX}another#replica#c", "SERVE_CONTROLLER")
@@ -243,12 +243,12 @@ def test_what_does_not_come_up_in_time_says_what_there_is(calls: list[Any], seen
         "replica": SimpleNamespace(
             replica_states={"RUNNING": 1, "STARTING": 1}, message="No\nGPU."
         ),
-        "ingress": SimpleNamespace(replica_states={"STARTING": 1}, message=""),
+        "frontend": SimpleNamespace(replica_states={"STARTING": 1}, message=""),
     }
     cluster = app.ClusterRun(from_args({"actors": {"start_s": 0.05}}))
     with pytest.raises(StartFailed) as raised:
         cluster.start(APPLICATION)
-    said = "not up within 0.05 s (actors.start_s); replica: 1 up (No GPU.); ingress: 0 up"
+    said = "not up within 0.05 s (actors.start_s); replica: 1 up (No GPU.); frontend: 0 up"
     assert str(raised.value) == said
     assert cluster.replicas_up == 1
 

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from cluster.cli.main import main
 from cluster.client import Tls
 from cluster.client.channel import Server
-from cluster.config import ConfigError, api_key
+from cluster.config import ConfigError
+from cluster.config_sources import api_key
 
 RUN = CliRunner()
 

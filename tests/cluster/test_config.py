@@ -6,17 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from cluster.config import (
-    SHORT_NAMES,
-    ClusterConfig,
-    ConfigError,
-    check_doors,
-    from_args,
-    from_file,
-    overridden,
-    server_address,
-)
+from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError, from_args
+from cluster.config_sources import from_file, overridden, server_address
+from cluster.frontend.admission.control import check_doors
 
 
 def test_strings_from_a_command_line_become_values() -> None:
@@ -126,6 +120,11 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     assert from_file(path) == ClusterConfig()
 
 
+def test_sections_are_all_settings_that_hold_settings_and_are_never_null() -> None:
+    values = ((name, getattr(ClusterConfig(), name)) for name in ClusterConfig.model_fields)
+    assert tuple(name for name, value in values if isinstance(value, BaseModel)) == SECTIONS
+
+
 def test_options_go_over_a_file() -> None:
     config = overridden(from_args({"replicas": 3, "target": "a"}), {"replica": {"target": "b"}})
     assert (config.replicas, config.replica.target) == (3, "b")
@@ -165,12 +164,12 @@ def test_settings_of_the_door_that_make_no_sense_are_named(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"ingress": {"timeout_s": 7200}}, {"scheduler": {"timeout_s_max": 60}}]
+    "settings", [{"frontend": {"timeout_s": 7200}}, {"scheduler": {"timeout_s_max": 60}}]
 )
 def test_a_default_deadline_that_no_request_may_have_is_refused(
     settings: dict[str, object],
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^ingress\.timeout_s: .*scheduler\.timeout_s_max"):
+    with pytest.raises(ConfigError, match=r"^frontend\.timeout_s: .*scheduler\.timeout_s_max"):
         from_args(settings)
 
 

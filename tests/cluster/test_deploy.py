@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import from_args, from_file
+from cluster.config import from_args
+from cluster.config_sources import from_file
 from cluster.frontend.metrics import METRICS, Kind
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -82,7 +83,7 @@ def test_prometheus_finds_the_metrics_of_every_pod_of_kuberay() -> None:
 def test_nothing_that_reads_the_models_lands_on_the_head_of_kuberay() -> None:
     cluster, config = kuberay()
     head, actors = cluster["headGroupSpec"]["rayStartParams"], config.actors
-    assert float(head["num-cpus"]) < min(actors.ingress_cpus, actors.replica_cpus)
+    assert float(head["num-cpus"]) < min(actors.frontend_cpus, actors.replica_cpus)
 
 
 def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:

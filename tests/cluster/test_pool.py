@@ -46,7 +46,7 @@ class World:
     def __init__(self, wire: Wire, config: ClusterConfig) -> None:
         self.wire = wire
         self.config = config
-        self.session = PoolSession(wire, "ingress", config.pool.beat_s, unreachable_s=1000.0)
+        self.session = PoolSession(wire, "frontend", config.pool.beat_s, unreachable_s=1000.0)
         self.workers: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 

@@ -50,13 +50,13 @@ class Stuck(FakeReplica):
 
 
 class Shards:
-    """Two pools that can be killed, one ingress's sessions to both, and replicas."""
+    """Two pools that can be killed, one frontend's sessions to both, and replicas."""
 
     def __init__(self, config: ClusterConfig = CONFIG) -> None:
         self.wires = [Wire(config, seed=seed) for seed in range(2)]
         beat_s = config.pool.beat_s
         self.router = ShardRouter(
-            self.wires, NAMES, "ingress", beat_s, MOVE_S, unreachable_s=1000.0
+            self.wires, NAMES, "frontend", beat_s, MOVE_S, unreachable_s=1000.0
         )
         self.runners: list[Worker] = []
 

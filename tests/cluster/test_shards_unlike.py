@@ -57,7 +57,7 @@ async def test_what_a_shard_cannot_hold_goes_where_it_fits() -> None:
 
 
 async def test_a_refusal_by_old_news_is_no_refusal() -> None:
-    """Its large replica has gone, and this ingress has not heard of it when it chooses."""
+    """Its large replica has gone, and this frontend has not heard of it when it chooses."""
 
     async with unlike([SMALL_BLOCKS], [2000]) as s:
         session = s.router.sessions[0]

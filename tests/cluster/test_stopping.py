@@ -1,7 +1,7 @@
-"""Proves: a stopping pool refuses what is new and nothing that it had accepted, its ingress says so
-at once, and a stop that never came to its end heals.
+"""Proves: a stopping pool refuses what is new and nothing that it had accepted, its frontend says
+so at once, and a stop that never came to its end heals.
 
-Pool, replica and ingress run in one event loop, without Ray.
+Pool, replica and frontend run in one event loop, without Ray.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, stream
-from tests.cluster.frontend.rig import frontend as ingress
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
 from tests.cluster.test_pool import CONFIG, world
 from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
 from tests.cluster.wire import Wire
@@ -35,8 +34,8 @@ from tests.cluster.wire import Wire
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
 STOPPING = "the server is stopping"
-# So long that who learns of something by his next poll learns of it after the end of the test.
-SLOW_POLLS = from_args({"pool": {"gather_ms": 2, "beat_s": 1000.0, "lease_s": 3000.0}})
+# What a frontend learns by its next beat only, it learns after the end of the test.
+SLOW_BEATS = from_args({"pool": {"gather_ms": 2, "beat_s": 1000.0, "lease_s": 3000.0}})
 SILENT_S = silence_s(CONFIG.pool.beat_s)
 
 
@@ -53,7 +52,7 @@ async def stop(made: GrpcApi, cut: bool = False) -> int:
 
 
 async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
-    async with ingress(step_s=0.01, config=SLOW_POLLS) as made:
+    async with frontend(step_s=0.01, config=SLOW_BEATS) as made:
         context = Context()
         running = asyncio.ensure_future(stream(made, LONG, context))
         await until(
@@ -61,7 +60,7 @@ async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
         )
         assert await stop(made) == 1
         with pytest.MonkeyPatch.context() as patch:
-            # The ingress knows by itself: nobody is asked, nothing is tokenized.
+            # The frontend knows by itself: nobody is asked, nothing is tokenized.
             stopping = SimpleNamespace(stopping=made.service.stopping)
             patch.setattr(made.service, "_router", stopping)
             at_the_door = Context()
@@ -84,7 +83,7 @@ async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
 
 async def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
     # The requests would run for longer than the whole test may.
-    async with ingress(step_s=1.0, config=SLOW_POLLS) as made:
+    async with frontend(step_s=1.0, config=SLOW_BEATS) as made:
         streamed, unary = Context(), Context()
         chunks: list[pb.GenerateChunk] = []
 
@@ -113,7 +112,7 @@ async def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
 
 @pytest.mark.parametrize("service", ["", "lockstep.v1.Lockstep", "nobody"])
 async def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
-    async with ingress(config=SLOW_POLLS) as made:
+    async with frontend(config=SLOW_BEATS) as made:
         seen: list[int] = []
 
         async def watch() -> None:
@@ -154,7 +153,7 @@ async def test_what_another_incarnation_had_accepted_is_accepted_again() -> None
 
 
 async def test_a_stop_that_was_never_finished_heals() -> None:
-    async with ingress() as made:
+    async with frontend() as made:
         await stop(made)
         assert not await made.service.ready()
         # The stop is good for a minute from when it was last told.

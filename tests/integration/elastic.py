@@ -116,7 +116,7 @@ class ElasticCluster:
 
     def status(self) -> pb.StatusResponse:
         """Asks until the pool answers: on a busy machine it may start for longer than a call of its
-        ingress waits for it."""
+        frontend waits for it."""
         deadline_s = time.monotonic() + ANSWER_S
         while True:
             try:

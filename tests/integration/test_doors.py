@@ -284,7 +284,7 @@ def test_a_body_that_is_too_long_is_refused(keyed: Keyed) -> None:
     assert "bytes" in answer["error"]["message"]
 
 
-def test_the_ingress_refuses_a_long_message_by_name_and_the_proxy_takes_no_longer_one(
+def test_the_frontend_refuses_a_long_message_by_name_and_the_proxy_takes_no_longer_one(
     keyed: Keyed,
 ) -> None:
     def refused(size: int) -> grpc.Call:

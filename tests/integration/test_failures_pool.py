@@ -1,5 +1,5 @@
 """Proves: the pool's death costs every stream a pause, no token twice and none at all; that of an
-ingress and of Serve's proxy costs the client's caller no token, character or call.
+frontend and of Serve's proxy costs the client's caller no token, character or call.
 
 The replicas are fakes, so every right token is known without having run before. The same with a
 real pair is in `test_zz_failures`.
@@ -34,8 +34,10 @@ PATIENT = RetryPolicy(give_up_s=100.0, attempts_max=1000)
 
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[HostedCluster]:
-    # Two, so that one ingress is left when the other is killed.
-    config = cluster_config(replicas=2, ingress={"number": 2}, scheduler={"steps_per_batch_max": 2})
+    # Two, so that one frontend is left when the other is killed.
+    config = cluster_config(
+        replicas=2, frontend={"number": 2}, scheduler={"steps_per_batch_max": 2}
+    )
     plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
     with HostedCluster(plan) as running:
         yield running
@@ -135,7 +137,7 @@ def test_a_pool_killed_while_idle_serves_the_next_request(hosted: HostedCluster)
     assert time.monotonic() - began_s < SILENCE_S_MAX
 
 
-# --------------------------------------------------------------------------- ingress and proxy
+# --------------------------------------------------------------------------- frontend and proxy
 
 
 def long_ask(number: int) -> Ask:
@@ -158,19 +160,19 @@ def long_ask(number: int) -> Ask:
     return Ask(message, right, stream=number < 12)
 
 
-def test_a_killed_ingress_and_a_killed_proxy_cost_the_caller_nothing(
+def test_a_killed_frontend_and_a_killed_proxy_cost_the_caller_nothing(
     hosted: HostedCluster,
 ) -> None:
     asks = [long_ask(number) for number in range(16)]
     killed_s = 0.0
-    ingresses, proxy = hosted.processes("ingress"), hosted.process("proxy")
-    assert len(ingresses) == 2
+    frontends, proxy = hosted.processes("frontend"), hosted.process("proxy")
+    assert len(frontends) == 2
 
     def kill_both() -> None:
         nonlocal killed_s
         hosted.wait_for(lambda status: status.running == len(asks))
         wait_for_tokens(hosted, 300)
-        os.kill(ingresses[0].pid, signal.SIGKILL)
+        os.kill(frontends[0].pid, signal.SIGKILL)
         time.sleep(1.0)
         killed_s = time.monotonic()
         os.kill(proxy.pid, signal.SIGKILL)
@@ -184,4 +186,4 @@ def test_a_killed_ingress_and_a_killed_proxy_cost_the_caller_nothing(
         assert outcome.end.usage.completion_tokens == LONG_TOKENS
         if outcome.ask.stream:
             assert outcome.end.recovered >= 1, "the proxy was every stream's"
-    print(f"ingress and proxy killed: longest silence {longest_silence_s(outcomes):.2f} s")
+    print(f"frontend and proxy killed: longest silence {longest_silence_s(outcomes):.2f} s")

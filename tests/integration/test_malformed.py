@@ -86,7 +86,7 @@ def requests(draw: st.DrawFn) -> pb.GenerateRequest:
 
 
 def repeated(text: str, times: int) -> list[str]:
-    """So often, but a few megabytes at most: more than the ingress takes, and not a hundred, which
+    """So often, but a few megabytes at most: more than the frontend takes, and not a hundred, which
     would be a test of how fast this machine copies."""
     return [text] * min(times, STOPS_BYTES // max(len(text.encode()), 1))
 

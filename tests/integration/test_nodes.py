@@ -1,6 +1,6 @@
 """Proves: losing a whole node, with replicas or with the pool on it, loses no request and no token.
 
-Several Ray nodes run on this machine; Serve's proxy and the ingress are on the head node, which
+Several Ray nodes run on this machine; Serve's proxy and the frontend are on the head node, which
 stays. All processes of a node that is lost are killed at once, without a word to the others.
 """
 
@@ -24,14 +24,14 @@ TOKENS = 220
 
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[HostedCluster]:
-    """A head node with proxy and ingress, two more with a replica each, on one of them the pool.
+    """A head node with proxy and frontend, two more with a replica each, on one of them the pool.
 
-    The ingress asks for more CPUs than a worker has, the replicas for a GPU, which in Ray's books
+    The frontend asks for more CPUs than a worker has, the replicas for a GPU, which in Ray's books
     the workers have and the head has not.
     """
     config = cluster_config(
         replicas=2,
-        actors={"replica_gpus": 1.0, "ingress_cpus": 3.0},
+        actors={"replica_gpus": 1.0, "frontend_cpus": 3.0},
         scheduler={"steps_per_batch_max": 2},
         # Ray's 15 s and what the pool takes to begin, on a machine that stands still at times.
         pool={"unreachable_s": 90.0},
@@ -72,7 +72,7 @@ def longest_silence_s(outcomes: list[Outcome]) -> float:
 
 
 def test_a_node_with_a_replica_is_lost(hosted: HostedCluster) -> None:
-    head = hosted.process("ingress").node_id
+    head = hosted.process("frontend").node_id
     pool = hosted.process("pool").node_id
     nodes = {process.node_id for process in hosted.processes("replica")}
     assert len(nodes) == 2
@@ -94,7 +94,7 @@ def test_a_node_with_a_replica_is_lost(hosted: HostedCluster) -> None:
 def test_the_node_with_the_pool_is_lost(hosted: HostedCluster) -> None:
     hosted.wait_for_replicas(2)
     gone = hosted.process("pool").node_id
-    assert gone != hosted.process("ingress").node_id
+    assert gone != hosted.process("frontend").node_id
     assert gone in {process.node_id for process in hosted.processes("replica")}
     outcomes = lose_while_streams_run(hosted, gone)
     all_right(outcomes)

@@ -53,7 +53,7 @@ def _one_replica_each_before_and_nothing_left_after(hosted: HostedCluster) -> It
 
 
 def until_both_are_known(hosted: HostedCluster) -> None:
-    """Until requests go to both: what an ingress knows of the shards is as old as a poll, and after
+    """Until requests go to both: what a frontend knows of the shards is as old as a poll, and after
     a pool's death it first has to reach it again."""
     deadline_s = time.monotonic() + 60
     while True:

@@ -45,6 +45,8 @@ TOKENS = perfect(PROMPT_IDS, 40)
 REQUEST = pb.GenerateRequest(prompt=PROMPT, temperature=0.5, seed=3, stop=["none such"])
 WAIT_S = 60.0
 """For anything that takes no time."""
+READ = threading.Event()
+"""The first line of a stream has been read."""
 QUICK = RetryPolicy(attempts_max=3, backoff_s=0.01, reach_s=5.0)
 
 
@@ -56,8 +58,19 @@ class JsonHandler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"])).decode()
+        if self.path == "/v1/chat/completions":
+            self._stream()
+            return
         headers = {name.lower(): value for name, value in self.headers.items()}
         self._answer({"path": self.path, "body": body, "headers": headers})
+
+    def _stream(self) -> None:
+        """A line, and another when the first has been read."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"first\n")
+        self.wfile.flush()
+        self.wfile.write(b"second\n" if READ.wait(WAIT_S / 4) else b"not read\n")
 
     def _answer(self, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
@@ -381,6 +394,16 @@ def test_http_routes_pass_and_others_do_not(open_to_all: Terminator) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask("/-/routes")
     assert caught.value.code == 404
+
+
+def test_an_http_stream_passes_as_it_comes(open_to_all: Terminator) -> None:
+    context = ssl.create_default_context(cafile=str(open_to_all.files / "ca.crt"))
+    READ.clear()
+    url = f"https://{open_to_all.address}/v1/chat/completions"
+    with urllib.request.urlopen(url, b"{}", context=context, timeout=2 * WAIT_S) as answer:
+        assert answer.readline() == b"first\n"
+        READ.set()
+        assert answer.readline() == b"second\n"
 
 
 def test_the_closed_variant_wants_certificates_over_http_too(closed: Terminator) -> None:

@@ -4,11 +4,15 @@ that a refusal names the least that would do."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local_engine import LocalEngine
@@ -25,15 +29,17 @@ from replicas.memory import (
     plan_memory,
     weight_bytes,
 )
-from replicas.memory.buffers import buffers, prepacked_bytes
-from replicas.memory.plan import PASS_TOKENS_LEAST, bytes_per_block, without_storage
+from replicas.memory.buffers import Workload, buffers, computed_passes, prepacked_bytes
+from replicas.memory.measure import measured_passes, peak_bytes
+from replicas.memory.plan import PASS_TOKENS_LEAST
+from replicas.memory.shapes import pair_shape, without_storage
 from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy
 from tests.replicas.test_pair import WORDS, save_model
-from tests.tiny_pairs import _SHAPE, target_model, tiny_replica
+from tests.tiny_pairs import _SHAPE, target_model, tiny_pair, tiny_replica
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -41,7 +47,7 @@ SHAPES = [
     ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, hidden=32, intermediate=512, vocab=3000),
     ModelShape(layers=1, heads=4, kv_heads=4, head_dim=8, hidden=32, intermediate=512, vocab=3000),
 ]
-PAIR = PairShape(*SHAPES, target_bytes=5_000_000, draft_bytes=2_000_000, context_len=64)
+PAIR = PairShape(SHAPES[0], SHAPES[1], 5_000_000, 2_000_000, context_len=64)
 
 
 def planned(device: torch.device = CPU, loaded: bool = True, **settings: object) -> MemoryPlan:
@@ -61,11 +67,11 @@ def test_a_block_costs_what_the_caches_allocate_for_it(dtype: torch.dtype) -> No
         for s in SHAPES
     ]
     # One block more than asked for: the scrap block.
-    assert sum(cache.bytes for cache in caches) == 10 * bytes_per_block(SHAPES, 4, dtype)
+    assert sum(cache.bytes for cache in caches) == 10 * PAIR.block_bytes(4, dtype.itemsize)
 
 
 def test_a_size_of_the_kv_cache_is_turned_into_blocks() -> None:
-    per_block = bytes_per_block(SHAPES, 16, torch.float32)
+    per_block = PAIR.block_bytes(16, item=4)
     plan = planned(kv_memory_mb=1, block_size=16)
     assert plan.kv_blocks == 1024 * 1024 // per_block
     assert (plan.budget, plan.rows_max) == (None, None)
@@ -144,7 +150,8 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
         if plan.work.rows < 8 or plan.work.draft_len < 8:
             narrowest = plan.wanted.shrunk(8, 8, PASS_TOKENS_LEAST)
             assert plan.budget is not None
-            over = buffers(SHAPES, narrowest, 4, on_gpu=False, prepack=False).total
+            taken = computed_passes(SHAPES, 4, on_gpu=False)(narrowest)
+            over = buffers(SHAPES, narrowest, 4, taken, on_gpu=False).total
             assert PAIR.weights + 5 * plan.block_bytes + over > plan.budget
 
 
@@ -180,7 +187,7 @@ BILLION = 1_000_000_000
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 GB, of which others hold 30 and this process 12: 10 in use, 2 kept by torch for reuse."""
-    sizes = {"mem_get_info": (38 * BILLION, 80 * BILLION)}
+    sizes: dict[str, Any] = {"mem_get_info": (38 * BILLION, 80 * BILLION)}
     sizes |= {"memory_reserved": 12 * BILLION, "memory_allocated": 10 * BILLION}
     for name, size in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
@@ -213,6 +220,85 @@ def test_a_budget_over_what_a_gpu_has_free_is_refused_at_load_but_can_be_planned
     with pytest.raises(TooLittleMemory, match=r"39101 MiB are given, but 38147 MiB are free on"):
         check_memory(config, read_pair(config), GPU)
     check_memory(ReplicaConfig(memory="39 GB", device="cuda"), read_pair(config), GPU)
+
+
+# --------------------------------------------------------------------------- measured
+
+
+def allocated(run: Callable[[], object], device: torch.device) -> int:
+    """As `peak_bytes`, by what torch's profiler says of the CPU's allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    assert seen.profiler is not None
+    kineto: Any = seen.profiler.kineto_results
+    events = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
+    return int(max(accumulate(size for _, size in events)))
+
+
+@pytest.mark.parametrize("context_len", [64, 512])
+def test_what_the_largest_passes_take_lies_within_the_bounds_and_grows_with_them(
+    context_len: int,
+) -> None:
+    pair, config = tiny_pair("llama"), ReplicaConfig(block_size=4)
+    measured = measured_passes(pair.target, config, context_len, allocated)
+    bounds = computed_passes(pair_shape(pair).models[:1], 4, on_gpu=True)
+    steps, prefills = [], []
+    sizes = ((1, 0, 8, 64), (1, 1, 16, 64), (4, 1, 32, 128), (8, 4, 60, 256), (8, 8, 60, 480))
+    for rows, draft_len, chunk, tokens in sizes:
+        work = Workload(rows, draft_len, 8, chunk, tokens, context_len, 4)
+        taken, bound = measured(work), bounds(work)
+        assert 0 < taken.step <= bound.step
+        assert 0 < taken.prefill <= bound.prefill
+        steps.append(taken.step)
+        prefills.append(taken.prefill)
+    assert steps == sorted(set(steps))
+    assert prefills == sorted(set(prefills))
+
+
+def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room() -> None:
+    pair = tiny_pair("llama")
+    runs: list[int] = []
+
+    def peak(run: Callable[[], object], device: torch.device) -> int:
+        runs.append(allocated(run, device))
+        if runs[-1] > 5_000_000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return runs[-1]
+
+    config = ReplicaConfig(block_size=4, kv_blocks=500, memory=BILLION)
+    measured = measured_passes(pair.target, config, pair.context_len, peak)
+    plan = plan_memory(config, pair_shape(pair), GPU, loaded=True, passes=measured)
+    assert max(runs) > 5_000_000
+    assert plan.work != plan.wanted
+    assert max(plan.buffers.step, plan.buffers.prefill) <= 5_000_000
+    assert (plan.buffers.step, plan.buffers.prefill) == dataclasses.astuple(measured(plan.work))
+    # A recording keeps what its pass takes.
+    assert plan.buffers.recorded == plan.buffers.step
+
+
+def test_a_peak_is_what_a_run_takes_beyond_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is played here."""
+    held = peak = 700
+
+    def allocate(*sizes: int) -> None:
+        nonlocal held, peak
+        for size in sizes:
+            held += size
+            peak = max(peak, held)
+
+    def reset(_device: torch.device) -> None:
+        nonlocal peak
+        peak = held
+
+    allocate(9000, -9000)
+    played: dict[str, Any] = {
+        "memory_allocated": lambda _: held,
+        "max_memory_allocated": lambda _: peak,
+    }
+    played |= {"reset_peak_memory_stats": reset, "synchronize": lambda _: None}
+    for name, call in played.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    assert peak_bytes(lambda: allocate(300, -200, 250, -350), GPU) == 350
 
 
 def test_free_memory_of_this_machine_is_enough_for_a_tiny_pair() -> None:

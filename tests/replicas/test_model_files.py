@@ -31,7 +31,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 """
 
 Load = Callable[[ReplicaConfig], object]
-LOADS = pytest.mark.parametrize("load", [load_pair, TargetText.load], ids=["replica", "ingress"])
+LOADS = pytest.mark.parametrize("load", [load_pair, TargetText.load], ids=["replica", "frontend"])
 
 
 def with_own_code(folder: Path, mark: Path, model_type: str, own_tokenizer: bool = False) -> str:

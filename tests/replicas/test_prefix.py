@@ -306,7 +306,7 @@ def test_prompts_of_one_batch_share_what_the_first_of_them_computes() -> None:
     )
     result = replica.step(Batch(1, "r", BatchKind.PREFILL, prefill=rows))
     replica.check_integrity()
-    assert [row.sequence_id for row in result.rows] == list(contents), "in the order's batch"
+    assert [row.sequence_id for row in result.rows] == list(contents), "in the batch's order"
     assert [row.reused for row in result.rows] == [0, 60, 60, 60, 0]
     for number in range(4):
         steps = sorted(

@@ -6,6 +6,8 @@ temperature, top-k, top-p and min-p.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -18,12 +20,12 @@ from transformers import (
 
 from replicas.sampling.choice import (
     SamplingBatch,
-    _in_multiples,
     choose,
-    choose_and_rate,
     first_best,
+    guess,
+    guess_and_rate,
 )
-from replicas.sampling.noise import gumbel_noise
+from replicas.sampling.noise import NOISE_MOST, gumbel_noise
 from scheduler.messages import SamplingParams
 
 CPU = torch.device("cpu")
@@ -48,7 +50,7 @@ def chosen(
     positions: torch.Tensor,  # [rows, width]
 ) -> torch.Tensor:
     sampling = SamplingBatch.of(params, CPU)
-    return choose(logits, sampling, sampling.noise(positions, logits.shape[-1]))
+    return choose(logits, sampling, positions)
 
 
 def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -148,10 +150,10 @@ def test_seed_and_position_both_change_the_draw() -> None:
 def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
     n = 20_000
     positions = torch.arange(n)[None]
-    noise = gumbel_noise(torch.tensor([[3]]), positions, 8)[0]
+    noise = gumbel_noise(torch.tensor([[3]]), positions, torch.arange(8))[0]
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(1.6449, abs=0.05)
-    other_seed = gumbel_noise(torch.tensor([[4]]), positions, 1)[0]
+    other_seed = gumbel_noise(torch.tensor([[4]]), positions, torch.arange(1))[0]
     columns = torch.cat((noise[:-1], noise[1:, :1], other_seed[:-1]), dim=1)
     correlation = torch.corrcoef(columns.T) - torch.eye(columns.shape[1])
     assert correlation.abs().max().item() < 0.04
@@ -160,7 +162,8 @@ def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
 def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary() -> None:
     """A draft with a smaller (unpadded) vocabulary must meet the same noise."""
     seed, position = torch.tensor([[11]]), torch.tensor([[7]])
-    assert torch.equal(gumbel_noise(seed, position, 50), gumbel_noise(seed, position, 60)[..., :50])
+    large = gumbel_noise(seed, position, torch.arange(60))
+    assert torch.equal(gumbel_noise(seed, position, torch.arange(50)), large[..., :50])
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])
@@ -202,72 +205,111 @@ def test_acceptance_under_the_coupling_is_what_theory_says() -> None:
     assert agree >= (1 - total_variation) / (1 + total_variation) - 0.01
 
 
-def mixed(n: int) -> tuple[torch.Tensor, list[SamplingParams], torch.Tensor]:
-    """Logits, parameters and positions of n rows, greedy ones among them."""
-    params = [[SamplingParams(), *PARAMS][i % (len(PARAMS) + 1)] for i in range(n)]
-    logits = torch.randn(n, 3, 50, generator=torch.Generator().manual_seed(n)) * 2
-    return logits, params, torch.arange(n * 3).view(n, 3)
-
-
-def test_a_whole_batch_chooses_as_one_of_sampled_rows_only() -> None:
-    logits, params, positions = mixed(15)
-    whole = SamplingBatch.of(params, CPU, whole=True)
-    assert whole.rows is None
-    noise = whole.noise(positions, 50)
-    expected = chosen(logits, params, positions)
-    assert torch.equal(choose(logits, whole, noise), expected)
-    token, rated = choose_and_rate(logits, whole, noise)
-    assert torch.equal(token, expected)
-    assert (rated <= 0).all()
-    assert rated.isfinite().all()
-
-
 def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
-    logits, params, positions = mixed(9)
-    whole = SamplingBatch.of(params, CPU, whole=True)
-    noise = whole.noise(positions, 50)
-    assert noise is not None
-    rows = torch.tensor([8, 0, 3, 3, 1])
-    got = choose(logits[rows], whole.take(rows), noise[rows])
-    assert torch.equal(got, choose(logits, whole, noise)[rows])
+    """Greedy ones among them."""
+    params = [SamplingParams(), *PARAMS, SamplingParams(seed=3)]
+    logits = torch.randn(8, 3, 50, generator=torch.Generator().manual_seed(9)) * 2
+    positions, rows = torch.arange(24).view(8, 3), torch.tensor([7, 0, 3, 3, 1])
+    batch = SamplingBatch.of(params, CPU)
+    got = choose(logits[rows], batch.take(rows), positions[rows])
+    assert torch.equal(got, choose(logits, batch, positions)[rows])
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), *PARAMS[:2]], ids=str)
 def test_a_rating_is_the_chance_to_stay_ahead_under_gumbel_changes(params: SamplingParams) -> None:
     """Of the tempered scores, noise included."""
-    logits = some_logits(8)[None, None]
-    sampling = SamplingBatch.of([params], CPU, whole=True)
-    noise = sampling.noise(torch.tensor([[5]]), 8)
-    token, rated = choose_and_rate(logits, sampling, noise)
-    scores = logits[0, 0] if noise is None else logits[0, 0] / params.temperature + noise[0, 0]
-    changes = gumbel_noise(torch.tensor([[99]]), torch.arange(DRAWS)[None], 8)[0]
+    logits, sampling = some_logits(8), SamplingBatch.of([params], CPU)
+    position = torch.tensor([[5]])
+    token, rated = guess_and_rate(logits[None], sampling, position)
+    scores = logits
+    if params.temperature:
+        noise = gumbel_noise(sampling.seed, position, torch.arange(8))
+        scores = scores / params.temperature + noise[0, 0]
+    changes = gumbel_noise(torch.tensor([[99]]), torch.arange(DRAWS)[None], torch.arange(8))[0]
     stayed = ((scores + changes).argmax(-1) == token.item()).float().mean().item()
     assert stayed == pytest.approx(rated.exp().item(), abs=0.01)
 
 
-def test_a_nucleus_that_ends_at_a_token_is_told_exactly() -> None:
-    """Where a sum in float32 is too coarse, the mass before a token decides to the last bit."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn((40, 1, 30), generator=generator)
-    probability = _in_multiples(logits.softmax(dim=-1))
-    twelfth = probability.topk(12).values[..., 11:]
-    before = torch.where(probability > twelfth, probability, 0.0)
-    exact = before.sum(-1, keepdim=True, dtype=torch.float64).float()
-    choices = {}
-    for name, top_p in {
-        "below": torch.nextafter(exact, torch.zeros(())),
-        "above": torch.nextafter(exact, torch.ones(())),
-    }.items():
-        params = [
-            SamplingParams(temperature=1.0, top_p=value, seed=i)
-            for i, value in enumerate(top_p.flatten().tolist())
-        ]
-        noise = torch.zeros_like(logits)
-        noise[probability == twelfth] = 100.0
-        choices[name] = choose(logits, SamplingBatch.of(params, CPU), noise)
-    token = (probability == twelfth).float().argmax(dim=-1)
-    assert torch.equal(choices["above"], token)
-    assert (choices["below"] != token).all()
+def test_a_guess_from_the_targets_own_logits_is_its_choice() -> None:
+    """Also where the draft's vocabulary is a part of the target's, in another order."""
+    params = [SamplingParams(), *PARAMS, SamplingParams(seed=3)] * 20
+    logits = torch.randn(len(params), 500, generator=torch.Generator().manual_seed(2)) * 5
+    positions = torch.arange(len(params))[:, None]
+    batch = SamplingBatch.of(params, CPU)
+    right = choose(logits[:, None], batch, positions)[:, 0]
+    assert (guess(logits, batch, positions) == right).float().mean() > 0.97
+    assert torch.equal(guess_and_rate(logits, batch, positions)[0], guess(logits, batch, positions))
+    ids = torch.randperm(500, generator=torch.Generator().manual_seed(1))
+    found = ids[guess(logits[:, ids], batch, positions, ids)]
+    assert torch.equal(found, guess(logits, batch, positions))
+
+
+def by_definition(
+    logits: torch.Tensor,  # [vocab]
+    params: SamplingParams,
+    position: int,
+) -> int:
+    """The rule as `choice` states it, token by token over the whole vocabulary."""
+    scores = (logits.float() - logits.float().max()) / torch.tensor(params.temperature)
+    if params.top_k:
+        least = scores.sort(descending=True).values[min(params.top_k, len(scores)) - 1]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    probability = scores.double().softmax(-1)
+    noise = gumbel_noise(
+        torch.tensor([[params.seed]]), torch.tensor([[position]]), torch.arange(len(scores))
+    )
+    noisy = scores + noise[0, 0]
+    noisy[scores < torch.tensor(params.min_p).log()] = -torch.inf
+    falling, order = scores.sort(descending=True)
+    before = probability[order].cumsum(-1) - probability[order]
+    first = torch.searchsorted(-falling, -falling)  # of equals
+    mass = before[first].clamp(min=0.0)
+    struck = (mass >= params.top_p) & (first > 0)
+    if params.top_p < 1:
+        noisy[order[struck]] = -torch.inf
+    return int(noisy.argmax())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("deviation", [0.3, 3.0, 9.0])
+@pytest.mark.parametrize("vocab", [701, 16_500])
+def test_a_choice_is_that_of_the_rule_over_the_whole_vocabulary(
+    dtype: torch.dtype, params: SamplingParams, deviation: float, vocab: int
+) -> None:
+    """Flat logits, where the likeliest tokens do not suffice, and steep ones; with many equals."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn((1, 12, vocab), generator=generator).mul_(deviation)
+    logits[:, ::3] = logits[:, ::3].round()
+    logits = logits.to(dtype)
+    got = chosen(logits, [params], torch.arange(12)[None])[0].tolist()
+    assert got == [by_definition(logits[0, i], params, i) for i in range(12)]
+
+
+def test_the_noise_of_chosen_ids_has_the_bits_of_all() -> None:
+    positions = torch.arange(15).view(3, 5)
+    seed = torch.tensor([[1], [2], [3]])
+    every = gumbel_noise(seed, positions, torch.arange(4099))
+    for n in (1, 7, 64, 253):
+        ids = torch.randint(4099, (3, 5, n), generator=torch.Generator().manual_seed(n))
+        assert torch.equal(gumbel_noise(seed, positions, ids), every.gather(-1, ids))
+    assert every.max() < NOISE_MOST
+
+
+@pytest.mark.parametrize("vocab", [3000, 30_000])
+def test_a_nucleus_that_ends_at_a_token_is_told_exactly(vocab: int) -> None:
+    """Two equals come after four: whether they are in decides a sum that is off by no bit."""
+    logits = torch.full((1, 400, vocab), -40.0)
+    logits[..., :4] = 0.0
+    logits[..., 4:6] = -2.0
+    positions = torch.arange(400)[None]
+    unit = 2.0**-34
+    before = 4 / (4 + 2 * math.floor(logits[0, 0, 4].exp().item() / unit) * unit)
+    seen = {}
+    for name, change in {"below": -1e-15, "above": 1e-15}.items():
+        params = [SamplingParams(temperature=1.0, top_p=before + change, seed=1)]
+        seen[name] = set(chosen(logits, params, positions)[0].tolist())
+    assert seen == {"below": {0, 1, 2, 3}, "above": {0, 1, 2, 3, 4, 5}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -47,7 +47,7 @@ class Hand:
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
         self.records: dict[str, FailureRecord] = {}
-        """The last word on each request, as its ingress keeps it."""
+        """The last word on each request, as its frontend keeps it."""
 
     def tell(self, event: Event) -> list[Action]:
         actions = self.scheduler.step(event, self.now_s)

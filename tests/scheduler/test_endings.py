@@ -41,42 +41,26 @@ def stepping(names: str = "a", **fields: object) -> Hand:
     return hand
 
 
-def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
-    hand = stepping(prompt=(9, 1, 9), stop_token_ids=(9,))
-    hand.done(hand.in_flight()[0], a=(5, 6))
-    assert hand.finishes == {}
-    assert hand.tokens["a"] == [5, 6]
-
-
-def test_nothing_after_the_stop_token_is_emitted_or_counted() -> None:
-    hand = stepping(stop_token_ids=(9,))
+@pytest.mark.parametrize(
+    ("limits", "kept", "reason"),
+    [
+        ({"stop_token_ids": (9,)}, (5, 9), FinishReason.STOP),
+        ({"max_new_tokens": 3}, (5, 9, 6), FinishReason.LENGTH),
+    ],
+)
+def test_nothing_after_the_stop_token_or_the_limit_is_emitted_or_counted(
+    limits: dict[str, object], kept: tuple[int, ...], reason: FinishReason
+) -> None:
+    hand = stepping(**limits)
     actions = hand.done(hand.in_flight()[0], a=(5, 9, 6, 7))
-    assert only(actions, Emit).tokens == (5, 9)
+    assert only(actions, Emit).tokens == kept
     finish = only(actions, Finish)
-    assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.STOP, 2)
+    assert (finish.reason, finish.usage.completion_tokens) == (reason, len(kept))
     assert released(actions) == ["a"]
 
 
-def test_nothing_beyond_the_limit_is_emitted_or_counted() -> None:
-    hand = stepping(max_new_tokens=3)
-    actions = hand.done(hand.in_flight()[0], a=(5, 6, 7, 8))
-    assert only(actions, Emit).tokens == (5, 6, 7)
-    finish = only(actions, Finish)
-    assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.LENGTH, 3)
-
-
-def test_emitted_tokens_are_numbered_without_gap() -> None:
-    hand = stepping(max_new_tokens=6)
-    starts = []
-    for tokens in [(1, 2), (3,), (4, 5, 6)]:
-        emit = only(hand.done(hand.in_flight()[0], a=tokens), Emit)
-        starts.append(emit.start)
-    assert starts == [0, 2, 3]
-    assert hand.tokens["a"] == [1, 2, 3, 4, 5, 6]
-
-
 def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
-    """Rows of a group stand by length; the result may list them in any order."""
+    """Rows of a batch stand by length; the result may list them in any order."""
     hand = Hand()
     for name, length in [("long", 9), ("short", 2), ("mid", 5)]:
         hand.submit(name, length)
@@ -86,19 +70,6 @@ def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
     rows = tuple(RowResult(name, (ord(name[0]),), 1) for name in ("mid", "long", "short"))
     hand.tell(StepDone(StepResult(batch.id, "r", rows, 1)))
     assert hand.tokens == {name: [ord(name[0])] for name in ("long", "short", "mid")}
-
-
-def test_a_finished_row_never_changes_while_others_run() -> None:
-    hand = stepping("ab", max_new_tokens=4)
-    (batch,) = hand.in_flight()
-    hand.done(batch, a=(1, 1, 1, 1), b=(1,))
-    done = hand.finishes["a"]
-    for _ in range(2):
-        (batch,) = hand.in_flight()
-        assert rows_of(batch) == ["b"]
-        hand.done(batch, a=(7, 7), b=(1,))
-    assert hand.tokens["a"] == [1, 1, 1, 1]
-    assert hand.finishes["a"] is done
 
 
 def test_a_waiting_request_is_cancelled_at_once() -> None:

@@ -1,10 +1,11 @@
-"""Proves that the core is pure: it brings along no Ray, tensors or network, no clock, no chance."""
+"""Proves that the core is pure: no clock, no environment, no chance of its own.
+
+That it brings along no Ray, tensors or network is import-linter's to prove.
+"""
 
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,20 +18,6 @@ MODULES = sorted(
     for path in FOLDER.rglob("*.py")
     if path.stem != "__init__"
 )
-FORBIDDEN = ("torch", "ray", "grpc", "transformers", "cluster", "replicas", "protos")
-
-
-def test_importing_every_module_brings_along_nothing_heavy() -> None:
-    imports = "\n".join(f"import scheduler.{module}" for module in MODULES)
-    check = f"import sys\nprint([name for name in {FORBIDDEN} if name in sys.modules])"
-    ran = subprocess.run(
-        [sys.executable, "-c", f"{imports}\n{check}"],
-        cwd=FOLDER.parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,4 +1,4 @@
-"""Proves that a batch of several steps ends early when somebody waits for it: within one step."""
+"""Proves that a batch of several steps ends early when a row waits for it: within one step."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ def test_a_new_request_ends_it() -> None:
     actions = hand.submit("c")
     assert interrupts(actions) == [batch_id]
     assert hand.in_flight()[-1].kind is BatchKind.PREFILL
-
-
-def test_a_deadline_ends_it() -> None:
-    hand, _ = long_batch()
-    hand.submit("c", timeout_s=5.0)
-    while [(batch.steps, len(batch.rows)) for batch in hand.settle()] != [(4, 3)]:
-        hand.done(hand.in_flight()[0])
-    (batch,) = hand.in_flight()
-    assert interrupts(hand.tick(6.0)) == [batch.id]
 
 
 def test_what_concerns_others_does_not() -> None:

@@ -59,7 +59,7 @@ class Watcher:
         self.world: World | None = None
         self.rows_peak: Counter[str] = Counter()
         self.rows_max: dict[str, int] = {}
-        """The fewest rows that groups of a replica were limited to."""
+        """The fewest rows that batches of a replica were limited to."""
         self.next_index: dict[str, int] = {}
         self.passes_most = 0
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.config import AuthConfig, IngressConfig
+from cluster.config import AuthConfig, ClusterConfig, ConfigError, FrontendConfig
 from cluster.frontend.admission.keys import KeyEntry, KeysFile, find
 from cluster.frontend.admission.rate_limit import TokenBucket
 from scheduler.errors import LockstepError, Overloaded
@@ -62,6 +62,21 @@ class Caller:
     def on_loopback(self) -> bool:
         """Whether the call certainly comes from this machine; what is not known is not."""
         return not self.forwarded and is_loopback(self.address)
+
+
+def check_doors(config: ClusterConfig) -> None:
+    """Raises `ConfigError` for a server that would listen to a network without API keys."""
+    host, auth = config.server.http_host, config.auth
+    if (
+        auth.keys_file is None
+        and not auth.allow_anyone
+        and not (host == "localhost" or is_loopback(host))
+    ):
+        raise ConfigError(
+            f"server.http_host: other machines can reach {host}, but without API keys only this "
+            "one is served; set auth.keys_file (--keys-file), or auth.allow_anyone "
+            "(--allow-anyone) if everybody who reaches the port may come in"
+        )
 
 
 def is_loopback(address: str) -> bool:
@@ -129,13 +144,13 @@ class AdmissionControl:
     def __init__(
         self,
         auth: AuthConfig,
-        ingress: IngressConfig,
+        frontend: FrontendConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises KeysError or OSError for a keys file that cannot be used."""
         self._auth = auth
-        self._share = ingress.number
-        self._per_address = ingress.requests_per_client_max
+        self._share = frontend.number
+        self._per_address = frontend.requests_per_client_max
         self._clock = clock
         self._keys = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
         self._known: tuple[KeyEntry, ...] = ()

@@ -29,7 +29,7 @@ class GrpcApi(HealthService):
 
     def __init__(self, service: FrontendService) -> None:
         self.service = service
-        super().__init__(service.ready, service.stopping, service.config.ingress.watches_max)
+        super().__init__(service.ready, service.stopping, service.config.frontend.watches_max)
 
     async def close(self) -> None:
         self.end_watches()
@@ -104,7 +104,7 @@ def _parsed(
     service.check_caller(caller)
     with service.refusals():
         message = _message(request, "GenerateRequest")
-        return to_call(message, caller, stream, service.config.ingress.message_bytes_max)
+        return to_call(message, caller, stream, service.config.frontend.message_bytes_max)
 
 
 def _message(request: _M | Unparsed, name: str) -> _M:

@@ -28,7 +28,7 @@ def to_status(view: PoolView) -> pb.StatusResponse:
         draft_tokens=figures.draft_tokens,
         accepted_tokens=figures.accepted_tokens,
         acceptance=figures.acceptance,
-        group_spread_mean=figures.spread_mean,
+        batch_spread_mean=figures.spread_mean,
         waiting_tokens=status.waiting_tokens,
         outstanding_tokens=status.outstanding_tokens,
         tokens_per_s=status.tokens_per_s,
@@ -39,8 +39,8 @@ def to_status(view: PoolView) -> pb.StatusResponse:
             *(_shard(shard) for shard in view.shards),
             *(pb.ShardStatus(name=name, silent=True) for name in view.silent),
         ],
-        groups=figures.step_batches,
-        group_spread_sum=figures.spread_sum,
+        batches=figures.step_batches,
+        batch_spread_sum=figures.spread_sum,
         kv_positions_own=figures.kv_positions_own,
         kv_positions_read=figures.kv_positions_read,
         prefill_tokens=figures.prefill_tokens,
@@ -68,7 +68,7 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         id=replica.id,
         draining=replica.draining,
         residents=replica.residents,
-        orders_in_flight=replica.batches_in_flight,
+        batches_in_flight=replica.batches_in_flight,
         kv_blocks=spec.kv_blocks,
         kv_blocks_free=spec.kv_blocks - replica.kv_blocks_used,
         block_size=spec.block_size,
@@ -80,12 +80,13 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         vocab_size=spec.vocab_size,
         attention=spec.attention,
         arithmetic=spec.arithmetic,
-        beliefs=_estimates(replica.estimates),
+        drafter=spec.drafter,
+        cost_estimates=_estimates(replica.estimates),
     )
 
 
-def _estimates(found: CostEstimates) -> pb.ReplicaBeliefs:
-    return pb.ReplicaBeliefs(
+def _estimates(found: CostEstimates) -> pb.CostEstimates:
+    return pb.CostEstimates(
         draft_len=found.draft_len,
         steps=found.steps,
         step_s=found.step_s,

@@ -34,7 +34,7 @@ def http_app(service: FrontendService) -> FastAPI:
         # The outer one: it answers a browser that asks whether it may send JSON.
         headers = ["authorization", "content-type"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=headers)
-    bodies = BodyReader(service.config.ingress.message_bytes_max)
+    bodies = BodyReader(service.config.frontend.message_bytes_max)
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:

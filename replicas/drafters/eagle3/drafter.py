@@ -17,7 +17,7 @@ import torch
 from replicas.cuda.transfers import upload
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.protocol import Ask, Proposal, Seen
-from replicas.sampling.choice import choose, choose_and_rate
+from replicas.sampling.choice import guess, guess_and_rate
 from replicas.stopwatch import Stopwatch
 
 
@@ -98,28 +98,23 @@ class Eagle3Drafter:
         device = ask.table.device
         starts = [len(content) - 2 for content in ask.contents]
         layout = layer.backend.step_layout(ask.table, starts, k)
-        noise = None
-        if ask.sampling.any_sampled:
-            # The output at a position chooses the token two behind it.
-            noise = ask.sampling.noise(layout.positions + 2, ask.token_most)
-            if noise is not None and ids is not None:
-                noise = noise.index_select(-1, ids)
-        sampling = ask.sampling.unfiltered()
+        # The output at a position chooses the token two behind it.
+        positions = layout.positions + 2
         tokens = torch.empty((k, len(lens)), dtype=torch.int64, device=device)
         rated = []
         for j in range(k):
             logits, x = layer.logits(layer.leave(entered, residual, layout.window(j, j + 1)))
-            here = None if noise is None else noise[:, j : j + 1]
+            here = positions[:, j : j + 1]
             if ask.rate:
-                token, one = choose_and_rate(logits[:, None], sampling, here)
+                token, one = guess_and_rate(logits, ask.sampling, here, ids)
                 rated.append(one)
             else:
-                token = choose(logits[:, None], sampling, here)
+                token = guess(logits, ask.sampling, here, ids)
             if layer.shift is not None:
                 before = tokens[j - 1] if j else torch.tensor([one[-1] for one in ask.contents])
                 tokens[j] = (before.to(device) + layer.shift) % ask.token_most
             else:
-                tokens[j] = token[:, 0] if ids is None else ids[token[:, 0]]
+                tokens[j] = token if ids is None else ids[token]
             if j + 1 < k:
                 entered, residual = layer.enter(tokens[j], x, layout.window(j + 1, j + 2))
-        return Proposal(tokens, lens, torch.cat(rated, 1).cumsum(1) if rated else None)
+        return Proposal(tokens, lens, torch.stack(rated, 1).cumsum(1) if rated else None)

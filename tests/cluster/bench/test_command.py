@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.bench import session
 from cluster.bench.compare import Comparison, Contender
-from cluster.bench.report_json import Report
+from cluster.bench.report import Report
 from cluster.bench.workload import Lengths, synthetic_prompts
 from cluster.cli.main import main
 from tests.cluster.bench.test_report import report

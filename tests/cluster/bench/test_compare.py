@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import make_dataclass
 
 import pytest
 import torch
 
-from cluster.bench.compare import Way, compare, fastest_assistance, ratio, take_turns
+from cluster.bench.compare import Way, fastest_assistance, ratio, take_turns
 from cluster.bench.transformers_runs import (
-    PAGE,
     Assistance,
     DoesNotRun,
     Transformers,
-    page_setting,
 )
-from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy
-from tests.tiny_pairs import target_model, tiny_pair, tiny_replica
+from tests.tiny_pairs import target_model, tiny_pair
 
 REQUESTS = [Request(str(n), tuple(range(3, 8 + 3 * n)), 12) for n in range(5)]
 
@@ -131,18 +127,6 @@ def test_continuous_batching_runs_here_and_agrees(
     assert models.continuous(REQUESTS, batch) == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        (("block_size", "num_blocks"), "block_size"),
-        (("page_size", "num_blocks"), "page_size"),
-        (("page_size", "num_blocks", "block_size"), "page_size"),
-    ],
-)
-def test_pages_are_small_whatever_they_are_called(fields: Sequence[str], name: str) -> None:
-    assert page_setting(make_dataclass("Config", fields)) == {name: PAGE}
-
-
 def test_the_fastest_assistance_is_chosen_by_the_better_of_its_runs() -> None:
     slow, quick = Assistance(4), Assistance(8)
     takes_s = {slow: iter([1.0, 2.0, 2.0]), quick: iter([9.0, 1.5])}
@@ -190,24 +174,3 @@ def test_what_is_missing_is_told_from_what_is_wrong(
     with pytest.raises(DoesNotRun) as told:
         models.continuous(REQUESTS, 2)
     assert str(told.value) == said
-
-
-def test_a_model_without_continuous_batching_says_so(models: Transformers) -> None:
-    class Older:
-        generation_config = None
-
-    with pytest.raises(DoesNotRun, match="Older has no generate_batch"):
-        Transformers(Older(), None).continuous(REQUESTS, 2)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_all_ways_are_compared_with_and_without_drafting(models: Transformers, batch: int) -> None:
-    # A pair of its own: a replica changes how its models run.
-    runner = tiny_replica("llama", "qwen3")
-    found = compare(runner, SchedulerConfig(rows_max=batch), models, REQUESTS[:2], rounds=1)
-    names = [each.name for each in found.contenders]
-    assert {f"Lockstep, k = 0, batch {batch}", "Lockstep, k = 0, batch 1"} <= set(names)
-    assert all(each.identical == 2 for each in found.contenders), found
-    ratios = [each.name for each in found.ratios]
-    assert len(set(ratios)) == len(ratios)
-    assert "Lockstep, batch 1 over Lockstep, k = 0, batch 1" in ratios

@@ -8,7 +8,6 @@ from cluster.bench.figures import (
     Distribution,
     PoolSums,
     Record,
-    histogram,
     percentile,
     summarise,
     timeline,
@@ -146,8 +145,3 @@ def test_a_run_without_requests_has_no_figures() -> None:
 def test_the_timeline_holds_every_token_in_its_part() -> None:
     assert timeline(served(), 4.0, 4) == [1.0, 7.0, 1.0, 4.0]
     assert timeline([], 0.0, 3) == [0.0, 0.0, 0.0]
-
-
-def test_the_histogram_holds_every_value_the_greatest_included() -> None:
-    assert histogram([0.0, 1.0, 3.9, 4.0], 2) == [(0.0, 2.0, 2), (2.0, 4.0, 2)]
-    assert histogram([], 5) == []

@@ -24,13 +24,13 @@ from protos import lockstep_pb2 as pb
 from protos import lockstep_pb2_grpc
 from scheduler.messages import SamplingParams
 from tests.cluster.fakes import CONTEXT, VOCAB
-from tests.cluster.frontend.rig import frontend as ingress
+from tests.cluster.frontend.rig import frontend
 
 
 @asynccontextmanager
 async def served(step_s: float = 0.0) -> AsyncIterator[str]:
-    """The address of an ingress with its pool and a fake replica, behind real gRPC."""
-    async with ingress(step_s) as made:
+    """The address of a frontend with its pool and a fake replica, behind real gRPC."""
+    async with frontend(step_s) as made:
         server = grpc.aio.server()
         lockstep_pb2_grpc.add_LockstepServicer_to_server(made, server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -134,7 +134,7 @@ def test_what_cannot_be_put_on_the_wire_is_refused_before_the_load() -> None:
 
 def test_sums_name_the_pool_and_the_replicas_that_they_are_of() -> None:
     replicas = [pb.ReplicaStatus(id="r0.1"), pb.ReplicaStatus(id="r1.1")]
-    sums = pool_sums(pb.StatusResponse(pool_incarnation="a+b", replicas=replicas, groups=3))
+    sums = pool_sums(pb.StatusResponse(pool_incarnation="a+b", replicas=replicas, batches=3))
     assert (sums.incarnation, sums.replicas) == ("a+b", {"r0.1", "r1.1"})
 
 

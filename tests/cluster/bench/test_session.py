@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.bench import compared, session
+from cluster.bench import compare, session
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.compare import Comparison
 from cluster.bench.figures import PoolSums, Record
@@ -48,31 +48,39 @@ def plan(**settings: Any) -> Plan:
 
 def test_the_models_that_are_served_are_compared_but_for_what_is_named() -> None:
     served = pb.ReplicaStatus(target="org/large", draft="org/small", dtype="bfloat16")
-    replica = compared.as_served(from_args({}), served).replica
+    served.drafter = "draft_model"
+    replica = compare.as_served(from_args({}), served).replica
     assert (replica.target, replica.draft, replica.dtype) == ("org/large", "org/small", "bfloat16")
-    replica = compared.as_served(from_args({"target": "a/copy"}), served).replica
+    replica = compare.as_served(from_args({"target": "a/copy"}), served).replica
     assert (replica.target, replica.draft, replica.dtype) == ("a/copy", "org/small", "bfloat16")
     without = pb.ReplicaStatus(target="org/large", dtype="float32")
-    assert compared.as_served(from_args({}), without).replica.draft is None
-    assert compared.as_served(from_args({}), None).replica.target == TINY
+    assert compare.as_served(from_args({}), without).replica.drafting.method == "none"
+    suffix = pb.ReplicaStatus(target="org/large", drafter="suffix", dtype="float32")
+    assert compare.as_served(from_args({}), suffix).replica.drafting.method == "suffix"
+    suffix.drafter, suffix.draft = "eagle3, only 1.0% right", "org/head"
+    drafting = compare.as_served(from_args({}), suffix).replica.drafting
+    assert (drafting.method, drafting.model) == ("eagle3", "org/head")
+    named = from_args({"speculative": {"method": "none"}})
+    assert compare.as_served(named, suffix).replica.drafting.method == "none"
+    assert compare.as_served(from_args({}), None).replica.target == TINY
 
 
 def test_a_smaller_vocabulary_than_that_of_the_drawn_prompts_is_refused() -> None:
     served = pb.ReplicaStatus(target=TINY, draft=TINY, dtype="float32", vocab_size=1_000_000)
     with pytest.raises(BenchError, match=r"prompt_tokens.*1000000"):
-        compared.check_comparable(from_args({}), served, drawn=True)
-    compared.check_comparable(from_args({}), served, drawn=False)
+        compare.check_comparable(from_args({}), served, drawn=True)
+    compare.check_comparable(from_args({}), served, drawn=False)
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_that_is_said() -> None:
     spec = ReplicaSpec(kv_blocks=8, block_size=16, context_len=64, vocab_size=100)
     short, long = (Request(str(n), (3,) * n, 16) for n in (40, 60))
-    assert compared.that_fit([short], SchedulerConfig(), spec) == ([short], "")
-    fit, said = compared.that_fit([long, short, long], SchedulerConfig(), spec)
+    assert compare.that_fit([short], SchedulerConfig(), spec) == ([short], "")
+    fit, said = compare.that_fit([long, short, long], SchedulerConfig(), spec)
     assert fit == [short]
     assert said.startswith("2 of 3 prompts are not compared: max_new_tokens: prompt (60)")
-    with pytest.raises(BenchError, match=r"no prompt can be compared.*60"):
-        compared.that_fit([long], SchedulerConfig(), spec)
+    with pytest.raises(BenchError, match=r"no prompt can be compare.*60"):
+        compare.that_fit([long], SchedulerConfig(), spec)
 
 
 def load(after: PoolSums | None, unanswered: str = "") -> session._Load:
@@ -109,7 +117,7 @@ def test_the_report_of_the_load_comes_before_the_comparison(
         begun.append(1)
         return COMPARISON
 
-    monkeypatch.setattr(compared, "run", run)
+    monkeypatch.setattr(compare, "compare_config", run)
     given: Any = (from_args({}), load(None), object(), None, lambda *progress: None)
     reports = session._reports(plan(compare=True), *given)
     first = next(reports)
@@ -132,7 +140,7 @@ def test_a_comparison_that_fails_leaves_the_load_and_says_why(
     def fail(*_given: object) -> Any:
         raise error
 
-    monkeypatch.setattr(*((Transformers, "load") if loading else (compared, "run")), fail)
+    monkeypatch.setattr(*((Transformers, "load") if loading else (compare, "compare_config")), fail)
     models: Any = None if loading else object()
     first, second = session._reports(
         plan(compare=True), from_args({}), load(None), models, None, lambda *progress: None

@@ -60,7 +60,7 @@ def _fresh(running: Running) -> None:
 def answer(running: Running) -> str:
     _, written, _ = talk(running, ["hello", END])
     running.server.script.asked.clear()
-    return written.split("\n", 1)[1].rsplit("\n\n", 1)[0]
+    return written.split(f"{HELP}\n", 1)[1].rsplit("\n\n", 1)[0]
 
 
 def test_each_question_comes_with_all_turns_before_it(running: Running) -> None:

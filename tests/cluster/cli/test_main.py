@@ -43,7 +43,7 @@ def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
-    """What `lockstep generate` would have sent, in batch."""
+    """What `lockstep generate` would have sent, in order."""
     requests: list[pb.GenerateRequest] = []
 
     def one(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
@@ -60,6 +60,13 @@ def test_generate_sends_class_and_salt(priority: str, sent: list[pb.GenerateRequ
     assert RUN.invoke(main, args).exit_code == 0
     assert pb.Priority.Name(sent[0].priority) == f"PRIORITY_{priority.upper()}"
     assert sent[0].cache_salt == "mine"
+
+
+@pytest.mark.parametrize("command", [["generate", "x", "--top-k"], ["chat", "--max-new-tokens"]])
+def test_a_number_that_no_request_can_hold_is_refused_by_name(command: list[str]) -> None:
+    result = RUN.invoke(main, [*command, str(2**31)])
+    assert result.exit_code == 2
+    assert command[-1].removeprefix("--").replace("-", "_") in result.output
 
 
 def test_no_server_is_an_error_with_a_sentence(tmp_path: Path) -> None:
@@ -130,7 +137,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
         pb.ReplicaStatus(
             id=f"5drh0vsd.e90a0{number}",
             residents=128,
-            orders_in_flight=2,
+            batches_in_flight=2,
             kv_blocks=1_234_567,
             kv_blocks_free=1_234_567,
             context_len=131_072,
@@ -138,7 +145,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
             dtype="bfloat16",
             device="cuda:0",
             draining=number == 1,
-            beliefs=pb.ReplicaBeliefs(draft_len=12, verified=0.5, step_s=0.0123),
+            cost_estimates=pb.CostEstimates(draft_len=12, verified=0.5, step_s=0.0123),
         )
         for number in range(2)
     ]
@@ -149,7 +156,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
     console.print(shown(pb.StatusResponse(replicas=replicas, shards=shards)))
     text = console.export_text()
     assert "…" not in text
-    assert "2 replicas: a-target, bfloat16 on cuda:0; context 131072" in text
+    assert "2 replicas: a-target, bfloat16 on cuda:0; drafter none; context 131072" in text
     assert "draining: 5drh0vsd.e90a01" in text
     rows = [line.split() for line in text.splitlines()]
     for row in (

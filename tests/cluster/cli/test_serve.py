@@ -147,6 +147,6 @@ def test_an_update_that_does_not_come_to_its_end_leaves_in_place_what_serves(
     assert (status, cluster.stopped) == (0, [False])
 
 
-def test_with_no_replica_to_wait_for_it_serves_when_the_ingress_is_up(serve: Serve) -> None:
+def test_with_no_replica_to_wait_for_it_serves_when_the_frontend_is_up(serve: Serve) -> None:
     status, _ = serve(ZERO, ready=False, all_up=True)
     assert status == 0

@@ -59,9 +59,8 @@ def test_each_case_has_its_figures(tmp_path: Path) -> None:
         assert 0 < case["ttft_s"]["p50"] <= case["latency_s"]["p50"] <= case["latency_s"]["p99"]
         assert 0 <= case["padding"] < 1
         assert case["over_time"][-1]["committed_tokens"] == case["new_tokens"]
-    plots = ElementTree.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}svg")
-    # Four for each case, and throughput over replicas for each way.
-    assert len(plots) == 4 * len(cases) + 4
+    words = list(ElementTree.parse(picture).getroot().itertext())
+    assert [words.count(title) for title in ("Replicas' time at work", "tokens/s")] == [8, 4]
 
 
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:

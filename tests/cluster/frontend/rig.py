@@ -17,7 +17,7 @@ from replicas.config import ReplicaConfig
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
 from tests.cluster.wire import Wire
 
-CONFIG = from_args({"pool": {"gather_ms": 2}, "ingress": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
+CONFIG = from_args({"pool": {"gather_ms": 2}, "frontend": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
 PROMPT = "the quick"
 PROMPT_IDS = tokenizer().encode(PROMPT).ids
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import AuthConfig, IngressConfig
+from cluster.config import AuthConfig, FrontendConfig
 from cluster.frontend.admission.control import (
     AdmissionControl,
     Admitted,
@@ -46,8 +46,8 @@ class Keyed:
         self._keys[name] = add(self.path, name, priority_max, **limits)
 
     def door(self) -> AdmissionControl:
-        ingress = IngressConfig(number=self._number)
-        return AdmissionControl(AuthConfig(keys_file=str(self.path)), ingress, self.clock)
+        frontend = FrontendConfig(number=self._number)
+        return AdmissionControl(AuthConfig(keys_file=str(self.path)), frontend, self.clock)
 
     def caller(self, name: str, address: str = "192.0.2.7") -> Caller:
         return Caller((f"Bearer {self._keys[name]}",), address)
@@ -59,8 +59,8 @@ def keyed(tmp_path: Path) -> Keyed:
 
 
 def open_door(requests_max: int = 3, allow_anyone: bool = False) -> AdmissionControl:
-    ingress = IngressConfig(requests_per_client_max=requests_max)
-    return AdmissionControl(AuthConfig(allow_anyone=allow_anyone), ingress)
+    frontend = FrontendConfig(requests_per_client_max=requests_max)
+    return AdmissionControl(AuthConfig(allow_anyone=allow_anyone), frontend)
 
 
 # --------------------------------------------------------------------------- who
@@ -271,7 +271,7 @@ def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt
     assert isinstance(admitted(door, caller, 10), Admitted)
 
 
-def test_each_of_several_ingresses_enforces_its_share(tmp_path: Path) -> None:
+def test_each_of_several_frontends_enforces_its_share(tmp_path: Path) -> None:
     keyed = Keyed(tmp_path, number=4)
     keyed.key("alice", tokens_per_minute=400, requests_max=6)
     door, caller = keyed.door(), keyed.caller("alice")

@@ -198,7 +198,7 @@ def test_a_used_up_rate_is_refused_with_the_time_to_come_back(keys: Path) -> Non
 @pytest.mark.parametrize("with_key", [True, False])
 def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with_key: bool) -> None:
     key = add(keys, "alice", requests_max=2)
-    limit = {"ingress": {"requests_per_client_max": 2}}
+    limit = {"frontend": {"requests_per_client_max": 2}}
     config = keyed(keys) if with_key else from_args(limit)
     authorization = f"Bearer {key}" if with_key else None
 

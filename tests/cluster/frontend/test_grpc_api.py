@@ -79,7 +79,7 @@ def test_token_ids_may_be_given_instead_of_text() -> None:
 INVALID = [
     (pb.GenerateRequest(), "prompt"),
     (pb.GenerateRequest(prompt=""), "prompt"),
-    (pb.GenerateRequest(prompt="x" * (CONFIG.ingress.prompt_bytes_max + 1)), "prompt"),
+    (pb.GenerateRequest(prompt="x" * (CONFIG.frontend.prompt_bytes_max + 1)), "prompt"),
     (pb.GenerateRequest(prompt_token_ids=pb.TokenIds()), "prompt_token_ids"),
     (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1, 99999])), "prompt_token_ids"),
     (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[2**32 - 1])), "prompt_token_ids"),
@@ -324,7 +324,7 @@ def test_a_call_that_is_cancelled_cancels_its_request(streaming: bool) -> None:
 
 
 def test_too_many_requests_are_refused_as_overload() -> None:
-    config = from_args({"ingress": {"requests_max": 1}})
+    config = from_args({"frontend": {"requests_max": 1}})
 
     async def test() -> None:
         async with frontend(step_s=0.02, config=config) as made:
@@ -387,7 +387,7 @@ async def _first(answers: AsyncIterator[object]) -> object:
 
 
 def test_watches_of_anybody_keep_nobody_out() -> None:
-    config = from_args({"ingress": {"watches_max": 2}})
+    config = from_args({"frontend": {"watches_max": 2}})
 
     async def test() -> None:
         async with frontend(config=config) as made:

@@ -253,7 +253,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
 
 def test_an_error_behind_the_first_event_is_the_last_event() -> None:
     async def test() -> None:
-        config = from_args({"ingress": {"timeout_s": 0.3, "coalesce_ms": 1}})
+        config = from_args({"frontend": {"timeout_s": 0.3, "coalesce_ms": 1}})
         async with served(config, step_s=0.02) as (_made, app):
             answer = await post(app, "completions", prompt=PROMPT, max_tokens=400, stream=True)
             assert answer.status == 200

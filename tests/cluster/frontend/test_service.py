@@ -123,7 +123,7 @@ def test_one_sequence_that_is_wrong_submits_none() -> None:
             for call, field in (
                 (replace(CALL, prompts=(TextPrompt(PROMPT), TokenPrompt([9999]))), "prompt"),
                 (replace(CALL, choices=0), "n"),
-                (replace(CALL, choices=CONFIG.ingress.sequences_max), "n"),
+                (replace(CALL, choices=CONFIG.frontend.sequences_max), "n"),
                 (replace(CALL, committed_token_ids=[5]), "committed_token_ids"),
             ):
                 with pytest.raises(Refused) as refused:

@@ -53,6 +53,7 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
             vocab_size=320,
             attention="flex",
             arithmetic="joined layers",
+            drafter="suffix",
         ),
         figures=BatchFigures(
             step_batches=groups,
@@ -69,11 +70,12 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     replicas = (replica_status("a", 3, 12, 900, 1000), replica_status("b", 1, 5, 50, 70))
     view = PoolView("one", 2.0, 1, PoolStatus(0, 0, replicas, finished={}, rejected=0))
     answer = to_status(view)
-    assert (answer.groups, answer.group_spread_sum) == (4, 17)
+    assert (answer.batches, answer.batch_spread_sum) == (4, 17)
     assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
     assert [replica.attention for replica in answer.replicas] == ["flex", "flex"]
+    assert {replica.drafter for replica in answer.replicas} == {"suffix"}
     assert {replica.arithmetic for replica in answer.replicas} == {"joined layers"}
 
 
@@ -85,9 +87,9 @@ def test_a_status_answer_has_all_that_the_pool_expects_of_a_replica() -> None:
     expected = CostEstimates(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, 5e4, 1.25, **tables)
     one = replace(replica_status("a", 3, 12, 900, 1000), estimates=expected)
     view = PoolView("one", 2.0, 1, PoolStatus(0, 0, (one,), finished={}, rejected=0))
-    told = to_status(view).replicas[0].beliefs
+    told = to_status(view).replicas[0].cost_estimates
     assert {field.name for field in fields(CostEstimates)} == {
-        field.name for field in pb.ReplicaBeliefs.DESCRIPTOR.fields
+        field.name for field in pb.CostEstimates.DESCRIPTOR.fields
     }
     for field in fields(CostEstimates):
         sent = getattr(told, field.name)
@@ -96,4 +98,4 @@ def test_a_status_answer_has_all_that_the_pool_expects_of_a_replica() -> None:
         assert sent == getattr(expected, field.name), field.name
     never = replace(one, estimates=replace(expected, apart_positions=math.inf))
     view = replace(view, status=replace(view.status, replicas=(never,)))
-    assert not to_status(view).replicas[0].beliefs.HasField("apart_positions")
+    assert not to_status(view).replicas[0].cost_estimates.HasField("apart_positions")

@@ -108,7 +108,7 @@ async def test_what_comes_with_every_batch_takes_streams_opened_anew_after_a_res
 async def test_what_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(
     error: Exception,
 ) -> None:
-    """An ingress or a replica would end with any other error."""
+    """A frontend or a replica would end with any other error."""
 
     async def lost() -> None:
         raise error

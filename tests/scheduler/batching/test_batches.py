@@ -1,4 +1,4 @@
-"""Proves which batches a replica gets: prefill and steps in turn, whole groups, no idle replica."""
+"""Proves which batches a replica gets: prefill and steps in turn, full batches, no idle replica."""
 
 from __future__ import annotations
 
@@ -20,19 +20,8 @@ def test_a_prefill_commits_nothing_and_a_step_follows() -> None:
     assert (steps.kind, steps.rows[0].length, steps.draft_len) == (BatchKind.SPECULATE, 3, 3)
 
 
-def test_batch_ids_are_never_reused() -> None:
-    hand = Hand()
-    hand.join()
-    hand.submit("a")
-    for _ in range(20):
-        hand.done(hand.in_flight()[0])
-    hand.lose()
-    hand.join("r2")
-    assert sorted(hand.batches) == list(range(1, len(hand.batches) + 1))
-
-
-def test_rows_up_to_the_group_size_merge_into_one_group() -> None:
-    """Two half groups would alternate for ever: a fragment waits for the batch in flight."""
+def test_rows_up_to_the_batch_size_merge_into_one_batch() -> None:
+    """Two half batches would alternate for ever: a fragment waits for the batch in flight."""
     hand = Hand(rows_max=8)
     hand.join()
     for name in "abcdefgh":
@@ -46,7 +35,7 @@ def test_rows_up_to_the_group_size_merge_into_one_group() -> None:
         assert len(batch.rows) == 8
 
 
-def test_two_whole_groups_are_pipelined() -> None:
+def test_two_whole_batches_are_pipelined() -> None:
     hand = Hand(rows_max=2)
     hand.join()
     for name in "abcd":
@@ -60,17 +49,6 @@ def test_two_whole_groups_are_pipelined() -> None:
     assert sorted(rows_of(third)) == sorted(rows_of(first)), "these rows are not in flight"
 
 
-def test_never_more_batches_in_flight_than_allowed() -> None:
-    for most in (1, 2, 3):
-        hand = Hand(rows_max=1, batches_in_flight_max=most)
-        hand.join()
-        for name in "abcdef":
-            hand.submit(name)
-        for _ in range(30):
-            assert 1 <= len(hand.in_flight()) <= most
-            hand.done(hand.in_flight()[0])
-
-
 def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> None:
     hand = Hand(rows_max=8, draft_len=4)
     hand.join(rows_max=3, draft_len_max=2)
@@ -82,18 +60,6 @@ def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> Non
     assert {batch.draft_len for batch in hand.batches.values() if batch.rows} == {2}
 
 
-def test_no_replica_has_ready_rows_and_no_batch() -> None:
-    """check_integrity, which the hand calls after each event, asserts it; here for odd numbers."""
-    for count in range(1, 12):
-        hand = Hand(rows_max=4)
-        hand.join()
-        for index in range(count):
-            hand.submit(str(index), length=1 + index)
-        for _ in range(30):
-            hand.done(hand.in_flight()[-1])
-            assert hand.in_flight()
-
-
 def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None:
     hand = Hand(rows_max=2, prefill_rows_max=1)
     hand.join()
@@ -103,7 +69,7 @@ def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None
     for _ in range(40):
         actions = hand.done(hand.in_flight()[0])
         kinds += [batch.kind for batch in batches_of(actions)]
-    assert all(str(index) in hand.tokens for index in range(12)), "somebody starved"
+    assert all(str(index) in hand.tokens for index in range(12)), "a row starved"
     after_first_step = kinds[kinds.index(BatchKind.SPECULATE) :]
     assert (BatchKind.PREFILL, BatchKind.PREFILL) not in set(itertools.pairwise(after_first_step))
 
@@ -115,7 +81,7 @@ def test_a_prefill_batch_keeps_its_budget_of_rows_and_tokens() -> None:
     first, second = batches_of(hand.join())
     assert rows_of(first) == ["a"]
     assert rows_of(second) == ["b", "c", "d"], "all tokens but the last are filled: 3 + 5 + 0"
-    assert batches_of(hand.done(first)) == [], "most of the group is still being filled"
+    assert batches_of(hand.done(first)) == [], "most of the batch is still being filled"
     steps, third = batches_of(hand.done(second))
     assert rows_of(steps) == ["d", "b", "c", "a"]
     assert rows_of(third) == ["e", "f", "g"]
@@ -166,14 +132,6 @@ def test_each_row_drafts_within_its_own_limits() -> None:
         "last": 0,
     }
     assert batch.draft_len == 5
-
-
-def test_a_group_that_may_not_draft_has_k_0() -> None:
-    hand = Hand(draft_len=5)
-    hand.submit("off", draft_len=0)
-    hand.join()
-    (batch,) = hand.settle()
-    assert batch.draft_len == 0
 
 
 def test_actions_of_a_finished_row_come_before_the_batch_that_takes_its_blocks() -> None:

@@ -1,4 +1,4 @@
-"""Proves: a group is cut where two steps take less time than one, by cost or by a pin; what is cut
+"""Proves: a batch is cut where two steps take less time than one, by cost or by a pin; what is cut
 steps in turns, waits no longer than grouping promises, and comes together again."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_parts_come_together_when_their_lengths_do() -> None:
 
 @pytest.mark.parametrize("wait_rounds", [2, 3, 4])
 @pytest.mark.parametrize("rows_max", [2, 4, 8])
-def test_nobody_waits_longer_than_grouping_promises(rows_max: int, wait_rounds: int) -> None:
+def test_no_row_waits_longer_than_grouping_promises(rows_max: int, wait_rounds: int) -> None:
     """However far rows are apart: every one is a part of its own."""
     hand = Hand(draft_len=0, rows_max=rows_max, wait_rounds=wait_rounds, apart_positions=0)
     hand.join(kv_blocks=100_000)
@@ -157,8 +157,3 @@ def test_a_replica_that_reads_apart_is_never_asked_for_two_steps() -> None:
     hand.settle()
     stepped(hand, 4)
     assert all(len(lengths) == 4 for lengths in stepped(hand, 10))
-
-
-def test_the_pin_is_checked() -> None:
-    with pytest.raises(ValueError, match="apart_positions"):
-        SchedulerConfig(apart_positions=-1)

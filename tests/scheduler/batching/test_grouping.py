@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.batching.grouping import choose_rows, groups_needed, may_step, passes_bound
+from scheduler.batching.grouping import batches_per_round, choose_rows, may_step, passes_bound
 from scheduler.state import ReadyRows
 
 
@@ -23,10 +23,10 @@ def ready_rows(lengths: list[int]) -> ReadyRows[str]:
     return rows
 
 
-def take(rows: ReadyRows[str], rows_max: int, groups: int, wait_rounds: int) -> list[str]:
+def take(rows: ReadyRows[str], rows_max: int, per_round: int, wait_rounds: int) -> list[str]:
     """The next batch, dispatched."""
-    chosen = choose_rows(rows, rows_max, groups, wait_rounds)
-    rows.take(chosen, max(len(rows), groups * rows_max))
+    chosen = choose_rows(rows, rows_max, per_round, wait_rounds)
+    rows.take(chosen, max(len(rows), per_round * rows_max))
     return chosen
 
 
@@ -39,7 +39,7 @@ lengths_of_rows = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 @settings(max_examples=150, deadline=None)
 @given(lengths_of_rows, st.integers(1, 12))
-def test_while_nobody_is_behind_the_shortest_go_first(lengths: list[int], rows_max: int) -> None:
+def test_while_no_row_is_behind_the_shortest_go_first(lengths: list[int], rows_max: int) -> None:
     rows = ready_rows(lengths)
     taken = take(rows, rows_max, 1, wait_rounds=100)
     rows.check_integrity()
@@ -76,7 +76,7 @@ def test_with_one_round_rows_go_in_order_of_arrival() -> None:
     assert taken == [["0", "1"], ["2", "3"], ["4", "5"]]
 
 
-def test_whoever_waits_for_a_first_token_anchors_the_next_window() -> None:
+def test_a_row_that_waits_for_a_first_token_anchors_the_next_window() -> None:
     rows: ReadyRows[str] = ReadyRows()
     for index, length in enumerate([10, 10, 11, 80, 90, 91]):
         rows.add(str(index), length, new=index == 3)
@@ -123,10 +123,13 @@ def test_no_row_waits_beyond_the_bound(
 ) -> None:
     """A search for a counter-example: rows of hostile lengths step, grow and come back while
     others are in flight. Growing by nothing keeps the most attractive rows attractive for ever;
-    `chasing` rows stand beside the oldest, so that nobody else goes with it."""
+    `chasing` rows stand beside the oldest, so that no other goes with it."""
     lengths = {str(i): rng.choice([1, 5, 9, 100 * i, rng.randint(1, 200)]) for i in range(count)}
     rows = ready_rows(list(lengths.values()))
-    groups, bound = groups_needed(count, rows_max), passes_bound(count, rows_max, wait_rounds)
+    per_round, bound = (
+        batches_per_round(count, rows_max),
+        passes_bound(count, rows_max, wait_rounds),
+    )
     batches: list[list[str]] = []
     for _ in range(150):
         if len(batches) >= in_flight or not rows:
@@ -136,7 +139,7 @@ def test_no_row_waits_beyond_the_bound(
                 if way == "chasing" and oldest is not None and int(row) % 2:
                     lengths[row] = lengths[oldest] + 1
                 rows.add(row, lengths[row], new=rng.random() < 0.1)
-        batches.append(take(rows, rows_max, groups, wait_rounds))
+        batches.append(take(rows, rows_max, per_round, wait_rounds))
         rows.check_integrity()
         assert all(rows.passes(row) <= bound for row in rows)
 
@@ -144,7 +147,7 @@ def test_no_row_waits_beyond_the_bound(
 @pytest.mark.parametrize(
     ("ready", "stepping", "joining", "batches", "expected"),
     [
-        (0, 8, 0, 1, False),  # nobody to step
+        (0, 8, 0, 1, False),  # no row to step
         (1, 0, 0, 0, True),  # a replica without any batch never waits
         (4, 4, 0, 1, False),  # a fragment waits: all 8 belong in one batch
         (7, 1, 0, 1, False),

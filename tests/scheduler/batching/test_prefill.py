@@ -1,4 +1,4 @@
-"""Proves that long prompts are filled in chunks between steps, and that nobody waits for long."""
+"""Proves that long prompts are filled in chunks between steps, and that no row waits for long."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def step(hand: Hand, replica_id: str = "r", count: int = 1) -> None:
         hand.done(hand.in_flight(replica_id)[0])
 
 
-def test_a_new_replica_gets_work_though_nobody_waits() -> None:
+def test_a_new_replica_gets_work_though_none_waits() -> None:
     hand = loaded(16)
     hand.join("s", kv_blocks=10_000)
     assert not hand.in_flight("s")
@@ -45,7 +45,7 @@ def test_a_new_replica_gets_work_though_nobody_waits() -> None:
         assert len(row.tokens) == 3 + len(hand.tokens.get(row.sequence_id, ()))
 
 
-def test_the_imbalance_settles_and_nobody_goes_back() -> None:
+def test_the_imbalance_settles_and_none_goes_back() -> None:
     hand = loaded(16)
     hand.join("s", kv_blocks=10_000)
     for _ in range(60):
@@ -89,22 +89,18 @@ def test_what_a_chunk_has_no_room_for_stays(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(batch.prefill for batch in later if batch.replica_id == "r")
 
 
-def test_nobody_moves_where_all_fit_into_one_group() -> None:
-    hand = loaded(4)
-    hand.join("s")
-    step(hand, count=5)
-    assert hand.scheduler.snapshot().moved == 0
-
-
-def test_nobody_moves_who_is_nearly_done() -> None:
-    hand = loaded(16, max_new_tokens=6, length=400)
-    hand.join("s", kv_blocks=10_000)
+@pytest.mark.parametrize(
+    ("count", "request_of", "kv_blocks"),
+    [
+        (4, {}, 10_000),  # all fit into one batch
+        (16, {"max_new_tokens": 6, "length": 400}, 10_000),  # they are nearly done
+        (16, {}, 2),  # the other has no room
+    ],
+)
+def test_none_moves_where_it_gains_nothing(
+    count: int, request_of: dict[str, int], kv_blocks: int
+) -> None:
+    hand = loaded(count, **request_of)
+    hand.join("s", kv_blocks=kv_blocks)
     step(hand, count=3)
-    assert hand.scheduler.snapshot().moved == 0
-
-
-def test_nobody_moves_to_a_replica_without_room() -> None:
-    hand = loaded(16)
-    hand.join("s", kv_blocks=2)
-    step(hand, count=5)
     assert hand.scheduler.snapshot().moved == 0

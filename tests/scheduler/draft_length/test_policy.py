@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from random import Random
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -13,141 +10,28 @@ from hypothesis import strategies as st
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.goodput import SHARES
-from scheduler.draft_length.policy import DraftPolicy, StepPlan, row_draft_len
+from scheduler.draft_length.policy import DraftPolicy, row_draft_len
 from scheduler.messages import (
     Batch,
     BatchKind,
-    Dispatch,
     PrefillRow,
     PrefillTiming,
-    ReplicaJoined,
     ReplicaSpec,
     Request,
-    RowResult,
     SamplingParams,
-    StepDone,
     StepResult,
-    StepRow,
     StepTimes,
-    StepTiming,
-    Submit,
 )
-from scheduler.scheduler import Scheduler
-from scheduler.state.sequence import Answer, Sequence
-
-LENGTH = 100
-
-
-class LinearCost(NamedTuple):
-    """Seconds: once, per token and per KV position."""
-
-    fixed_s: float
-    token_s: float = 0.0
-    kv_s: float = 0.0
-
-    def __call__(self, tokens: float, kv: float) -> float:
-        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
-
-
-class Pair:
-    """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
-
-    def __init__(self, draft: LinearCost, verify: LinearCost, acceptance: float) -> None:
-        self.draft, self.acceptance = draft, acceptance
-        self.verify: Callable[[int, int], float] = verify
-        self.rng = Random(0)
-
-    def step_s(self, rows: int, draft_len: int) -> float:
-        kv = rows * (LENGTH + draft_len)
-        return self.verify(rows * (draft_len + 1), kv) + draft_len * self.draft(rows, kv)
-
-    def goodput(self, rows: int, draft_len: int) -> float:
-        expected = sum(self.acceptance**j for j in range(draft_len + 1))
-        return rows * expected / self.step_s(rows, draft_len)
-
-    def timings(self) -> tuple[StepTiming, ...]:
-        return tuple(
-            StepTiming(
-                rows,
-                draft_len,
-                rows * (LENGTH + draft_len),
-                draft_len * self.draft(rows, rows * (LENGTH + draft_len)),
-                self.verify(rows * (draft_len + 1), rows * (LENGTH + draft_len)),
-                1e-6,
-            )
-            for rows in (1, 4, 16)
-            for draft_len in (0, 2, 8)
-        )
-
-    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Batch, StepResult]:
-        results = []
-        for row in rows:
-            tried, accepted = [0] * plan.draft_len, [0] * plan.draft_len
-            for _ in range(plan.steps):
-                for at in range(plan.draft_len):
-                    tried[at] += 1
-                    if self.rng.random() >= self.acceptance:
-                        break
-                    accepted[at] += 1
-            drafted = plan.steps * plan.draft_len
-            new = (1,) * (plan.steps + sum(accepted))
-            results.append(
-                RowResult(row.id, new, plan.steps, drafted, tuple(accepted), tuple(tried))
-            )
-        kv = len(rows) * (LENGTH + plan.draft_len)
-        draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
-        verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
-        batch = Batch(
-            1,
-            "r",
-            BatchKind.SPECULATE,
-            rows=tuple(StepRow(row.id, LENGTH, plan.draft_len, 99) for row in rows),
-            draft_len=plan.draft_len,
-            steps=plan.steps,
-        )
-        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
-        return batch, StepResult(
-            1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
-        )
-
-    def turn(
-        self,
-        policy: DraftPolicy,
-        rows: list[Sequence],
-        batches: int,
-        steps_most: int = 1,
-        trip_s: float | None = None,
-    ) -> tuple[float, int]:
-        """Time and tokens of so many batches of these rows."""
-        seconds, tokens = 0.0, 0
-        for _ in range(batches):
-            batch, result = self.answer(rows, policy.plan("r", rows, steps_most))
-            policy.observe(batch, result, answers(rows, result), trip_s)
-            seconds += result.times.total_s
-            tokens += sum(len(row.tokens) for row in result.rows)
-        return seconds, tokens
-
-
-def answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
-    return list(zip(rows, result.rows, strict=True))
-
-
-def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
-    prompt = (1,) * LENGTH
-    return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
-
-
-def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> DraftPolicy:
-    """A policy that knows the pair's times, or nothing."""
-    policy = DraftPolicy(SchedulerConfig(trim_drafts=trims, **settings))
-    timings = pair.timings() if pair else ()
-    spec = ReplicaSpec(1000, 16, 10_000, 100, timings=timings, trims_drafts=trims)
-    policy.joined("r", spec)
-    return policy
-
-
-CHEAP = LinearCost(1e-3, 1e-5, 1e-8)
-TARGET = LinearCost(10e-3, 3e-4, 1e-7)
+from scheduler.state.sequence import Sequence
+from tests.scheduler.draft_length.pair import (
+    CHEAP,
+    TARGET,
+    LinearCost,
+    Pair,
+    answers,
+    policy_for,
+    rows_of,
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,25 +57,6 @@ def test_the_draft_length_comes_to_the_greatest_goodput(
         pair.turn(policy, rows, 1)
         chosen.append(pair.goodput(count, policy.estimates("r").draft_len))
     assert sum(chosen) / len(chosen) >= (0.92 if count > 1 else 0.88) * best
-
-
-@pytest.mark.parametrize("tile", [16, 32, 64])
-@pytest.mark.parametrize("acceptance", [0.75, 0.85])
-def test_a_verification_that_takes_whole_tiles_is_filled_up(tile: int, acceptance: float) -> None:
-    """Of 8 rows k = 1, 3 and 7 end at a tile: more tokens than with the draft length before them,
-    in the same time. A straight line through the times has it that all tokens cost alike."""
-    bound = LinearCost(10e-3, 1e-3, 1e-7)
-    pair = Pair(CHEAP, bound, acceptance)
-    pair.verify = lambda tokens, kv: bound(tile * -(-tokens // tile), kv)
-    policy = policy_for(pair)
-    rows = rows_of(8)
-    pair.turn(policy, rows, 200)
-    reached = []
-    for _ in range(200):
-        pair.turn(policy, rows, 1)
-        reached.append(pair.goodput(8, policy.estimates("r").draft_len))
-    best = max(pair.goodput(8, draft_len) for draft_len in range(9))
-    assert sum(reached) / len(reached) >= 0.95 * best
 
 
 @pytest.mark.parametrize("times", [1.5, 3.0, 10.0])
@@ -309,15 +174,12 @@ def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others(
     assert plan.steps > 1
 
 
-def test_a_server_that_drafts_nothing_says_so() -> None:
-    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len_max=0)
-    assert policy.plan("r", rows_of(2), 1).draft_len == 0
-    assert policy.estimates("r").draft_len == 0
-
-
-def test_a_replica_without_a_draft_never_drafts() -> None:
-    policy = DraftPolicy(SchedulerConfig())
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0))
+@pytest.mark.parametrize(("server", "replica"), [(0, 32), (8, 0)])
+def test_without_a_draft_or_where_the_server_allows_none_nothing_is_drafted(
+    server: int, replica: int
+) -> None:
+    policy = DraftPolicy(SchedulerConfig(draft_len_max=server))
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=replica))
     assert policy.plan("r", rows_of(2), 1).draft_len == 0
     assert policy.estimates("r").draft_len == 0
 
@@ -333,32 +195,24 @@ def test_without_a_draft_steps_still_follow_their_times() -> None:
     assert policy.estimates("r").step_s == pytest.approx(0.06, rel=0.1)
 
 
-@pytest.mark.parametrize(("server", "expected"), [(None, 3), (2, 2), (5, 3)])
-def test_a_replica_can_fix_its_draft_length(server: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("server", "replica", "fixed"),
+    [(None, 3, 3), (2, 3, 2), (5, 3, 3), (3, None, 3), (0, None, 0)],
+)
+def test_a_server_or_a_replica_can_fix_the_draft_length(
+    server: int | None, replica: int | None, fixed: int
+) -> None:
+    """A request drafts no more, neither for itself nor for those it steps with, and may draft
+    less."""
     policy = DraftPolicy(SchedulerConfig(draft_len=server))
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len=3))
-    assert policy.plan("r", rows_of(2), 1).draft_len == expected
-    assert policy.plan("r", rows_of(2, draft_len=8), 1).draft_len == expected
-
-
-@pytest.mark.parametrize("pinned", [0, 3])
-def test_the_server_can_pin_the_draft_length(pinned: int) -> None:
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len=replica))
     pair = Pair(CHEAP, TARGET, acceptance=0.9)
-    policy = policy_for(pair, draft_len=pinned)
-    rows = rows_of(4)
-    for _ in range(5):
-        assert policy.plan("r", rows, 1).draft_len == pinned
-        pair.turn(policy, rows, 1)
-
-
-@pytest.mark.parametrize("pinned", [0, 3])
-def test_a_request_drafts_no_more_than_the_server_has_pinned(pinned: int) -> None:
-    """Neither for itself nor for those that it steps with, and it may still draft less."""
-    policy = policy_for(Pair(CHEAP, TARGET, acceptance=0.9), draft_len=pinned)
-    rows = [*rows_of(3), *rows_of(1, draft_len=8)]
-    assert policy.plan("r", rows, 1).draft_len == pinned
-    assert policy.plan("r", rows_of(1, draft_len=8), 1).draft_len == pinned
-    assert row_draft_len(rows_of(1, draft_len=1)[0], pinned) == min(1, pinned)
+    for _ in range(3):
+        for rows in (rows_of(4), rows_of(2, draft_len=8), [*rows_of(3), *rows_of(1, draft_len=8)]):
+            assert policy.plan("r", rows, 1).draft_len == fixed
+        pair.turn(policy, rows_of(4), 1)
+    less = policy.plan("r", [*rows_of(1), *rows_of(1, draft_len=1)], 1)
+    assert less.draft_lens == [fixed, min(1, fixed)]
 
 
 def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
@@ -376,7 +230,7 @@ def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
     ("group", "pinned", "tokens_left", "expected"),
     [(4, None, 100, 4), (4, 2, 100, 2), (4, 0, 100, 0), (0, 3, 100, 0), (4, 9, 3, 2), (4, 9, 1, 0)],
 )
-def test_a_row_drafts_the_least_of_group_request_and_tokens_left_but_one(
+def test_a_row_drafts_the_least_of_batch_request_and_tokens_left_but_one(
     group: int, pinned: int | None, tokens_left: int, expected: int
 ) -> None:
     sequence = Sequence(Request("a", (1,), tokens_left, draft_len=pinned), 1)
@@ -461,10 +315,9 @@ def test_a_chunk_is_never_smaller_than_the_least(token_s: float) -> None:
     assert policy.prefill_tokens("r", 8, 2048) == PREFILL_TOKENS_LEAST
 
 
-@pytest.mark.parametrize("by_time", [True, False])
-def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bool) -> None:
+def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair, draft_len=0, prefill_by_time=by_time)
+    policy = policy_for(pair, draft_len=0)
     assert policy.prefill_tokens("r", 4, 2048) == 2048, "as long as nothing is known"
     pair.turn(policy, rows_of(8), 20)
     for count in (64, 512, 2000):
@@ -473,52 +326,8 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step(by_time: bo
         times = StepTimes(prefill_s=1e-3 + 1e-4 * count)
         policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
     chunk = policy.prefill_tokens("r", 8, 2048)
-    if not by_time:
-        assert chunk == 2048
-        return
     assert 1e-3 + 1e-4 * chunk == pytest.approx(pair.step_s(8, 0), rel=0.1)
     wider = policy.prefill_tokens("r", 2, 2048)
     assert 1e-3 + 1e-4 * wider == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
     assert policy.prefill_tokens("r", 8, 50) == 50
     assert policy.prefill_tokens("r", 0, 2048) == 2048
-
-
-def test_a_long_prompt_stalls_a_lone_group_for_one_step_at_a_time() -> None:
-    """All rows are in the batch in flight when a chunk is planned: they wait for it as well."""
-    pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    scheduler = Scheduler(SchedulerConfig(draft_len=0, steps_per_batch_max=1))
-    spec = ReplicaSpec(100_000, 16, 100_000, 100, timings=pair.timings())
-    chunks: list[int] = []
-
-    def tell(event: object) -> list[Batch]:
-        actions = scheduler.step(event, 0.0)  # type: ignore[arg-type]
-        return [one.batch for one in actions if isinstance(one, Dispatch)]
-
-    batches = tell(ReplicaJoined("r", spec))
-    for index in range(8):
-        batches += tell(Submit(Request(f"row {index}", (1,) * LENGTH, 10_000)))
-    for number in range(120):
-        if number == 60:
-            batches += tell(Submit(Request("long", (1,) * 20_000, 10)))
-        batch = batches.pop(0)
-        if batch.kind is BatchKind.PREFILL:
-            filled = sum(
-                (len(row.tokens) - 1 if row.until is None else row.until) - row.begin
-                for row in batch.prefill
-            )
-            if number > 62:
-                chunks.append(filled)
-            spent_s = 1e-3 + 1e-4 * filled
-            times = StepTimes(prefill_s=spent_s, total_s=spent_s)
-            rows = tuple(RowResult(row.sequence_id) for row in batch.prefill)
-            result = StepResult(batch.id, "r", rows, times=times)
-        else:
-            spent_s = pair.step_s(len(batch.rows), 0)
-            rows = tuple(RowResult(row.sequence_id, (1,), 1) for row in batch.rows)
-            read = len(batch.rows) * batch.rows[-1].length
-            times = StepTimes(verify_s=spent_s, total_s=spent_s)
-            result = StepResult(batch.id, "r", rows, 1, times, read, read)
-        batches += tell(StepDone(result))
-    assert len(chunks) > 10
-    for filled in chunks:
-        assert 1e-3 + 1e-4 * filled < 1.5 * pair.step_s(8, 0)

@@ -100,7 +100,7 @@ def test_an_urgent_request_passes_those_that_can_wait_but_not_for_ever() -> None
     assert list(queue_of(old, sequence(9, AGE_S + 1, timeout_s=0.5))) == ["0", "9"]
 
 
-def test_those_who_lost_their_place_come_first_by_arrival() -> None:
+def test_those_that_lost_their_place_come_first_by_arrival() -> None:
     queue = queue_of(sequence(5, priority=Priority.HIGH))
     queue.add(sequence(4, priority=Priority.LOW), first=True)
     queue.add(sequence(2, tenant="x"), first=True)
@@ -121,7 +121,7 @@ moves = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(moves, st.integers(0, 2**32))
-def test_nobody_is_lost_or_doubled(
+def test_none_is_lost_or_doubled(
     moves: list[tuple[str, Priority, str, int, float | None]], seed: int
 ) -> None:
     rng = Random(seed)

@@ -1,28 +1,21 @@
 """Proves that the number of replicas follows the load, is bounded, and does not flap.
 
-The policy alone with drawn figures, the meter with hand-made statuses, and both at work in
-simulated worlds where replicas take time to start: every request is served with the right tokens.
+The policy alone with drawn figures, and the meter with hand-made statuses; `test_elastic` has both
+at work.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from scheduler.config import SchedulerConfig
 from scheduler.messages import (
-    Batch,
-    BatchKind,
     ReplicaSpec,
-    Request,
-    SamplingParams,
-    StepTimes,
 )
 from scheduler.scaling import (
     AutoscalingConfig,
@@ -31,10 +24,8 @@ from scheduler.scaling import (
     ScalingState,
     wanted_replicas,
 )
-from scheduler.simulation import reference_output
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
-from tests.scheduler.elastic import ElasticWorld
 
 SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
 
@@ -257,34 +248,24 @@ def test_until_something_was_measured_the_default_stands() -> None:
     assert meter.look(status(0, seen("a", 0.5, 1000, 10, 8))) == 300.0
 
 
-def test_full_groups_say_what_a_replica_commits_and_idle_time_does_not_count() -> None:
+def test_full_batches_say_what_a_replica_commits_and_idle_time_does_not_count() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     meter.look(status(0, seen("a", 0.0, 0, 0, 0)))
     # However much time passes between the looks: only time in batches is divided by.
     assert meter.look(status(0, seen("a", 2.0, 200, 20, 8))) == 100.0
 
 
-def test_groups_that_are_not_full_raise_the_figure_and_never_lower_it() -> None:
+def test_batches_that_are_not_full_raise_the_figure_and_never_lower_it() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     meter.look(status(0, seen("a", 0.0, 0, 0, 0)))
     assert meter.look(status(0, seen("a", 2.0, 100, 20, 1))) == 300.0
     assert meter.look(status(0, seen("a", 4.0, 1100, 40, 1))) == 500.0
 
 
-def test_who_lets_requests_wait_has_enough_to_do_though_its_groups_are_small() -> None:
+def test_where_requests_wait_a_replica_has_enough_to_do_though_its_batches_are_small() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     meter.look(status(5, seen("a", 0.0, 0, 0, 0)))
     assert meter.look(status(5, seen("a", 2.0, 100, 20, 2))) == 50.0
-
-
-def test_who_waits_in_another_shard_gives_a_replica_nothing_to_do() -> None:
-    """The queue is of the shard with replica a; b steps small groups where nobody waits."""
-    meter = CapacityMeter(300.0, rows_max=8)
-    for second in range(100):
-        busy_s = float(second)
-        a, b = seen("a", busy_s, 500 * second, second, 8), seen("b", busy_s, 70 * second, second, 2)
-        meter.look(status(5, a), status(0, b))
-    assert meter.tokens_per_s == pytest.approx(500.0)
 
 
 def test_a_replica_that_is_new_or_begins_again_is_no_sample() -> None:
@@ -306,88 +287,3 @@ def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
         committed = 400_000 + (second - 400) * 200
         meter.look(status(0, seen("a", float(second), committed, second, 8)))
     assert meter.tokens_per_s == pytest.approx(200.0, rel=0.05)
-
-
-# ------------------------------------------------------------------------- in simulated worlds
-
-
-def times_of(batch: Batch) -> StepTimes:
-    """8 rows at 3 tokens per row and step: about 400 tokens/s."""
-    if batch.kind is BatchKind.PREFILL:
-        return StepTimes(prefill_s=0.01, total_s=0.01)
-    return StepTimes(total_s=0.06)
-
-
-def tide(rng: Random, seconds: float, peak_per_s: float) -> list[tuple[float, Request]]:
-    """Requests whose rate rises from nothing to the peak and falls back, then one straggler."""
-    requests: list[tuple[float, Request]] = []
-    at_s = 0.0
-    while at_s < seconds:
-        height = max(0.02, 1.0 - abs(2.0 * at_s / seconds - 1.0))
-        at_s += rng.expovariate(peak_per_s * height)
-        requests.append((at_s, request_of(rng, f"q{len(requests)}")))
-    requests.append((seconds + 400.0, request_of(rng, "straggler")))
-    return requests
-
-
-def request_of(rng: Random, name: str) -> Request:
-    prompt = tuple(rng.randrange(50) for _ in range(rng.choice([3, 20, 60])))
-    return Request(name, prompt, rng.choice([20, 60, 100]), SamplingParams(seed=rng.choice([0, 7])))
-
-
-def play(rng: Random, start_s: float, requests: list[tuple[float, Request]]) -> ElasticWorld:
-    """Every request must be served with the reference output."""
-    world = ElasticWorld(rng, TIDE, SchedulerConfig(rows_max=8), SPEC, times_of, start_s)
-    for at_s, request in requests:
-        world.submit(at_s, request)
-    world.run(3000.0)
-    world.scheduler.check_integrity()
-    for _, request in requests:
-        outcome = world.report.outcomes[request.id]
-        assert outcome.ends == 1
-        assert outcome.finish is not None
-        tokens, reason = reference_output(request, SPEC.vocab_size)
-        assert (tuple(outcome.tokens), outcome.finish.reason) == (tokens, reason)
-    return world
-
-
-TIDE = AutoscalingConfig(
-    min_replicas=0,
-    max_replicas=5,
-    drain_s=4.0,
-    up_delay_s=2.0,
-    down_delay_s=15.0,
-    idle_s=60.0,
-    tokens_per_s=300.0,
-)
-
-
-@pytest.mark.parametrize(("seed", "start_s"), [(1, 0.5), (2, 8.0)])
-def test_a_load_that_rises_and_falls_is_served_and_replicas_follow(
-    seed: int, start_s: float
-) -> None:
-    rng = Random(seed)
-    requests = tide(rng, 240.0, peak_per_s=20.0)
-    world = play(rng, start_s, requests)
-    looks = world.looks
-    peak = max(look.serving for look in looks)
-    assert peak >= 3, "the tide asks for about three replicas"
-    # Between the tide and the straggler no replica is wanted; the straggler is served all the same.
-    assert any(look.serving == 0 for look in looks if 300 < look.now_s < 620)
-    last = requests[-1][1]
-    waited_s = world.report.outcomes[last.id].first_token_s - requests[-1][0]  # type: ignore[operator]
-    assert waited_s < start_s + TIDE.look_s + 1.0
-
-
-def test_under_steady_arrivals_the_number_of_replicas_does_not_swing() -> None:
-    rng = Random(1)
-    requests = []
-    at_s = 0.0
-    while at_s < 400.0:
-        at_s += rng.expovariate(12.0)
-        requests.append((at_s, request_of(rng, f"q{len(requests)}")))
-    world = play(rng, 3.0, requests)
-    numbers = [look.wanted for look in world.looks if 100 < look.now_s < 400]
-    changes = sum(a != b for a, b in pairwise(numbers))
-    # Without the throughput in the figures there were 8 to 11 changes in this time (six seeds).
-    assert changes <= 2, numbers

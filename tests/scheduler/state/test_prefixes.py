@@ -1,5 +1,5 @@
 """Proves that a sequence goes where its prefix is, within the balance of load, and never waits long
-for it; and that the guess about who has what is bounded and errs only towards less.
+for it; and that the guess about which replica has what is bounded and errs only towards less.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_neither_another_tenant_nor_another_salt_shares() -> None:
         on = prefill_of(hand, "filler").replica_id
         same = A if on == "r1" else B
         hand.submit("other", prompt=(*same, 5), **fields)
-        assert prefill_of(hand, "other").replica_id != on, "the lighter one, whoever has the prefix"
+        assert prefill_of(hand, "other").replica_id != on, "the lighter one, wherever the prefix is"
         assert prefill_of(hand, "other").prefill[0].salt != prefill_of(hand, "a").prefill[0].salt
 
 
@@ -134,7 +134,7 @@ def test_load_goes_before_a_prefix_that_is_worth_less() -> None:
 def test_a_busy_replica_leaves_a_prompt_to_the_busy_one_that_has_its_prefix() -> None:
     hand = two_replicas(batches_in_flight_max=1)
     hand.submit("a2", prompt=(*A, 5))
-    assert len(hand.batches) == 4, "nobody has a place for a batch"
+    assert len(hand.batches) == 4, "no replica has a place for a batch"
     hand.done(hand.in_flight("r2")[0])
     assert "a2" not in [row for o in hand.in_flight("r2") for row in rows_of(o)]
 

@@ -14,7 +14,6 @@ from scheduler.state.sequence import (
     Move,
     Sequence,
     State,
-    finished_before_start,
     truncate,
 )
 
@@ -83,30 +82,12 @@ def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
     assert one.commit(RowResult("a", (9, 6), 1)) == ((9,), FinishReason.STOP)
 
 
-def test_length_counts_content_and_nothing_else() -> None:
-    one = sequence(prompt=(0, 0, 0), committed=())
-    assert (one.length, one.length_max, one.tokens_left) == (3, 8, 5)
-    one.commit(RowResult("a", (0, 0), 1))
-    assert (one.length, one.length_max, one.tokens_left) == (5, 8, 3)
-    assert one.content() == (0, 0, 0, 0, 0)
-
-
 def test_a_finished_sequence_refuses_tokens() -> None:
     one = sequence()
     one.move(Move.FINISH)
     with pytest.raises(AssertionError):
         one.commit(RowResult("a", (5,), 1))
     assert one.committed == []
-
-
-def test_usage_sums_what_replicas_report() -> None:
-    one = sequence(max_new_tokens=9)
-    one.commit(RowResult("a", (5, 6, 7), 1, 4, (1, 1, 0, 0)))
-    one.commit(RowResult("a", (5, 6), 2, 2, (0,)))
-    usage = one.usage()
-    assert (usage.prompt_tokens, usage.completion_tokens) == (2, 5)
-    assert (usage.steps, usage.draft_tokens, usage.accepted_tokens) == (3, 6, 2)
-    assert usage.accepted_at == (1, 1, 0, 0)
 
 
 runs_of_an_batch = st.integers(0, 4).flatmap(
@@ -132,20 +113,3 @@ def test_accepted_tokens_are_counted_by_their_place_in_the_draft(
     longest = max((drafted for drafted, _ in batches), default=0)
     assert usage.steps == len(every)
     assert usage.accepted_at == tuple(sum(run > place for run in every) for place in range(longest))
-
-
-@pytest.mark.parametrize(
-    ("committed", "stop", "reason"),
-    [
-        ((), (), None),
-        ((5, 6), (), None),
-        ((5, 6, 7), (), FinishReason.LENGTH),
-        ((5, 9), (9,), FinishReason.STOP),
-        ((5, 6, 9), (9,), FinishReason.STOP),
-    ],
-)
-def test_carried_tokens_may_complete_a_request(
-    committed: tuple[int, ...], stop: tuple[int, ...], reason: FinishReason | None
-) -> None:
-    request = Request("a", (9,), 3, stop_token_ids=stop, committed=committed)
-    assert finished_before_start(request) is reason

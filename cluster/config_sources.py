@@ -1,0 +1,77 @@
+"""Where settings come from beside the code: YAML files and the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import SECTIONS, ClusterConfig, ConfigError, ServerConfig, from_args
+
+
+def overridden(config: ClusterConfig, given: Mapping[str, Any]) -> ClusterConfig:
+    """The same settings, but for those in `given`, by their sections. Raises `ConfigError`."""
+    # What was not said follows what is said now: another target has another drafter.
+    nested = config.model_dump(exclude_unset=True)
+    for key, value in given.items():
+        merges = key in SECTIONS and isinstance(value, Mapping)
+        nested[key] = nested.get(key, {}) | value if merges else value
+    return from_args(nested)
+
+
+def from_file(path: Path) -> ClusterConfig:
+    """Settings from a YAML file: either those of `from_args`, or a Serve config file.
+
+    Raises `ConfigError`, and `OSError` for a file that cannot be read.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if data is None:
+        return ClusterConfig()
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings")
+    return from_args(_serve_file_args(data) if "applications" in data else data)
+
+
+def server_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Where clients look for the server: LOCKSTEP_ADDRESS, else this machine's default port."""
+    return environment.get("LOCKSTEP_ADDRESS", f"localhost:{ServerConfig().grpc_port}")
+
+
+def api_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """A client's key: from a file, else LOCKSTEP_API_KEY; None if neither is given.
+
+    Never an option of its own: what stands on a command line, everybody on the machine can read.
+    Raises `ConfigError` for an empty file or a key that no header can carry, and `OSError`.
+    """
+    if path is None:
+        key = environment.get("LOCKSTEP_API_KEY", "").strip()
+        if not key:
+            return None
+    elif not (key := path.read_text(encoding="utf-8").strip()):
+        raise ConfigError(f"{path}: holds no API key")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"{path or 'LOCKSTEP_API_KEY'}: an API key is one word of printable ASCII"
+        )
+    return key
+
+
+def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
+    applications = data["applications"] or [{}]
+    args = dict(applications[0].get("args") or {})
+    ports = {
+        "grpc_port": (data.get("grpc_options") or {}).get("port"),
+        "http_host": (data.get("http_options") or {}).get("host"),
+        "http_port": (data.get("http_options") or {}).get("port"),
+    }
+    section = args.get("server") or {}
+    for name, value in ports.items():
+        if value is not None and name not in section:
+            args.setdefault(name, value)
+    return args

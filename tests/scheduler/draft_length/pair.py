@@ -1,0 +1,136 @@
+"""A pair whose steps take given times, and the policy that learns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+from scheduler.config import SchedulerConfig
+from scheduler.draft_length.policy import DraftPolicy, StepPlan
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    ReplicaSpec,
+    Request,
+    RowResult,
+    StepResult,
+    StepRow,
+    StepTimes,
+    StepTiming,
+)
+from scheduler.state.sequence import Answer, Sequence
+
+LENGTH = 100
+
+
+class LinearCost(NamedTuple):
+    """Seconds: once, per token and per KV position."""
+
+    fixed_s: float
+    token_s: float = 0.0
+    kv_s: float = 0.0
+
+    def __call__(self, tokens: float, kv: float) -> float:
+        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
+
+
+class Pair:
+    """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
+
+    def __init__(self, draft: LinearCost, verify: LinearCost, acceptance: float) -> None:
+        self.draft, self.acceptance = draft, acceptance
+        self.verify: Callable[[int, int], float] = verify
+        self.rng = Random(0)
+
+    def step_s(self, rows: int, draft_len: int) -> float:
+        kv = rows * (LENGTH + draft_len)
+        return self.verify(rows * (draft_len + 1), kv) + draft_len * self.draft(rows, kv)
+
+    def goodput(self, rows: int, draft_len: int) -> float:
+        expected = sum(self.acceptance**j for j in range(draft_len + 1))
+        return rows * expected / self.step_s(rows, draft_len)
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        return tuple(
+            StepTiming(
+                rows,
+                draft_len,
+                rows * (LENGTH + draft_len),
+                draft_len * self.draft(rows, rows * (LENGTH + draft_len)),
+                self.verify(rows * (draft_len + 1), rows * (LENGTH + draft_len)),
+                1e-6,
+            )
+            for rows in (1, 4, 16)
+            for draft_len in (0, 2, 8)
+        )
+
+    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Batch, StepResult]:
+        results = []
+        for row in rows:
+            tried, accepted = [0] * plan.draft_len, [0] * plan.draft_len
+            for _ in range(plan.steps):
+                for at in range(plan.draft_len):
+                    tried[at] += 1
+                    if self.rng.random() >= self.acceptance:
+                        break
+                    accepted[at] += 1
+            drafted = plan.steps * plan.draft_len
+            new = (1,) * (plan.steps + sum(accepted))
+            results.append(
+                RowResult(row.id, new, plan.steps, drafted, tuple(accepted), tuple(tried))
+            )
+        kv = len(rows) * (LENGTH + plan.draft_len)
+        draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
+        verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
+        batch = Batch(
+            1,
+            "r",
+            BatchKind.SPECULATE,
+            rows=tuple(StepRow(row.id, LENGTH, plan.draft_len, 99) for row in rows),
+            draft_len=plan.draft_len,
+            steps=plan.steps,
+        )
+        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
+        return batch, StepResult(
+            1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
+        )
+
+    def turn(
+        self,
+        policy: DraftPolicy,
+        rows: list[Sequence],
+        batches: int,
+        steps_most: int = 1,
+        trip_s: float | None = None,
+    ) -> tuple[float, int]:
+        """Time and tokens of so many batches of these rows."""
+        seconds, tokens = 0.0, 0
+        for _ in range(batches):
+            batch, result = self.answer(rows, policy.plan("r", rows, steps_most))
+            policy.observe(batch, result, answers(rows, result), trip_s)
+            seconds += result.times.total_s
+            tokens += sum(len(row.tokens) for row in result.rows)
+        return seconds, tokens
+
+
+def answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
+    return list(zip(rows, result.rows, strict=True))
+
+
+def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
+    prompt = (1,) * LENGTH
+    return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
+
+
+def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> DraftPolicy:
+    """A policy that knows the pair's times, or nothing."""
+    policy = DraftPolicy(SchedulerConfig(trim_drafts=trims, **settings))
+    timings = pair.timings() if pair else ()
+    spec = ReplicaSpec(1000, 16, 10_000, 100, timings=timings, trims_drafts=trims)
+    policy.joined("r", spec)
+    return policy
+
+
+CHEAP = LinearCost(1e-3, 1e-5, 1e-8)
+TARGET = LinearCost(10e-3, 3e-4, 1e-7)
