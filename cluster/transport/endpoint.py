@@ -62,7 +62,8 @@ def _called_options() -> tuple[tuple[str, int], ...]:
 
 
 Serve = Callable[[str, Stream], Awaitable[None]]
-"""Serves the stream of the peer with this name; the stream ends when it returns."""
+"""Serves the stream of the peer with this name, which ends when it returns and what was sent has
+left."""
 
 
 class Endpoint(NamedTuple):
@@ -129,6 +130,7 @@ class Server:
             # By this the caller knows that it is let in.
             await context.send_initial_metadata(())
             await serve(peer, stream)
+            await stream.flush()
         except StreamLost as error:
             log.warning("the stream of %.80s is lost: %s", peer, error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

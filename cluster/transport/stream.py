@@ -78,9 +78,8 @@ class Stream:
         """End it once the other side has all that was sent, or does not take it in time."""
         self.end()
         try:
+            await self.flush()
             async with asyncio.timeout(_CLOSE_S):
-                if self._writing is not None:
-                    await asyncio.wait([self._writing])
                 await self._ended.wait()
         except TimeoutError:
             pass
@@ -88,6 +87,11 @@ class Stream:
             self.cancel()
             if self._close is not None:
                 await self._close()
+
+    async def flush(self) -> None:
+        """Returns when what was sent has left, or does not in time."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=_CLOSE_S)
 
     async def frames(self) -> AsyncIterator[list[Any]]:
         """What the other side sends, frame by frame, until it ends the stream.

@@ -29,13 +29,15 @@ HOST = "127.0.0.1"
 ECHO = StreamKind("Echo", calling=Messages(bytes | int), called=Messages(bytes | int))
 LIAR = StreamKind("Echo", calling=Messages(bytes | int), called=Messages(str))
 """The same stream for a caller that expects something else."""
+LAST = StreamKind("Last", calling=Messages(int), called=Messages(bytes))
+"""The server says its last words and ends the stream."""
 
 
 class Served:
     """A server that sends back what it gets, and callers of it."""
 
     def __init__(self) -> None:
-        self.server = Server({ECHO: self._serve})
+        self.server = Server({ECHO: self._serve, LAST: self._end})
         self.key = Key()
         self.streams: list[Stream] = []
         self.ended: list[str] = []
@@ -47,6 +49,10 @@ class Served:
                 stream.send(*messages)
         finally:
             self.ended.append(peer)
+
+    async def _end(self, _peer: str, stream: Stream) -> None:
+        for size in range(3):
+            stream.send(bytes(size << 20))
 
     async def endpoint(self) -> Endpoint:
         return await self.server.endpoint(HOST, self.key.public_pem)
@@ -105,6 +111,17 @@ def test_messages_of_any_size_arrive_whole_and_in_order(size: int) -> None:
     async def test(s: Served) -> None:
         messages = [bytes((index + n) % 251 for index in range(size)) for n in range(3)]
         assert await echoed(await s.caller(), *messages) == messages
+
+    run(test)
+
+
+def test_last_words_arrive() -> None:
+    async def test(s: Served) -> None:
+        stream = await s.caller(LAST)
+        came = [
+            len(words) for frame in [frame async for frame in stream.frames()] for words in frame
+        ]
+        assert came == [0, 1 << 20, 2 << 20]
 
     run(test)
 
