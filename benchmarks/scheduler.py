@@ -190,6 +190,7 @@ class Load:
                     row.draft_len,
                     (1,) * accepted + (0,) * (row.draft_len - accepted),
                     (1,) * tried + (0,) * (row.draft_len - tried),
+                    asked_tokens=row.draft_len,
                 )
             )
         return tuple(rows)
@@ -281,7 +282,7 @@ def shares(live: int, replicas: int, batches: int) -> dict[str, float]:
     spent: Counter[str] = Counter()
     stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     for (path, _, _), (_, _, own_s, _, _) in stats.items():
-        if Path(path).parent.name == "scheduler":
+        if "scheduler" in Path(path).parts[:-1]:
             spent[Path(path).stem] += own_s
         elif path == "<string>":
             spent["messages"] += own_s  # where dataclasses have their constructors

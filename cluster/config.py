@@ -50,8 +50,8 @@ class PoolConfig(_Settings):
     unreachable_s: float = Field(
         30.0,
         gt=0,
-        description="Silence of the pool after which requests end as UNAVAILABLE. Ray believes in "
-        "a lost node for 15 s before it starts the pool anew elsewhere.",
+        description="Silence of the pool after which requests end as UNAVAILABLE. Ray notices "
+        "a lost node after 15 s and then starts the pool elsewhere.",
     )
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     lease_s: float = Field(
@@ -191,7 +191,7 @@ class ActorsConfig(_Settings):
         8,
         ge=1,
         description="Batches of a kind in a row that may fail before a replica is unhealthy; "
-        "more than it takes to halve a full group down to the one row that breaks it.",
+        "more than it takes to halve a full batch down to the one row that breaks it.",
     )
     batch_s_max: float = Field(
         120.0, gt=0, description="A batch that runs for longer hangs; the replica is replaced."

@@ -8,7 +8,7 @@ from pathlib import Path
 def check_writable(path: Path) -> None:
     """Raises OSError if it cannot be; makes missing folders, changes no file and leaves none."""
     if path.exists():
-        if path.is_file() or path.is_dir():  # who reads a pipe would take this for its end
+        if path.is_file() or path.is_dir():  # the reader of a pipe would take this for its end
             path.open("ab").close()
         return
     # Where a link points to nothing, that is tried, and the link stays.

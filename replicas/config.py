@@ -122,7 +122,7 @@ class ReplicaConfig(BaseModel):
         None,
         ge=1,
         le=1024,
-        description="Rows of a group that memory is to last for; null takes the scheduler's "
+        description="Rows of a batch that memory is to last for; null takes the scheduler's "
         "rows_max.",
     )
     plan_draft_len: int | None = Field(

@@ -368,7 +368,8 @@ class Replica:
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tokens, accepted = outcome.committed[index], outcome.accepted[index]
-                    tally.note(outcome.drafted[index], accepted, outcome.checked[index])
+                    drafted, checked = outcome.drafted[index], outcome.checked[index]
+                    tally.note(caps[index], drafted, accepted, checked)
                     resident.commit(tokens)
                     ended |= resident.finished(tokens)
                 if ended or interrupted():
@@ -390,6 +391,7 @@ class Replica:
                     draft_tokens=tally.draft_tokens,
                     accepted_at=tally.accepted_at(batch.draft_len),
                     tried_at=tally.tried_at(batch.draft_len),
+                    asked_tokens=tally.asked_tokens,
                     extras=() if hooks is None else tuple(hooks.told[index]),
                 )
                 for index, (row, resident, tally) in enumerate(

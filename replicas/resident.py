@@ -83,24 +83,27 @@ class Resident:
 class Tally:
     """What became of a row's draft tokens over the steps of a batch."""
 
+    asked_tokens: int = 0
     draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     """By step: how many were right."""
     tried: list[int] = field(default_factory=list)
-    """By step: how many were checked that had none but right ones before them."""
+    """By step: how many were asked for that had none but right ones before them."""
 
-    def note(self, drafted: int, accepted: int, checked: int) -> None:
-        """A step's draft tokens of the row, those that were right, and those that were checked."""
+    def note(self, asked: int, drafted: int, accepted: int, checked: int) -> None:
+        """Of a step: draft tokens asked for, drafted, right, and checked; where a verification
+        budget left some out nobody knows what became of them."""
+        self.asked_tokens += asked
         self.draft_tokens += drafted
         self.accepted.append(accepted)
-        self.tried.append(min(accepted + 1, checked))
+        self.tried.append(min(accepted + 1, asked if checked == drafted else checked))
 
     def accepted_at(self, draft_len: int) -> tuple[int, ...]:
         """By position, up to draft_len: in how many steps that draft token was right."""
         return _steps_beyond(tuple(self.accepted), draft_len)
 
     def tried_at(self, draft_len: int) -> tuple[int, ...]:
-        """In how many steps it was checked and all before it were right."""
+        """In how many steps it was asked for and all before it were right."""
         return _steps_beyond(tuple(self.tried), draft_len)
 
 

@@ -167,12 +167,16 @@ class RowResult:
     """Committed tokens in order. The pool, not the replica, truncates at a stop token."""
     steps: int = 0
     draft_tokens: int = 0
+    """That it had: a drafter may propose fewer than are asked for."""
     accepted_at: tuple[int, ...] = ()
     """accepted_at[j]: in how many steps draft token j (from 0) was accepted."""
     tried_at: tuple[int, ...] = ()
-    """tried_at[j]: in how many steps draft token j was checked and all before it were accepted, so
-    that accepted_at[j] / tried_at[j] is the acceptance at j. Not of steps that the draft's
-    confidence cut before j."""
+    """tried_at[j]: in how many steps draft token j was asked for and all before it were accepted,
+    so that accepted_at[j] / tried_at[j] is the chance that asking for it gains a token. A token
+    that was asked for and not drafted counts, one that a verification budget left out does not."""
+    asked_tokens: int = 0
+    """Draft tokens asked for: at most the row's draft length at every step, fewer near its limit.
+    """
     extras: tuple[TokenLogprobs, ...] = ()
     """What the request wants to be told of each of the tokens; of a prefill, of the prompt tokens
     after the positions that it has filled. The pool cuts them where it cuts tokens."""

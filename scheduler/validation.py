@@ -47,28 +47,15 @@ def check_request(
                 "timeout_s", f"must be at most {config.timeout_s_max}, is {request.timeout_s}"
             )
     if spec is not None:
-        check_fit(request, spec)
+        if request.length_max > spec.length_max:
+            raise InvalidRequest(
+                "max_new_tokens",
+                f"prompt ({len(request.prompt)}) + max_new_tokens ({request.max_new_tokens}) "
+                f"exceed the {spec.length_max} tokens that a replica can hold",
+            )
         _check_vocabulary("prompt", request.prompt, spec.vocab_size)
         _check_vocabulary("committed", request.committed, max(spec.vocab_size, spec.embedding_size))
         _check_vocabulary("stop_token_ids", request.stop_token_ids, spec.vocab_size)
-
-
-def check_fit(request: Request, spec: ReplicaSpec) -> None:
-    """Raises InvalidRequest if the request is too long for an empty replica of this spec."""
-    length_max = request.length_max
-    if length_max > spec.context_len:
-        raise InvalidRequest(
-            "max_new_tokens",
-            f"prompt ({len(request.prompt)}) + max_new_tokens ({request.max_new_tokens}) "
-            f"exceed the context of {spec.context_len} tokens",
-        )
-    blocks = blocks_needed(length_max, spec.block_size)
-    if blocks > spec.kv_blocks:
-        raise InvalidRequest(
-            "max_new_tokens",
-            f"prompt ({len(request.prompt)}) + max_new_tokens ({request.max_new_tokens}) "
-            f"need {blocks} KV blocks, a replica has {spec.kv_blocks}",
-        )
 
 
 def blocks_needed(length: int, block_size: int) -> int:

@@ -22,9 +22,6 @@ from scheduler.messages import Request
 PAGE = 32
 """KV positions per page of continuous batching; its default of 256 suits a GPU's kernels."""
 _CONTINUOUS_LOGGER = "ContinuousBatchingLogger"
-_NOT_HERE = (ImportError, NotImplementedError, MemoryError, RuntimeError, ValueError)
-"""What continuous batching raises where a package, a kernel or memory is missing, or where it does
-not know the model's attention. Any other exception is a defect, of its or of how it is called."""
 
 
 class DoesNotRun(RuntimeError):
@@ -140,11 +137,9 @@ class Transformers:
                     continuous_batching_config=sizes,
                     warmup=self._target.device.type == "cuda",
                 )
-        except _NOT_HERE as error:
-            raise DoesNotRun(f"{type(error).__name__}: {_first_line(error)}") from error
         except Exception as error:
-            # The load before it and the other ways have figures that this must not cost.
-            raise DoesNotRun(f"unexpected {type(error).__name__}: {error}") from error
+            # A package, a kernel, memory, a defect: none may cost the figures of the other ways.
+            raise DoesNotRun(f"{type(error).__name__}: {_first_line(error)}") from error
         failed = [answer.error for answer in answers.values() if answer.error]
         if failed or len(answers) != len(requests):
             why = _first_line([*failed, *heard, "without an answer"][0])

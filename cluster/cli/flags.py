@@ -72,6 +72,8 @@ class Flag:
                 return json.loads(text)
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{self.name}: not JSON: {error}") from None
+        if get_origin(type_of(self.info)) is tuple:
+            return [part.strip() for part in text.split(",") if part.strip()]
         # A server is another process, with another working directory.
         return str(Path(text).resolve()) if self.field == "keys_file" else text
 
@@ -79,6 +81,8 @@ class Flag:
         type_ = type_of(self.info)
         if get_origin(type_) is Literal:
             return "|".join(map(str, get_args(type_)))
+        if get_origin(type_) is tuple:
+            return "A,B"
         return "JSON" if model_of(self.info) else _METAVARS.get(type_, "TEXT")
 
     def _help(self) -> str:
@@ -86,7 +90,7 @@ class Flag:
         said = self.info.description or (inspect.getdoc(model) or "" if model else "")
         said = " ".join(said.split("\n\n")[0].split())
         facts = [] if type_of(self.info) is ByteSize else [_bounds(self.info)]
-        if default is not None and model is None:
+        if default not in (None, ()) and model is None:
             shown = str(default).lower() if isinstance(default, bool) else default
             facts.append(f"default {shown}")
         listed = "; ".join(filter(None, facts))

@@ -59,8 +59,11 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
                     "Ctrl-C stops it."
                 )
             # The first replica serves while the others load.
-            while terminal.log and look().up < config.replicas_min and not told.wait(_LOOK_S):
-                pass
+            while terminal.log and cluster.replicas_up < config.replicas_min:
+                look()
+                if told.wait(_LOOK_S):
+                    break
+            look()
         told.wait()
         terminal.say("Stopping: running requests may finish. A second Ctrl-C ends them.")
         cluster.stop()

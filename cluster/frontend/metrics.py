@@ -75,7 +75,7 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_kv_blocks_free": Metric(Kind.GAUGE, "Free KV blocks of all replicas."),
     "lockstep_acceptance": Metric(Kind.GAUGE, "Accepted over draft tokens since the pool began."),
     "lockstep_batch_spread": Metric(
-        Kind.GAUGE, "Longest minus shortest row of a group, mean since the pool began."
+        Kind.GAUGE, "Longest minus shortest row of a batch, mean since the pool began."
     ),
     "lockstep_first_token_seconds": Metric(
         Kind.HISTOGRAM, "From a request's arrival to its first token.", buckets=_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,8 @@ from replicas.config import ReplicaConfig
 from replicas.decoding.grammar import Grammars
 from replicas.models.pair import resolve
 from replicas.models.shapes import is_planted
+
+_log = logging.getLogger("lockstep.replica")
 
 
 def read_tokens(config: ReplicaConfig) -> tuple[Any, tuple[int, ...]]:
@@ -38,11 +41,16 @@ def end_of_turn_ids(encoder: Any, eos_token_ids: tuple[int, ...]) -> tuple[int, 
 
 
 def load_grammars(config: ReplicaConfig, vocab: int) -> Grammars | None:
-    """None for a planted target, which has no tokens, and where llguidance is not installed.
+    """None for a planted target, which has no tokens, for a tokenizer that llguidance cannot read,
+    and where it is not installed.
 
     `vocab`: the width of the logits.
     """
     if is_planted(config.target) or find_spec("llguidance") is None:
         return None
     encoder, eos = read_tokens(config)
-    return Grammars(encoder.backend_tokenizer, end_of_turn_ids(encoder, eos), vocab)
+    try:
+        return Grammars(encoder.backend_tokenizer, end_of_turn_ids(encoder, eos), vocab)
+    except ValueError as error:
+        _log.warning("%s: requests may have no grammar: %s", config.target, error)
+        return None

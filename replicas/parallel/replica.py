@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
+from replicas.decoding.tokens import load_grammars
 from replicas.drafters.load import load_drafter
 from replicas.memory import MemoryPlan, check_memory, free_bytes, pair_shape, plan_memory
 from replicas.models.pair import PairRefused, load_pair, read_pair, resolve_device
@@ -205,7 +206,9 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     drafter = load_drafter(pair, config, plan)
     leading = None if drafter is None else LeadingDrafter(drafter)
     ranks.tell(_Start(plan, None if leading is None else leading.traits))
-    return ParallelReplica(Replica(pair, config, plan, leading), ranks, leading)
+    replica = Replica(pair, config, plan, leading)
+    replica.grammars = load_grammars(config, replica.spec.embedding_size)
+    return ParallelReplica(replica, ranks, leading)
 
 
 def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
@@ -239,7 +242,9 @@ def _load_rank(
     rank_0.send(free_bytes(device, config.gpu_share or 1.0))
     start: _Start = rank_0.receive(_Start, _LOAD_S)
     drafter = None if start.drafter is None else FollowingDrafter(start.drafter)
-    return Replica(pair, config, start.plan, drafter), drafter
+    replica = Replica(pair, config, start.plan, drafter)
+    replica.grammars = load_grammars(config, replica.spec.embedding_size)
+    return replica, drafter
 
 
 def _serve(replica: Replica, drafter: FollowingDrafter | None, rank_0: Channel) -> None:

@@ -68,7 +68,7 @@ def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> b
         not replica.draining
         and replica.load < config.residents_max
         and replica.reserved_for in (None, sequence.id)
-        and sequence.length_max <= replica.spec.context_len
+        and replica.could_hold(sequence)
         and replica.has_blocks(sequence)
     )
 

@@ -1,9 +1,10 @@
 """How likely the target accepts the next draft token of a sequence, from what it accepted lately.
 
 Per sequence a decayed count of draft tokens tried and accepted; where that is little, what all
-sequences of the same class show lately stands in. Only tokens that were checked after all before
-them were accepted count, so the estimate is that of one more token. Where a batch verified only
-what the draft believes in most, it is that of such a token, and so a little too high.
+sequences of the same class show lately stands in. A token counts if all before it were accepted,
+also if it was asked for and the drafter had none: the estimate is the chance that asking for one
+more token gains one. Where a batch verified only what the draft believes in most, it is that of
+such a token, and so a little too high.
 """
 
 from __future__ import annotations

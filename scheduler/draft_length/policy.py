@@ -304,9 +304,10 @@ class DraftPolicy:
 
     def _observe_steps(self, known: _Known, batch: Batch, result: StepResult) -> None:
         times, steps, rows = result.times, result.steps, len(batch.rows)
-        # Near their limits rows draft less than the batch says, and so does the batch.
-        drafted = max([row.draft_tokens / row.steps for row in result.rows if row.steps], default=0)
-        draft_len = round(drafted)
+        # Near their limits less is asked of rows than the batch says. What a drafter did not
+        # propose counts as asked for: its time is what asking takes on average.
+        asked = max([row.asked_tokens / row.steps for row in result.rows if row.steps], default=0)
+        draft_len = round(asked)
         tokens = rows * (draft_len + 1)
         if batch.verify_tokens is not None:
             tokens = rows + min(batch.verify_tokens, rows * draft_len)

@@ -85,6 +85,7 @@ class _Resident:
             self.draft_tokens,
             tuple(self.accepted_at),
             tuple(self.tried_at),
+            asked_tokens=self.draft_tokens,
         )
 
 

@@ -207,10 +207,7 @@ class Replica:
 
     def could_hold(self, sequence: Sequence) -> bool:
         """Whether an empty replica of this spec has room for it."""
-        return (
-            sequence.length_max <= self.spec.context_len
-            and self.blocks_limit(sequence) <= self.spec.kv_blocks
-        )
+        return sequence.length_max <= self.spec.length_max
 
     def ready_again(self, sequences: list[Sequence]) -> None:
         """No batch holds them any more; they are the youngest of the ready rows."""

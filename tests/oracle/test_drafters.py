@@ -150,6 +150,23 @@ def test_output_is_that_of_the_target_alone(drafter: str, rows: int, hot: bool) 
         assert accepted / drafted == pytest.approx(ORACLES[drafter], abs=0.3)
 
 
+def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
+    """So what asking for tokens gains is told by what was tried, however seldom a row drafts."""
+    requests, expected = world(hot=False)
+    whole = [[*one.prompt, *new] for one, new in zip(requests, expected, strict=True)]
+    config = SchedulerConfig(rows_max=4, draft_len=5, steps_per_batch_max=1)
+    engine = LocalEngine(replica_of("always", whole), config)
+    engine.generate(requests)
+    rows = [row for result in engine.results for row in result.rows if row.steps]
+    short = 0
+    for row in rows:
+        accepted = sum(row.accepted_at)
+        assert accepted <= row.draft_tokens <= row.asked_tokens
+        assert sum(row.tried_at) == min(accepted + 1, row.asked_tokens)
+        short += row.draft_tokens < row.asked_tokens
+    assert short > len(rows) / 3
+
+
 def in_bfloat16() -> Pair:
     pair = copy.deepcopy(tiny_pair("llama"))
     assert isinstance(pair.draft, torch.nn.Module)

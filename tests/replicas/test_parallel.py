@@ -29,11 +29,14 @@ from replicas.parallel.rendezvous import Address, Channel, Store, host_store, jo
 from replicas.parallel.replica import LocalRank, ParallelReplica, load_parallel
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
+from scheduler.decoding import Decoding
 from scheduler.messages import Batch, BatchKind, PrefillRow, Request, SamplingParams, StepRow
 from tests.replicas.test_replica import Client
 from tests.tiny_pairs import tiny_replica
 
 NEW = 16
+DECODING = Decoding(17, ((5, 3.5), (7, -100.0)), repetition_penalty=1.3, logprobs=2)
+"""What one of the requests asks of choosing."""
 
 
 def config(shape: str, **more: object) -> ReplicaConfig:
@@ -59,6 +62,7 @@ def run(replica: Replica | ParallelReplica, batch: int, k: int) -> list[list[int
             tuple(torch.randint(512, (3 + 7 * i,), generator=generator).tolist()),
             NEW,
             sampling=SamplingParams(temperature=0.8 * (i % 2), seed=i),
+            decoding=DECODING if i == 2 else None,
         )
         for i in range(5)
     ]

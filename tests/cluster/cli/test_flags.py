@@ -40,6 +40,7 @@ def test_flags_go_before_a_file_and_leave_the_rest_of_it(
         *("--config", str(path), "--batch-size", "5", "--draft", "null", "--no-calibrate"),
         *("--pool-config", json.dumps({"lease_s": 9}), "--memory", "20MiB", "--grpc-port", "9001"),
         *("--autoscaling-config", json.dumps({"max_replicas": 7}), "--keys-file", "keys.yaml"),
+        *("--http-hosts", "a.example, b.example"),
     ]
     result = RUN.invoke(main, ["serve", *flags])
     assert result.exit_code == 0, result.output
@@ -51,6 +52,7 @@ def test_flags_go_before_a_file_and_leave_the_rest_of_it(
     assert (config.pool.shards, config.pool.lease_s, config.server.grpc_port) == (3, 9.0, 9001)
     assert config.replica.memory == 20 << 20
     assert config.replicas_max == 7
+    assert config.server.http_hosts == ("a.example", "b.example")
     assert config.auth.keys_file == str(tmp_path / "keys.yaml")
 
 

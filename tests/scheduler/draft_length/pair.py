@@ -78,7 +78,15 @@ class Pair:
             drafted = plan.steps * plan.draft_len
             new = (1,) * (plan.steps + sum(accepted))
             results.append(
-                RowResult(row.id, new, plan.steps, drafted, tuple(accepted), tuple(tried))
+                RowResult(
+                    row.id,
+                    new,
+                    plan.steps,
+                    drafted,
+                    tuple(accepted),
+                    tuple(tried),
+                    asked_tokens=drafted,
+                )
             )
         kv = len(rows) * (LENGTH + plan.draft_len)
         draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
