@@ -89,7 +89,7 @@ class PoolActor:
         meter: PoolMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`leave` ends the process for good when nobody has talked to the pool for `idle_exit_s`;
+        """`leave` ends the process for good after `idle_exit_s` without a peer;
         `abort` ends it so that it is started anew, once an invariant is broken."""
         self._config = config.pool
         self._gather_s = config.pool.gather_ms / 1000
@@ -380,7 +380,7 @@ class PoolActor:
         self._meter.observe(self._scheduler, now_s)
         idle = not self._workers and not self._frontends
         if idle and self._leave and now_s - self._heard_s > self._config.idle_exit_s:
-            log.info("nobody talks to the pool, it leaves")
+            log.info("no peer talks to the pool, it leaves")
             self._leave()
 
     def _lose_worker(self, replica_id: str, why: str, blamed: bool) -> None:

@@ -152,7 +152,7 @@ class RayPool:
 
     def _found_or_not(self, task: asyncio.Task[ActorHandle]) -> None:
         self._opening = None
-        # Whoever waited for it has the error; nobody may have.
+        # What waited for it has the error, if anything did.
         if not task.cancelled() and task.exception() is None:
             self._actor = task.result()
 

@@ -246,6 +246,6 @@ def _has_answered(ask: asyncio.Task[PoolView]) -> bool:
 
 
 def _retrieved(ask: asyncio.Task[PoolView]) -> None:
-    """Nobody may be there any more to whom its error could be told."""
+    """Its error may have nothing left that it concerns."""
     if not ask.cancelled():
         ask.exception()

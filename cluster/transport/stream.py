@@ -59,7 +59,7 @@ class Stream:
         """Whether nothing can be sent any more."""
 
     def send(self, *messages: object) -> None:
-        """In one frame, after all that was sent before; on a lost stream to nobody.
+        """In one frame, after all that was sent before; on a lost stream it does nothing.
 
         Raises NotEncodable.
         """
@@ -116,7 +116,7 @@ class Stream:
         except grpc.aio.AioRpcError as error:
             raise StreamLost(f"{error.code().name}: {error.details()}") from None
         except asyncio.CancelledError:
-            # gRPC says so, too, when the stream was cancelled and not who reads.
+            # gRPC says so, too, when the stream was cancelled and not the reading task.
             task = asyncio.current_task()
             if self.lost and task is not None and not task.cancelling():
                 raise StreamLost("it was ended here") from None

@@ -267,7 +267,7 @@ class Worker:
 
     def _read_all(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled():
-            reading.exception()  # which is nobody's any more where this replica has left
+            reading.exception()  # which counts no more where this replica has left
         self._something_new.set()
 
     def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
@@ -325,7 +325,7 @@ class Worker:
         if replica.broken is not None:
             return None
         if batch.replica_id != self.replica_id:
-            # Of a membership that has ended; nobody waits for it.
+            # Of a membership that has ended: its result is waited for no more.
             return StepFailed(batch.replica_id, batch.id, "the replica has joined again")
         self._batch_of, self._batch_began_s = batch.replica_id, time.monotonic()
         try:
@@ -340,7 +340,7 @@ class Worker:
             self._batch_began_s = None
 
     def _ends_early(self, batch: Batch) -> bool:
-        """Somebody waits for the end of the batch, or nobody any more for its result."""
+        """The end of the batch is waited for, or its result no more."""
         return batch.id <= self._interrupted or batch.replica_id != self.replica_id
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:

@@ -377,7 +377,7 @@ async def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
 
 
 def half_dead(wire: Wire) -> Callable[[], int]:
-    """From now on the pool lets everybody in, and ends every stream at once; returns a count."""
+    """From now on the pool lets every peer in, and ends every stream at once; returns a count."""
     calls = 0
 
     async def connect(kind: StreamKind, _name: str) -> Stream:

@@ -337,7 +337,7 @@ async def test_deaths_of_workers_are_counted_over_all_shards() -> None:
         assert deadly.finish is not None
         assert deadly.finish.reason is FinishReason.FAILED
         assert deadly.tokens == []
-        # Whoever has killed nothing is served by the next one.
+        # A request that has killed nothing is served by the next one.
         other = s.submit(PROMPTS[0], 20)
         await s.add_replica(1)
         await check([other], 20)

@@ -60,7 +60,7 @@ async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
         )
         assert await stop(made) == 1
         with pytest.MonkeyPatch.context() as patch:
-            # The frontend knows by itself: nobody is asked, nothing is tokenized.
+            # The frontend knows by itself: no pool is asked, nothing is tokenized.
             stopping = SimpleNamespace(stopping=made.service.stopping)
             patch.setattr(made.service, "_router", stopping)
             at_the_door = Context()
