@@ -289,32 +289,18 @@ def _added(
 def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One weight and bias for layers of the same input; theirs become views, so none is doubled."""
     parts = tuple(parts)
-    weights = [part.weight.detach() for part in parts]
-    biases = [part.bias.detach() for part in parts if part.bias is not None]
-    weight = _whole(weights)
-    bias = _whole(biases) if biases else None
-    begin = 0
-    for part in parts:
-        end = begin + part.out_features
-        part.weight = nn.Parameter(weight[begin:end], requires_grad=False)
-        if bias is not None:
-            part.bias = nn.Parameter(bias[begin:end], requires_grad=False)
-        begin = end
+    joined: list[torch.Tensor | None] = []
+    for name in ("weight", "bias"):
+        own = [getattr(part, name) for part in parts if getattr(part, name) is not None]
+        whole = torch.cat([one.detach() for one in own]) if own else None
+        joined.append(whole)
+        if whole is not None:
+            views = torch.split(whole, [part.out_features for part in parts])
+            for part, view in zip(parts, views, strict=True):
+                setattr(part, name, nn.Parameter(view, requires_grad=False))
+    weight, bias = joined
+    assert weight is not None
     return weight, bias
-
-
-def _whole(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one after the other. If another replica has joined them it is what they are views
-    of, else a new tensor."""
-    first, begin = parts[0], parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != begin or not part.is_contiguous():
-            return torch.cat(parts)
-        begin += part.numel() * part.element_size()
-    if len({part.untyped_storage().data_ptr() for part in parts}) > 1:
-        return torch.cat(parts)
-    rows = sum(part.shape[0] for part in parts)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _norm(module: nn.Module) -> _Norm:

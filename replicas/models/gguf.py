@@ -75,7 +75,7 @@ def _made_once(file: Path, made: Path, text: Path | None) -> Path:
         _log.info("%s: reading %s; the next start finds them in %s", file, what, made)
         begun_s = time.monotonic()
         part = made.with_name(f"{made.name}.part")
-        # Left by a process that was killed: only who holds the lock writes here.
+        # Left by a process that was killed: only the holder of the lock writes here.
         shutil.rmtree(part, ignore_errors=True)
         try:
             if text is None:

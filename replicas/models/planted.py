@@ -141,7 +141,7 @@ def _scaled(
     model: PreTrainedModel, vectors: torch.Tensor, scale: float, follows: float | None
 ) -> Planted:
     torch.mul(vectors, scale, out=model.get_input_embeddings().weight)
-    # Beside the sizes, for whoever loads the model by its name.
+    # Beside the sizes, for code that loads the model by its name.
     model.config.planted_scale, model.config.planted_follows = scale, follows
     return Planted(model, scale, follows)
 

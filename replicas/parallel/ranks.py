@@ -154,7 +154,7 @@ class Ranks:
 
 
 def _last_words(store: Store, rank: int) -> Failure | None:
-    """The failure that a rank has reported and nobody has read."""
+    """A failure that the rank has reported and rank 0 has not read."""
     try:
         said = Channel(store, rank, True).receive(object, 0.01)
     except TimeoutError:

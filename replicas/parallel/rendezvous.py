@@ -1,12 +1,12 @@
 """Where the ranks of one replica find each other, and the messages between them.
 
-Rank 0 hosts torch's TCPStore and tells its address to whoever starts the other ranks. The process
-group forms through the store, and each further rank has two queues in it: one for what rank 0
-tells it, one for its answers. A round trip takes some 0.1 ms on one machine.
+Rank 0 hosts torch's TCPStore; a process that starts another rank gives it the store's address. The
+process group forms through the store, and each further rank has two queues in it: one for what rank
+0 tells it, one for its answers. A round trip takes some 0.1 ms on one machine.
 
 Messages are JSON and are read as one known type, so nothing that comes from a socket can run as
-code. The store asks nobody for a secret, no more than gloo and NCCL do: the network between the
-ranks must be the cluster's own. On one machine it is the loopback.
+code. The store checks no secret, and neither do gloo and NCCL: the network between the ranks must
+be the cluster's own. On one machine it is the loopback.
 """
 
 from __future__ import annotations
