@@ -30,9 +30,6 @@ _HEAP_SLACK = 64
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
 
-# Read in every batch; a member of an enum is found through its metaclass, which is slow.
-_READY, _STEPPING = State.READY, State.STEPPING
-
 
 class Pool:
     """Books of one pool. Every method is O(log n) or less, except where it says so."""
@@ -168,9 +165,9 @@ class Pool:
         for sequence, blocks in lacking:
             replica.blocks_used += blocks - sequence.blocks
             sequence.blocks = blocks
-        move_all(rows, _READY, Move.STEP, batch_id)
-        replica.rows_in[_READY] -= len(rows)
-        replica.rows_in[_STEPPING] += len(rows)
+        move_all(rows, State.READY, Move.STEP, batch_id)
+        replica.rows_in[State.READY] -= len(rows)
+        replica.rows_in[State.STEPPING] += len(rows)
 
     def commit(
         self, replica: Replica, answers: list[Answer]
@@ -180,9 +177,9 @@ class Pool:
         Returns each with what its `commit` does.
         """
         sequences = [sequence for sequence, _ in answers]
-        replica.rows_in[_STEPPING] -= len(sequences)
-        replica.rows_in[_READY] += len(sequences)
-        move_all(sequences, _STEPPING, Move.STEPPED, None)
+        replica.rows_in[State.STEPPING] -= len(sequences)
+        replica.rows_in[State.READY] += len(sequences)
+        move_all(sequences, State.STEPPING, Move.STEPPED, None)
         booked = []
         committed = 0
         for sequence, row in answers:
