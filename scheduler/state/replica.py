@@ -202,10 +202,9 @@ class Replica:
         """Whether an empty replica of this spec has room for it."""
         return sequence.length_max <= self.spec.length_max
 
-    def ready_again(self, sequences: list[Sequence]) -> None:
-        """No batch holds them any more; they are the youngest of the ready rows."""
-        for one in sequences:
-            if one.record.rows_limit is None:
-                self.ready.add(one, one.length, not one.committed)
-            else:
-                self.quarantined[one.id] = one
+    def ready_again(self, sequence: Sequence) -> None:
+        """No batch holds it any more; it is the youngest of the ready rows."""
+        if sequence.quarantined:
+            self.quarantined[sequence.id] = sequence
+        else:
+            self.ready.add(sequence, sequence.length, not sequence.committed)

@@ -254,18 +254,6 @@ def answers_of(rows: list[Sequence], result: StepResult) -> list[Answer]:
     return list(zip(rows, found, strict=True))
 
 
-def move_all(
-    sequences: Iterable[Sequence], before: State, move: Move, batch_id: int | None
-) -> None:
-    """The same move of sequences that are all in one state, to a batch or from one; it costs less
-    than one by one."""
-    after = LEGAL[before, move]
-    for sequence in sequences:
-        assert sequence.state is before, f"{sequence.id}: '{move}' from '{sequence.state}'"
-        sequence.state = after
-        sequence.batch_id = batch_id
-
-
 def truncate(
     tokens: tuple[int, ...], tokens_left: int, stop_token_ids: tuple[int, ...]
 ) -> tuple[tuple[int, ...], FinishReason | None]:
