@@ -303,10 +303,10 @@ class PoolActor:
                 if (worker := self._workers.get(replica_id)) is not None:
                     worker.post(ReleaseNote(sequence_ids))
                     flushed[worker] = 0.0
-            case Emit(request_id, start, tokens):
+            case Emit(request_id, start, tokens, extras):
                 self._meter.committed(len(tokens))
                 if (owner := self._owners.get(request_id)) is not None:
-                    owner.post(TokenUpdate(request_id, start, tokens))
+                    owner.post(TokenUpdate(request_id, start, tokens, extras))
                     # Only the first token of a request is waited for by itself.
                     within_s = self._gather_s if start else 0.0
                     flushed[owner] = min(within_s, flushed.get(owner, within_s))

@@ -16,6 +16,7 @@ import msgspec
 
 from cluster.transport.codec import Messages
 from cluster.transport.stream import Stream, StreamKind
+from scheduler.decoding import TokenLogprobs
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
@@ -130,11 +131,12 @@ class CancelNote(_Message):
 
 
 class TokenUpdate(_Message):
-    """New tokens of a request; `start` is the index of the first among its new tokens."""
+    """New tokens of a request, or what it wants to be told of its prompt; as `Emit`."""
 
     request_id: str
     start: int
     tokens: tuple[int, ...]
+    extras: tuple[TokenLogprobs, ...] = ()
 
 
 class RecordNote(_Message):

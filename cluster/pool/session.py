@@ -332,10 +332,16 @@ class PoolSession:
         live = self._live.get(update.request_id)
         if live is None:
             return
+        extras = update.extras
+        if not update.tokens:
+            # Of the prompt. They may come again after a loss, and are the same.
+            live.prompt_logprobs[update.start : update.start + len(extras)] = extras
+            return
         assert update.start == len(live.tokens), "updates neither skip nor repeat a token"
         live.checked = True
         live.first_s = live.first_s or self._clock()
         live.tokens.extend(update.tokens)
+        live.logprobs.extend(extras)
         live.changed.set()
 
     def _refused(self, live: InFlightRequest, reject: Reject) -> None:

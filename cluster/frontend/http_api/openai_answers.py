@@ -138,7 +138,10 @@ class OpenAIAnswer:
     def _logprobs(
         self, told: Sequence[tuple[int, TokenLogprobs | None]], one: Written
     ) -> dict[str, Any]:
-        tokens, own, tops, offsets = [], [], [], []
+        tokens: list[str] = []
+        own: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
         for token, said in told:
             name = self._name(token)
             tokens.append(name)
