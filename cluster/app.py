@@ -100,7 +100,7 @@ def ray_pools(config: ClusterConfig) -> list[RayPool]:
 
 
 class ReplicaDeployment:
-    """A replica as Serve starts, checks and drains it. Nobody calls it: it pulls."""
+    """A replica as Serve starts, checks and drains it; its batches come from the pool."""
 
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
         log_to_stderr()
@@ -318,7 +318,7 @@ class ClusterRun:
             with contextlib.suppress(ValueError):
                 pools.append(ray.get_actor(name, namespace=self._config.pool.namespace))
         grace_s = 0.0 if at_once else self._config.actors.drain_s
-        stop_pools(pools, grace_s, silence_s(self._config.pool.poll_s))
+        stop_pools(pools, grace_s, silence_s(self._config.pool.beat_s))
         # A Ray that was begun here takes everything with it; one that was joined, nothing.
         if not (at_once and self._began_ray):
             # Before Serve as a whole: its proxies live on until the last answers are delivered.

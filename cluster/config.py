@@ -57,12 +57,10 @@ class PoolConfig(_Settings):
     lease_s: float = Field(
         3.0, gt=0, description="Silence after which a replica or a frontend counts as lost."
     )
-    poll_s: float = Field(1.0, gt=0, description="Longest wait of one poll; below lease_s.")
-    probe_s: float = Field(
-        0.5,
+    beat_s: float = Field(
+        1.0,
         gt=0,
-        description="How often Ray is asked whether a replica's process lives, where the "
-        "connection to it does not say so.",
+        description="How often a replica and a frontend show that they live; below lease_s.",
     )
     tick_s: float = Field(
         0.05,

@@ -200,7 +200,7 @@ class Scheduler:
         trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
         self._policy.observe(batch, result, answers, trip_s)
         if batch.kind is BatchKind.SPECULATE:
-            committed = self._commit(replica, answers)
+            committed = self._commit(answers)
             if committed:
                 self._pool.rate.add(committed, now_s)
         else:
@@ -280,11 +280,11 @@ class Scheduler:
                 self._pool.let_go(sequence)
         return live
 
-    def _commit(self, replica: Replica, answers: list[Answer]) -> int:
+    def _commit(self, answers: list[Answer]) -> int:
         """Books the tokens of a batch's live rows; returns how many count."""
         out = self._out
         committed = 0
-        booked = self._pool.commit(replica, answers)
+        booked = self._pool.commit(answers)
         for (sequence, tokens, reason), (_, row) in zip(booked, answers, strict=True):
             if tokens:
                 committed += len(tokens)

@@ -8,11 +8,19 @@ from __future__ import annotations
 import math
 
 from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig
+from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec, Request, SamplingParams
 
 SEED_MAX = 2**63
 """Seeds are in [0, SEED_MAX)."""
+
+PENALTY_MAX = 2.0
+BIAS_MAX = 100.0
+LOGIT_BIAS_MAX = 1024
+"""Tokens that one request may bias."""
+LOGPROBS_MAX = 20
+"""Likeliest tokens that a request may be told in one place."""
 
 END_TOKENS_MAX = 16
 """Of the target's own, which a frontend adds to the stop tokens that a client may give."""
@@ -34,6 +42,8 @@ def check_request(
         raise InvalidRequest(
             "stop_token_ids", f"{len(request.stop_token_ids)} given, at most {stops_most} allowed"
         )
+    if request.decoding is not None:
+        _check_decoding(request.decoding, request.max_new_tokens, spec)
     if request.draft_len is not None and not 0 <= request.draft_len <= DRAFT_LEN_MAX:
         raise InvalidRequest(
             "draft_len", f"must be in [0, {DRAFT_LEN_MAX}], is {request.draft_len}"
@@ -93,6 +103,43 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest("min_p", f"must be in [0, 1], is {sampling.min_p}")
     if not 0 <= sampling.seed < SEED_MAX:
         raise InvalidRequest("seed", f"must be in [0, 2**63), is {sampling.seed}")
+
+
+def _check_decoding(decoding: Decoding, max_new_tokens: int, spec: ReplicaSpec | None) -> None:
+    for name, value, most in (
+        ("frequency_penalty", decoding.frequency_penalty, PENALTY_MAX),
+        ("presence_penalty", decoding.presence_penalty, PENALTY_MAX),
+    ):
+        if not abs(value) <= most:
+            raise InvalidRequest(name, f"must be in [{-most:g}, {most:g}], is {value}")
+    factor = decoding.repetition_penalty
+    if not (math.isfinite(factor) and factor > 0):
+        raise InvalidRequest("repetition_penalty", f"must be finite and above 0, is {factor}")
+    if len(decoding.logit_bias) > LOGIT_BIAS_MAX:
+        raise InvalidRequest(
+            "logit_bias", f"{len(decoding.logit_bias)} given, at most {LOGIT_BIAS_MAX} allowed"
+        )
+    for token, bias in decoding.logit_bias:
+        if not abs(bias) <= BIAS_MAX:
+            raise InvalidRequest(
+                "logit_bias", f"must be in [{-BIAS_MAX:g}, {BIAS_MAX:g}], is {bias} of {token}"
+            )
+    for name, count in (
+        ("logprobs", decoding.logprobs),
+        ("prompt_logprobs", decoding.prompt_logprobs),
+    ):
+        if count is not None and not 0 <= count <= LOGPROBS_MAX:
+            raise InvalidRequest(name, f"must be in [0, {LOGPROBS_MAX}], is {count}")
+    if not 0 <= decoding.min_tokens <= max_new_tokens:
+        raise InvalidRequest(
+            "min_tokens", f"must be in [0, max_new_tokens], is {decoding.min_tokens}"
+        )
+    if decoding.grammar and (decoding.min_tokens or decoding.bad_words):
+        name = "min_tokens" if decoding.min_tokens else "bad_words"
+        raise InvalidRequest(name, "not together with a grammar, which may leave no other token")
+    if spec is not None:
+        ids = tuple(token for token, _ in decoding.logit_bias)
+        _check_vocabulary("logit_bias", ids, spec.vocab_size)
 
 
 def _check_vocabulary(field: str, tokens: tuple[int, ...], vocab_size: int) -> None:

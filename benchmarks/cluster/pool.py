@@ -25,11 +25,12 @@ from benchmarks.cluster.load import process_cpu_s
 from benchmarks.synthetic import Speed, SyntheticReplica
 from cluster.config import ClusterConfig, from_args
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import SIGNATURES, PoolPort
+from cluster.pool.protocol import FRONTEND, WORKER, PoolPort
 from cluster.pool.shard_router import ShardRouter
-from cluster.transport.codec import Signature
+from cluster.transport.codec import Messages
 from cluster.transport.credentials import Key
-from cluster.transport.endpoint import Connection, Endpoint, Server, connect
+from cluster.transport.endpoint import Endpoint, Server, connect
+from cluster.transport.stream import Stream, StreamKind
 from cluster.worker.worker import Worker
 from scheduler.messages import ReplicaSpec, Request
 from scheduler.scaling import shard_of_rank
@@ -37,10 +38,9 @@ from scheduler.simulation import reference_output
 
 SPEC = ReplicaSpec(kv_blocks=4000, block_size=16, context_len=1024, vocab_size=4096)
 NEW_TOKENS = 128
-_RARE = {"rare": Signature(tuple[bytes], bytes)}
+_RARE = StreamKind("Rare", calling=Messages(bytes), called=Messages(bytes))
 """What Ray carries in a cluster, pickled."""
 _HOST = "127.0.0.1"
-_ANSWER_S = 30.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 """The unit of CPU time; less than one is measured as none."""
 
@@ -48,15 +48,25 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 class DirectPool:
     """Implements PoolPort without Ray."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, key: Key, endpoint: Endpoint, rare: Stream) -> None:
+        self._key = key
+        self._endpoint = endpoint
+        self._rare = rare
+        self._replies = rare.frames()
+        self._one = asyncio.Lock()
+
+    async def connect(self, kind: StreamKind, name: str) -> Stream:
+        return await connect(self._endpoint, self._key, kind, name)
+
+    async def close(self) -> None:
+        await self._rare.close()
 
     def __getattr__(self, method: str) -> Any:
         async def call(*args: Any) -> Any:
-            if method in SIGNATURES:
-                return await self._connection.call(method, args, _ANSWER_S)
-            rare = pickle.dumps((method, args))
-            return pickle.loads(await self._connection.call("rare", (rare,), _ANSWER_S))
+            async with self._one:
+                self._rare.send(pickle.dumps((method, args)))
+                (reply,) = await anext(self._replies)
+                return pickle.loads(reply)
 
         return call
 
@@ -68,12 +78,12 @@ def host_pool(pipe: Pipe, config: ClusterConfig) -> None:
     async def serve() -> None:
         actor = PoolActor(config)
 
-        async def rare(call: bytes) -> bytes:
-            method, args = pickle.loads(call)
-            return pickle.dumps(await getattr(actor, method)(*args))
+        async def rare(_name: str, stream: Stream) -> None:
+            async for (call,) in stream.frames():
+                method, args = pickle.loads(call)
+                stream.send(pickle.dumps(await getattr(actor, method)(*args)))
 
-        methods = {method: getattr(actor, method) for method in SIGNATURES} | {"rare": rare}
-        server = Server({**SIGNATURES, **_RARE}, methods)
+        server = Server({WORKER: actor.serve_worker, FRONTEND: actor.serve_frontend, _RARE: rare})
         pipe.send(await server.endpoint(_HOST, pipe.recv()))
         await asyncio.to_thread(pipe.recv)
         await server.close()
@@ -93,8 +103,7 @@ async def drive(
     """Serves a part of the requests to warm up, then all; figures of the second time."""
     speed = Speed(step_s, step_s, start_s=0.0, acceptance=0.7)
     rng = Random(0)
-    connections = [await connect(one, key, {**SIGNATURES, **_RARE}) for one in endpoints]
-    pools: list[PoolPort] = [DirectPool(connection) for connection in connections]
+    pools = [DirectPool(key, one, await connect(one, key, _RARE, "rare")) for one in endpoints]
     workers = [
         Worker(
             config,
@@ -107,7 +116,7 @@ async def drive(
     ]
     for worker in workers:
         await worker.start()
-    router = ShardRouter(pools, config.pool_names, "frontend", config.pool.poll_s)
+    router = ShardRouter(pools, config.pool_names, "frontend", config.pool.beat_s)
     router.start()
     asked = [
         Request("", tuple(rng.randrange(SPEC.vocab_size) for _ in range(64)), NEW_TOKENS)
@@ -134,8 +143,8 @@ async def drive(
     await router.close()
     for worker in workers:
         await worker.close()
-    for connection in connections:
-        await connection.close()
+    for pool in pools:
+        await pool.close()
     return {
         "shards": len(pools),
         "replicas": replicas,
@@ -157,7 +166,7 @@ async def _batches(pools: Sequence[PoolPort]) -> list[int]:
 
 def measure_pool(shards: int, replicas: int, requests: int, step_s: float) -> dict[str, Any]:
     """Starts so many pool processes, serves the requests, ends them."""
-    config = from_args({"pool": {"shards": shards, "lease_s": 30.0, "poll_s": 5.0}})
+    config = from_args({"pool": {"shards": shards, "lease_s": 30.0, "beat_s": 5.0}})
     context = multiprocessing.get_context("spawn")
     key = Key()
     processes, pipes = [], []

@@ -22,6 +22,7 @@ from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_fi
 from cluster.frontend.text import Piece, TextStream
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter
+from scheduler.decoding import TokenLogprobs
 from scheduler.messages import Finish, FinishReason, Request, Usage
 
 log = logging.getLogger("lockstep.frontend")
@@ -84,6 +85,10 @@ class Answer:
         """Of a sequence that is sampled."""
         sampling = self._sequences[index].live.request.sampling
         return sampling.seed if self.call.sampled else None
+
+    def prompt(self, index: int) -> Sequence[int]:
+        """Token ids of a sequence's prompt."""
+        return self._sequences[index].live.request.prompt
 
     def close(self) -> int:
         """Cancel what has not ended. Returns the tokens that all sequences have used."""
@@ -187,7 +192,7 @@ class Answer:
             if not tokens or sequence.stop is not None or live.ended.is_set():
                 continue
             if streamed:
-                yield Delta(sequence.index, text, tokens)
+                yield Delta(sequence.index, text, tokens, self._told(sequence, tokens))
                 text, tokens = "", []
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s()):
@@ -197,9 +202,17 @@ class Answer:
             rest, end = await self._end(sequence)
         except Refused:
             if tokens and streamed:
-                yield Delta(sequence.index, text, tokens)
+                yield Delta(sequence.index, text, tokens, self._told(sequence, tokens))
             raise
-        yield Delta(sequence.index, text + rest, tokens, end)
+        yield Delta(sequence.index, text + rest, tokens, self._told(sequence, tokens), end)
+
+    def _told(self, sequence: _Sequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
+        """Of these tokens, the last ones that were taken; nothing where nothing is asked for."""
+        if self.call.logprobs is None:
+            return ()
+        # The client has the tokens that it came with.
+        end = sequence.taken - len(self.call.committed_token_ids)
+        return sequence.live.logprobs[end - len(tokens) : end]
 
     def _pause_s(self) -> float:
         """Between two deltas of one stream; grows with the streams that share the CPU."""
@@ -247,6 +260,7 @@ class Answer:
             message=finish.message,
             first_token_s=(live.first_s or now_s) - self._arrived_s,
             total_s=now_s - self._arrived_s,
+            prompt_logprobs=live.prompt_logprobs,
             refusal=refusal,
         )
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.status_codes import Refusal
+from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage
+
+STRUCTURE_BYTES_MAX = 1 << 16
+"""Of a schema, an expression or a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,15 @@ class ChatPrompt:
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the new text must be: one of `texts` (for `choice`), else what its one text describes:
+    a JSON schema, a regular expression, a grammar in llguidance's variant of Lark."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    texts: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +88,15 @@ class GenerateCall:
     draft_len: int | None = None
     committed_token_ids: Sequence[int] = ()
     cache_salt: str = ""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    bad_words: Sequence[str] = ()
+    structure: Structure | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def sequences(self) -> int:
@@ -100,6 +122,8 @@ class SequenceEnd:
     message: str
     first_token_s: float
     total_s: float
+    prompt_logprobs: Sequence[TokenLogprobs]
+    """Of each prompt token but the first, where they were asked for."""
     refusal: Refusal | None
     """Why it was not served in full. It is the end of the whole call."""
 
@@ -111,6 +135,8 @@ class Delta:
     index: int
     text: str
     tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Of each of the tokens, where they were asked for."""
     end: SequenceEnd | None = None
 
 
@@ -134,6 +160,7 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
         ("committed_token_ids", context_len),
         ("stop_token_ids", config.scheduler.stop_token_ids_max),
         ("stop", limits.stop_strings_max),
+        ("bad_words", limits.stop_strings_max),
     ):
         if (count := len(getattr(call, name))) > most:
             raise InvalidRequest(name, f"{count} given, at most {most} allowed")
@@ -143,15 +170,18 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
     ):
         if (count := len(getattr(call, name))) > most:
             raise InvalidRequest(name, f"{count} characters, at most {most} allowed")
-    for stop in call.stop:
-        if not stop:
-            raise InvalidRequest("stop", "a stop string must not be empty")
-        if len(stop) > limits.stop_string_chars_max:
-            raise InvalidRequest(
-                "stop",
-                f"a string has {len(stop)} characters, at most {limits.stop_string_chars_max} "
-                "allowed",
-            )
+    for name in ("stop", "bad_words"):
+        for text in getattr(call, name):
+            if not text:
+                raise InvalidRequest(name, "a string must not be empty")
+            if len(text) > limits.stop_string_chars_max:
+                raise InvalidRequest(
+                    name,
+                    f"a string has {len(text)} characters, at most {limits.stop_string_chars_max} "
+                    "allowed",
+                )
+    if call.structure is not None:
+        _check_structure(call.structure, call.ignore_eos)
     for name in ("temperature", "top_p", "min_p", "timeout_s"):
         if not math.isfinite(getattr(call, name) or 0.0):
             raise InvalidRequest(name, "must be a finite number")
@@ -160,6 +190,15 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
             raise InvalidRequest("committed_token_ids", "only one sequence can be continued")
         if call.sampled and call.seed is None:
             raise InvalidRequest("seed", "a sampled stream can only be continued with its seed")
+
+
+def _check_structure(structure: Structure, ignore_eos: bool) -> None:
+    if ignore_eos:
+        raise InvalidRequest("ignore_eos", f"not with {structure.kind}, which says where to end")
+    if not all(structure.texts) or not structure.texts:
+        raise InvalidRequest(structure.kind, "must not be empty")
+    if (size := sum(len(text.encode()) for text in structure.texts)) > STRUCTURE_BYTES_MAX:
+        raise InvalidRequest(structure.kind, f"{size} bytes, at most {STRUCTURE_BYTES_MAX} allowed")
 
 
 def _check_prompt(prompt: Prompt, config: ClusterConfig) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
+from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FailureRecord, Finish, Reject, Request, Usage
 
 _PROBATION_TOKENS = 64
@@ -21,6 +22,9 @@ class InFlightRequest:
     deadline_s: float
     tokens: list[int]
     """All new tokens so far, those that came with the request included."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens that did not come with the request, where they are asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pool_id: str = ""
     """The id it has in the current session."""
     finish: Finish | None = None

@@ -34,6 +34,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
+from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Priority, Request, SamplingParams
 from scheduler.validation import SEED_MAX, check_request
@@ -56,11 +57,15 @@ class FrontendService:
         self._text = text
         pool = config.pool
         self._router = ShardRouter(
-            pools, config.pool_names, name, pool.poll_s, pool.move_s, pool.unreachable_s, clock
+            pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s, clock
         )
         self._meter = meter or FrontendMeter()
         self._clock = clock
         self._admission = AdmissionControl(config.auth, config.frontend, clock)
+
+    @property
+    def text(self) -> TargetText:
+        return self._text
 
     def start(self) -> None:
         self._router.start()
@@ -159,7 +164,8 @@ class FrontendService:
         config = self.config.frontend
         tokens = await self._tokens(prompt)
         chat = isinstance(prompt, ChatPrompt)
-        own_ends = self._text.end_of_turn_ids if chat else self._text.eos_token_ids
+        turns = chat or call.structure is not None
+        own_ends = self._text.end_of_turn_ids if turns else self._text.eos_token_ids
         ends = (*call.stop_token_ids, *(() if call.ignore_eos else own_ends))
         left = max(self._text.context_len - len(tokens), 1)
         most = call.max_new_tokens
@@ -185,6 +191,7 @@ class FrontendService:
             priority=priority,
             tenant=tenant,
             cache_salt=call.cache_salt,
+            decoding=await self._decoding(call, len(tokens)),
         )
         check_request(request, self.config.scheduler, self._text.spec)
         others = [
@@ -192,6 +199,26 @@ class FrontendService:
             for choice in range(1, call.choices)
         ]
         return [request, *others]
+
+    async def _decoding(self, call: GenerateCall, prompt_tokens: int) -> Decoding | None:
+        """What the call asks of a replica beyond sampling. Raises InvalidRequest."""
+        words = {form for word in call.bad_words for form in self._text.word_forms(word)}
+        decoding = Decoding(
+            prompt_tokens=prompt_tokens,
+            logit_bias=tuple(sorted(call.logit_bias.items())),
+            repetition_penalty=call.repetition_penalty,
+            frequency_penalty=call.frequency_penalty,
+            presence_penalty=call.presence_penalty,
+            min_tokens=call.min_tokens,
+            bad_words=tuple(sorted(words)),
+            logprobs=call.logprobs,
+            prompt_logprobs=call.prompt_logprobs,
+        )
+        if call.structure is not None:
+            # To compile one may take a while.
+            grammar = await asyncio.to_thread(self._text.grammar, call.structure)
+            decoding = replace(decoding, grammar=grammar)
+        return None if decoding == Decoding(prompt_tokens) else decoding
 
     async def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         """Long texts are tokenized on a thread, off the event loop. Raises InvalidRequest."""

@@ -15,6 +15,7 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
 
 if TYPE_CHECKING:
+    from cluster.frontend.calls import Structure
     from replicas.decoding import Grammars
 
 
@@ -111,7 +112,29 @@ class TargetText:
 
     @cached_property
     def grammars(self) -> Grammars:
+        """Made when the first one is asked for: it takes a second."""
         from replicas.decoding import Grammars
 
         vocab = max(self.embedding_size, self.spec.vocab_size)
         return Grammars(self.tokenizer, self.end_of_turn_ids, vocab)
+
+    def grammar(self, structure: Structure) -> str:
+        """As a replica wants it. Raises InvalidRequest."""
+        from replicas.decoding import GrammarError, grammar_of
+
+        try:
+            grammar = grammar_of(structure.kind, structure.texts)
+            self.grammars.check(grammar)
+        except GrammarError as error:
+            raise InvalidRequest(structure.kind, str(error)) from None
+        return grammar
+
+    def word_forms(self, word: str) -> set[tuple[int, ...]]:
+        """Token ids of a word at the beginning of a text and after a space."""
+        forms = (word, " " + word.lstrip(" "))
+        encoded = (self.tokenizer.encode(form, add_special_tokens=False) for form in forms)
+        return {tuple(one.ids) for one in encoded if one.ids}
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text: maybe part of a character."""
+        return self.grammars.token_bytes(token)

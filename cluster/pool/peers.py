@@ -1,4 +1,4 @@
-"""Who talks to the pool: what its actor remembers of a replica and of a frontend."""
+"""What the pool's actor remembers of a worker and of a frontend that talk to it."""
 
 from __future__ import annotations
 
@@ -7,78 +7,152 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.pool.ack_queue import AckQueue
-from cluster.pool.protocol import InterruptNote, ReleaseNote, Update
-from cluster.transport.endpoint import Peer
-from scheduler.messages import Batch, ReplicaSpec
+from cluster.pool.protocol import DrainNote, FrontendMessage, InterruptNote, PoolState, ReleaseNote
+from cluster.transport.stream import Stream
+from scheduler.messages import Batch, Finish, ReplicaSpec, Usage
 
-_LOST_ASKS = 5
-"""How often Ray is asked about a process whose stream has ended, in the time between two questions
-about others: it knows of a death a moment later than the stream."""
+_ASK_S = 0.1
+"""How often Ray is asked about a process in doubt: it knows of a death a moment later than the
+stream, and each question costs both processes a millisecond and more."""
 _STUCK_S = 1.0
 """A process that leaves Ray's question unanswered for so long does nothing."""
 
-Probe = Callable[[Any], Awaitable[bool]]
-"""Asks Ray whether the process behind a handle lives; False only when it is certainly dead."""
+Probe = Callable[[Any], Awaitable[bool | None]]
+"""Asks Ray whether the process behind a handle lives; None: it cannot tell."""
 
 
-@dataclass(slots=True)
-class ReplicaPeer:
-    """One incarnation of a replica."""
+@dataclass(slots=True, eq=False)
+class WorkerPeer:
+    """One membership of a replica."""
 
     spec: ReplicaSpec
     process: Any
-    """What a `Probe` understands; None: nobody can be asked."""
+    """What a `Probe` understands; None: nothing can be asked."""
     heard_s: float
-    work: AckQueue[Batch | ReleaseNote | InterruptNote]
     batches: dict[int, Batch] = field(default_factory=dict)
     """Dispatched and not answered."""
     draining: bool = False
-    stream: Peer | None = None
-    """That of its last pull; None before."""
-    _asked: asyncio.Task[bool] | None = None
+    stream: Stream | None = None
+    lost_stream: bool = False
+    _waiting: list[Batch | ReleaseNote | InterruptNote | DrainNote] = field(default_factory=list)
+    """What came before the stream, or is of the event in hand."""
+    _asked: asyncio.Task[bool | None] | None = None
     _asked_s: float = 0.0
+    _answer: bool | None = None
 
-    def is_dead(self, probe: Probe | None, now_s: float, every_s: float, quiet: bool) -> bool:
-        """The lease finds every death; asking Ray finds a killed process sooner.
+    def post(self, message: Batch | ReleaseNote | InterruptNote | DrainNote) -> None:
+        self._waiting.append(message)
 
-        Ray is asked every so often, for a question costs both processes a millisecond and more.
-        Not about one whose stream is there, for that ends with the process, unless it is `quiet`:
-        it may hang, or its machine be gone. Never waits: the answer to one call's question is found
-        by a later one.
+    def flush(self) -> None:
+        if self.stream is not None and self._waiting:
+            self.stream.send(*self._waiting)
+            self._waiting.clear()
+
+    def loss(self, probe: Probe | None, now_s: float, lease_s: float) -> tuple[str, bool] | None:
+        """Why it is lost, if it is, and whether that counts against the batches in hand.
+
+        The lease finds every death; the end of the stream, and Ray, find most of them sooner. A
+        death counts. A lost stream does not, nor does silence: both may be the network's. Unless
+        Ray, too, has no answer: then the process is stuck, or dead and Ray does not know it yet.
         """
+        silent_s = now_s - self.heard_s
+        if not self.lost_stream and silent_s <= lease_s / 2:
+            self._ask_no_more()
+            return None
+        lives = self._lives(probe, now_s)
+        if lives is False:
+            return "has died", True
+        if silent_s > lease_s:
+            return f"is silent for {silent_s:.1f} s", not lives
+        return ("has lost its stream", False) if lives and self.lost_stream else None
+
+    def _lives(self, probe: Probe | None, now_s: float) -> bool | None:
+        """What Ray says of the process; None: it has no answer. Never waits: the answer to one
+        call's question is found by a later one."""
         if probe is None or self.process is None:
-            return False
+            return True
         if self._asked is not None and self._asked.done():
-            answer, self._asked = self._asked, None
-            return not answer.cancelled() and answer.exception() is None and not answer.result()
-        if self.stream is not None:
-            if self.stream.lost:
-                every_s /= _LOST_ASKS
-            elif not quiet:
-                return False
-        if self._asked is None and now_s - self._asked_s > every_s:
+            asked, self._asked = self._asked, None
+            self._answer = None if asked.cancelled() or asked.exception() else asked.result()
+        elif self._asked is not None and now_s - self._asked_s > _STUCK_S:
+            self._answer = None
+        if self._asked is None and now_s - self._asked_s > _ASK_S:
             self._asked_s = now_s
             self._asked = asyncio.ensure_future(probe(self.process))
-        return False
+        return self._answer
 
-    def is_stuck(self, now_s: float) -> bool:
-        """Whether Ray has no answer from the process either."""
-        return self._asked is not None and now_s - self._asked_s > _STUCK_S
-
-    def close(self) -> None:
-        self.work.close()
+    def _ask_no_more(self) -> None:
+        """It is well: what Ray said of it counts no more."""
+        self._answer = None
         if self._asked is not None:
             self._asked.cancel()
+            self._asked = None
+
+    def close(self) -> None:
+        self._ask_no_more()
+        if self.stream is not None:
+            self.stream.end()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class FrontendPeer:
     """One session of a frontend."""
 
+    stream: Stream
     heard_s: float
-    updates: AckQueue[Update]
+    state: Callable[[int], PoolState]
+    """What the pool says of itself to a session that has sent so many requests."""
     requests: set[str] = field(default_factory=set)
     """Live ones."""
     unfinished: int = 0
     """Requests of its process that have not ended, in all shards, as it said last."""
+    submits: int = 0
+    """Requests that it has sent."""
+    lost: bool = False
+    """Nothing is sent any more."""
+    _waiting: list[FrontendMessage] = field(default_factory=list)
+    _timer: asyncio.TimerHandle | None = None
+
+    def post(self, message: FrontendMessage) -> None:
+        self._waiting.append(message)
+
+    def flush_within(self, within_s: float) -> None:
+        """Send what waits, together with what comes until then."""
+        if within_s <= 0:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(within_s, self.flush)
+
+    def flush(self) -> None:
+        """Send what waits and the pool's state now."""
+        if self.lost:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.stream.send(*self._waiting, self.state(self.submits))
+        self._waiting.clear()
+
+    def close(self) -> dict[str, Usage]:
+        """What those requests had used whose end was not sent, by id."""
+        self.lost = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.stream.end()
+        ends = [message for message in self._waiting if isinstance(message, Finish)]
+        return {end.request_id: end.usage for end in ends}
+
+
+def unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:
+    """Why a replica's output may differ from another one's of the same pool."""
+    if (other.target, other.dtype) != (spec.target, spec.dtype):
+        return (
+            f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
+            f"serves {other.target} in {other.dtype}"
+        )
+    if other.fingerprint != spec.fingerprint:
+        return (
+            f"its weights or its arithmetic are not those of {other_id} of this pool:"
+            f" fingerprint {spec.fingerprint}, not {other.fingerprint}"
+        )
+    return None

@@ -1,20 +1,22 @@
 """What the pool, the workers and the frontends say to each other.
 
-Each side talks to a `PoolPort`: in a cluster a `RayPool`, in unit tests the `PoolActor` itself.
-Calls that come with every batch (`SIGNATURES`) go over the transport, so their messages are typed;
-the others go through Ray. Everything is safe to repeat: items carry a rising number that the reader
-acknowledges with its next call, so a lost reply loses nothing and a repeated one is recognised.
+Each side talks to a `PoolPort`, in a cluster a `RayPool`. What comes with every batch goes over
+streams of typed messages, one for each membership of a worker and each session of a frontend; the
+rest goes through Ray. Messages on a stream arrive once and in order. With its stream a membership
+or a session ends, and the next one begins with nothing of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from cluster.transport.codec import Signature
+from cluster.transport.codec import Messages
+from cluster.transport.stream import Stream, StreamKind
+from scheduler.decoding import TokenLogprobs
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
@@ -33,9 +35,9 @@ STOPPING = "the server is stopping"
 """What a client is told while no new request is accepted."""
 
 
-def silence_s(poll_s: float) -> float:
-    """How long a pool or a frontend that polls every `poll_s` may be silent and be thought well."""
-    return 2 * poll_s + 1.0
+def silence_s(beat_s: float) -> float:
+    """How long a pool or a frontend that speaks every `beat_s` may be silent and count as well."""
+    return 2 * beat_s + 1.0
 
 
 class PoolUnreachable(LockstepError):
@@ -46,70 +48,108 @@ class PoolFailed(PoolUnreachable):
     """An invariant of the pool is broken: it answers nothing any more and its process ends."""
 
 
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    """A message of its own type on a stream."""
+
+
+class Beat(_Message):
+    """The sender lives, whether or not it has anything else to say."""
+
+    unfinished: int = 0
+    """Of a frontend: its requests that have not ended, in all shards."""
+
+
 # --------------------------------------------------------------------------- workers
 
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """`replica_id` is known from now on; no pull is needed while it holds that many batches."""
+    """The replica is known from now on, and its worker opens a stream in its name."""
 
     incarnation: str
-    batches_in_flight_max: int
     refused: str = ""
     """Why the replica cannot be in this pool; it is not known then."""
 
 
-class ReleaseNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Free the blocks of these sequences, after the batches that came before."""
-
-    sequence_ids: tuple[str, ...]
-
-
-class InterruptNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End the batch with this id, and earlier ones, after the step in hand."""
-
-    batch_id: int
-
-
-class FailureNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class FailureNote(_Message):
     """The replica lives but could not run the batch."""
 
     batch_id: int
     message: str
 
 
-class PullReply(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica has to do next; with `known` false it must join again under a new id."""
+class DrainNote(_Message):
+    """From a worker: no new sequence. From the pool: it has nothing of this replica's any more."""
 
-    known: bool
-    number: int = 0
-    """Of the last item; the next pull acknowledges it."""
-    items: tuple[Batch | ReleaseNote | InterruptNote, ...] = ()
-    first: int = 0
-    """Number of the first item; items up to the last one acknowledged were seen before."""
-    draining: bool = False
-    """The pool has nothing of this replica's any more; it may go."""
+
+class LeaveNote(_Message):
+    """The replica goes now."""
+
+    blamed: bool = False
+    """The batch in hand hangs or broke the replica, so it may be to blame."""
+
+
+class ReleaseNote(_Message):
+    """Free the blocks of these sequences, after the batches that came before."""
+
+    sequence_ids: tuple[str, ...]
+
+
+class InterruptNote(_Message):
+    """End the batch with this id, and earlier ones, after the step in hand."""
+
+    batch_id: int
+
+
+WORKER = StreamKind(
+    "Worker",
+    calling=Messages(StepResult | FailureNote | DrainNote | LeaveNote | Beat),
+    called=Messages(Batch | ReleaseNote | InterruptNote | DrainNote),
+)
+"""The stream of one membership; its caller is the replica's id."""
 
 
 # --------------------------------------------------------------------------- frontends
 
 
-class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """New tokens of a request; `start` is the index of the first among its new tokens."""
+class ResumeNote(_Message):
+    """The first message of a session: it takes the place of that one, which ends."""
+
+    session: str
+
+
+class UsedNote(_Message):
+    """What requests of an ended session had used whose end the frontend was not told, by id."""
+
+    used: Mapping[str, Usage]
+
+
+class CancelNote(_Message):
+    """The client is gone, or has all that it wants."""
+
+    request_id: str
+
+
+class TokenUpdate(_Message):
+    """New tokens of a request, or what it wants to be told of its prompt; as `Emit`."""
 
     request_id: str
     start: int
     tokens: tuple[int, ...]
+    extras: tuple[TokenLogprobs, ...] = ()
 
 
-class RecordNote(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RecordNote(_Message):
     """What counts against a request from now on; it goes with the request to another pool."""
 
     request_id: str
     record: FailureRecord
 
 
-Update = TokenUpdate | RecordNote | Finish
+class RejectNote(_Message):
+    """A request was not accepted."""
+
+    reject: Reject
 
 
 class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -123,55 +163,30 @@ class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
     """Longest content (prompt + new tokens) that one of these replicas can hold."""
 
 
-class SubmitReply(msgspec.Struct, frozen=True, array_like=True):
-    """With `known` false the pool has ended this frontend's session and has accepted nothing."""
+class PoolState(_Message):
+    """What the pool says of itself, last in every frame."""
 
-    incarnation: str
-    rejects: tuple[Reject, ...] = ()
-    known: bool = True
+    submits: int
+    """How many requests of this session it has accepted or refused; `load` is with them."""
+    load: PoolLoad
     stopping: bool = False
-    """The pool accepts no new request."""
-    load: PoolLoad = PoolLoad()
-    """With the requests of this call."""
-    failed: tuple[str, ...] | None = None
-    """The pool's process ends; the requests of the event that has broken it."""
-
-
-class UpdatesReply(msgspec.Struct, frozen=True, array_like=True):
-    """What happened to a frontend's requests; with `known` false the pool holds none of them."""
-
-    incarnation: str
-    known: bool
-    number: int = 0
-    items: tuple[Update, ...] = ()
-    first: int = 0
-    stopping: bool = False
-    """The pool accepts no new request."""
+    """It accepts no new request."""
     cut: bool = False
     """The grace time is over: whatever is unfinished will not be finished here."""
-    load: PoolLoad = PoolLoad()
     failed: tuple[str, ...] | None = None
-    """As in `SubmitReply`."""
+    """Its process ends; the requests of the event that has broken it."""
 
 
-SIGNATURES: Mapping[str, Signature] = {
-    "pull": Signature(tuple[str, int, tuple[StepResult | FailureNote, ...], float], PullReply),
-    "submit": Signature(tuple[str, tuple[Submit, ...], tuple[str, ...], int], SubmitReply),
-    "updates": Signature(tuple[str, int, float, int], UpdatesReply),
-}
-"""Arguments and reply of each call that goes over the transport."""
+FrontendMessage = TokenUpdate | RecordNote | RejectNote | UsedNote | PoolState | Finish
+FRONTEND = StreamKind(
+    "Frontend",
+    calling=Messages(Submit | CancelNote | ResumeNote | Beat),
+    called=Messages(FrontendMessage),
+)
+"""The stream of one session; its caller is the session's id."""
 
 
 # --------------------------------------------------------------------------- rare calls
-
-
-@dataclass(frozen=True, slots=True)
-class PartReply:
-    """What a frontend is told of a session that it has left."""
-
-    used: Mapping[str, Usage] = field(default_factory=dict)
-    """What requests had used that it had not been told the end of, by their ids; less where the
-    session had ended long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,35 +236,9 @@ class PoolPort(Protocol):
 
     async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply: ...
 
-    async def pull(
-        self,
-        replica_id: str,
-        acknowledged: int,
-        results: Sequence[StepResult | FailureNote],
-        wait_s: float,
-    ) -> PullReply: ...
-
-    async def drain(self, replica_id: str) -> None: ...
-
-    async def leave(self, replica_id: str, blamed: bool = False) -> None:
-        """`blamed`: the batch in hand hangs or broke the replica, so it may be to blame."""
+    async def connect(self, kind: StreamKind, name: str) -> Stream:
+        """A stream in the name of a replica that has joined, or of a new session."""
         ...
-
-    async def submit(
-        self,
-        frontend_id: str,
-        submits: Sequence[Submit],
-        cancels: Sequence[str],
-        unfinished: int = 0,
-    ) -> SubmitReply:
-        """`unfinished`: requests of the whole frontend that have not ended, in all shards."""
-        ...
-
-    async def updates(
-        self, frontend_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
-    ) -> UpdatesReply: ...
-
-    async def part(self, frontend_id: str) -> PartReply: ...
 
     async def status(self) -> PoolView: ...
 

@@ -1,8 +1,8 @@
 """The pool in its own process, and as seen from others: every Ray call to it stands here.
 
-Ray's many ways to say that an actor did not answer become `PoolUnreachable`. The calls that come
-with every batch go over the transport, to which Ray leads; all others are Ray's. The pool's process
-imports this module and no other with Ray in it, so that it is back soon after a restart.
+Ray's many ways to say that an actor did not answer become `PoolUnreachable`. What comes with every
+batch goes over streams, to which Ray leads; rare calls are Ray's. The pool's process imports this
+module and no other with Ray in it, so that it is back soon after a restart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -23,33 +23,22 @@ from cluster.frontend.metrics import PoolMeter, ray_sink
 from cluster.garbage import collect_seldom
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import (
-    SIGNATURES,
-    FailureNote,
+    FRONTEND,
+    WORKER,
     JoinReply,
-    PartReply,
     PoolUnreachable,
     PoolView,
-    PullReply,
     StopReply,
-    SubmitReply,
-    UpdatesReply,
 )
-from cluster.transport.codec import NotDecodable
 from cluster.transport.credentials import Key
-from cluster.transport.endpoint import (
-    CallFailed,
-    Connection,
-    ConnectionLost,
-    Endpoint,
-    Server,
-    connect,
-)
-from scheduler.messages import ReplicaSpec, StepResult, Submit
+from cluster.transport.endpoint import Endpoint, Server, connect
+from cluster.transport.stream import Stream, StreamKind
+from scheduler.messages import ReplicaSpec
 
 log = logging.getLogger("lockstep.pool")
 
 _ANSWER_S = 5.0
-"""How long any answer may take beyond the wait that was asked for."""
+"""How long any answer may take."""
 _PREFERRED_NODES = ("lockstep_pool", "node:__internal_head__")
 """A Ray resource of the nodes that a pool should be on, the first one that any node has. The second
 is the head node's: it is no spot node, and without it the cluster is lost anyway."""
@@ -62,7 +51,7 @@ class PoolProcess(PoolActor):
         log_to_stderr()
         collect_seldom()
         super().__init__(config, process_lives, _leave, _abort, PoolMeter(ray_sink()))
-        self._server = Server(SIGNATURES, {name: getattr(self, name) for name in SIGNATURES})
+        self._server = Server({WORKER: self.serve_worker, FRONTEND: self.serve_frontend})
 
     async def endpoint(self, public_pem: bytes) -> Endpoint:
         """For the caller with this key. Raises OSError where no port can be had."""
@@ -117,90 +106,17 @@ class RayPool:
         self._actor: ActorHandle | None = None
         self._opening: asyncio.Task[ActorHandle] | None = None
         self._key = Key()
-        self._connection: Connection | None = None
-        self._connecting: asyncio.Task[Connection] | None = None
-
-    # ------------------------------------------------------------------ with every batch
-
-    async def pull(
-        self,
-        replica_id: str,
-        acknowledged: int,
-        results: Sequence[StepResult | FailureNote],
-        wait_s: float,
-    ) -> PullReply:
-        reply: PullReply = await self._quick(
-            "pull", replica_id, acknowledged, results, wait_s, wait_s=wait_s
-        )
-        return reply
-
-    async def submit(
-        self,
-        frontend_id: str,
-        submits: Sequence[Submit],
-        cancels: Sequence[str],
-        unfinished: int = 0,
-    ) -> SubmitReply:
-        reply: SubmitReply = await self._quick("submit", frontend_id, submits, cancels, unfinished)
-        return reply
-
-    async def updates(
-        self, frontend_id: str, acknowledged: int, wait_s: float, unfinished: int = 0
-    ) -> UpdatesReply:
-        reply: UpdatesReply = await self._quick(
-            "updates", frontend_id, acknowledged, wait_s, unfinished, wait_s=wait_s
-        )
-        return reply
-
-    async def _quick(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
-        """Over the transport."""
-        connection = await self._connected()
-        try:
-            return await connection.call(method, args, wait_s + _ANSWER_S)
-        except ConnectionLost as error:
-            await connection.close()
-            raise PoolUnreachable(str(error)) from error
-        except (CallFailed, NotDecodable) as error:
-            raise PoolUnreachable(f"the pool has a fault: {error}") from error
-
-    async def _connected(self) -> Connection:
-        """The connection, opened again if it was lost."""
-        if self._connection is not None and not self._connection.lost:
-            return self._connection
-        if self._connecting is None:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect())
-            self._connecting.add_done_callback(self._connected_or_not)
-        # Several calls may wait for the same connection, and each may be cancelled.
-        return await asyncio.shield(self._connecting)
-
-    def _connected_or_not(self, task: asyncio.Task[Connection]) -> None:
-        self._connecting = None
-        # Whoever waited for it has the error; nobody may have.
-        if not task.cancelled() and task.exception() is None:
-            self._connection = task.result()
-
-    async def _connect(self) -> Connection:
-        endpoint = await self._call("endpoint", self._key.public_pem)
-        try:
-            return await connect(endpoint, self._key, SIGNATURES)
-        except OSError as error:
-            raise PoolUnreachable(str(error)) from error
-
-    # ------------------------------------------------------------------ seldom
 
     async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
         reply: JoinReply = await self._call("join", replica_id, spec, process)
         return reply
 
-    async def drain(self, replica_id: str) -> None:
-        await self._call("drain", replica_id)
-
-    async def leave(self, replica_id: str, blamed: bool = False) -> None:
-        await self._call("leave", replica_id, blamed)
-
-    async def part(self, frontend_id: str) -> PartReply:
-        reply: PartReply = await self._call("part", frontend_id)
-        return reply
+    async def connect(self, kind: StreamKind, name: str) -> Stream:
+        endpoint: Endpoint = await self._call("endpoint", self._key.public_pem)
+        try:
+            return await connect(endpoint, self._key, kind, name)
+        except OSError as error:
+            raise PoolUnreachable(str(error)) from error
 
     async def status(self) -> PoolView:
         view: PoolView = await self._call("status")
@@ -211,7 +127,6 @@ class RayPool:
         return reply
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """By Ray."""
         try:
             actor = self._actor or await self._found()
             async with asyncio.timeout(_ANSWER_S):
@@ -237,20 +152,20 @@ class RayPool:
 
     def _found_or_not(self, task: asyncio.Task[ActorHandle]) -> None:
         self._opening = None
-        # Whoever waited for it has the error; nobody may have.
+        # What waited for it has the error, if anything did.
         if not task.cancelled() and task.exception() is None:
             self._actor = task.result()
 
 
-async def process_lives(process: ActorHandle) -> bool:
-    """Whether the actor's process lives; True while Ray cannot tell."""
+async def process_lives(process: ActorHandle) -> bool | None:
+    """Whether the actor's process lives; None while Ray cannot tell."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             await process.__ray_ready__.remote()
     except ActorDiedError:
         return False
     except (RayError, TimeoutError):
-        return True
+        return None
     return True
 
 

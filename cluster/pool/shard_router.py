@@ -27,8 +27,6 @@ _LOOKS = 4
 """How often, within the time that stranded requests may wait, they are looked for."""
 _STATUS_S = 1.0
 """How long all shards' status waits for one of them, once another has answered."""
-_SILENT_STATUS_S = 0.2
-"""The same for one that is silent: its pool may answer this though its connection is lost."""
 
 
 class ShardRouter:
@@ -39,7 +37,7 @@ class ShardRouter:
         pools: Sequence[PoolPort],
         names: Sequence[str],
         name: str,
-        poll_s: float,
+        beat_s: float,
         move_s: float = 1.0,
         unreachable_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +54,7 @@ class ShardRouter:
             PoolSession(
                 pool,
                 f"{name}.{shard}" if shard else name,
-                poll_s,
+                beat_s,
                 unreachable_s,
                 clock,
                 self._heard,
@@ -70,8 +68,6 @@ class ShardRouter:
         """Since when a shard cannot serve all of its requests."""
         self._asked: list[asyncio.Task[PoolView] | None] = [None] * len(pools)
         """What a shard was asked for its status, and has not answered in time."""
-        self._asked_s = [0.0] * len(pools)
-        """When that was, by the event loop's clock."""
         self.stopping = asyncio.Event()
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
         self._told_idle = False
@@ -84,7 +80,7 @@ class ShardRouter:
         Raises InvalidRequest for a `decoding` that cannot be sent.
         """
         try:
-            encode(0, "", request.decoding)
+            encode([request.decoding])
         except NotEncodable as error:
             raise InvalidRequest("decoding", str(error)) from None
         shard = self._choose(request, request.max_new_tokens - len(request.committed))
@@ -103,20 +99,10 @@ class ShardRouter:
     async def status(self) -> PoolView:
         """All shards that answer, as one pool. Raises PoolUnreachable when none does.
 
-        They are asked all at once, and one that hangs keeps the others' answers for a second at
-        most; once its session knows that it hangs, for a fifth of that, and not at all while it is
-        to answer an earlier look.
+        They are asked all at once; one that hangs keeps the others' answers for a second at most.
         """
         asked = [self._ask(shard) for shard in range(len(self._pools))]
-        waiting = [
-            ask for ask, session in zip(asked, self.sessions, strict=True) if session.answered
-        ]
-        await asyncio.wait(waiting or asked, timeout=_STATUS_S)
-        now_s = asyncio.get_running_loop().time()
-        for ask, asked_s in zip(asked, self._asked_s, strict=True):
-            if not ask.done() and asked_s + _SILENT_STATUS_S > now_s:
-                await asyncio.wait([ask], timeout=asked_s + _SILENT_STATUS_S - now_s)
-                now_s = asyncio.get_running_loop().time()
+        await asyncio.wait(asked, timeout=_STATUS_S)
         while not any(_has_answered(ask) for ask in asked):
             rest = [ask for ask in asked if not ask.done()]
             if not rest:
@@ -162,11 +148,10 @@ class ShardRouter:
     def _ask(self, shard: int) -> asyncio.Task[PoolView]:
         ask = self._asked[shard]
         if ask is None or ask.done():
-            # Whoever looks meanwhile waits for the same answer, so that a pool which hangs has not
-            # one call more to answer for every look.
-            loop = asyncio.get_running_loop()
-            self._asked_s[shard] = loop.time()
-            ask = self._asked[shard] = loop.create_task(self._status_of(shard))
+            # All that look meanwhile wait for the same answer: a pool that hangs is not called more
+            # and more often.
+            status = self._status_of(shard)
+            ask = self._asked[shard] = asyncio.get_running_loop().create_task(status)
             ask.add_done_callback(_retrieved)
         return ask
 
@@ -205,7 +190,7 @@ class ShardRouter:
                 session.cut_off()
         idle = self.stopping.is_set() and not self.unfinished
         if idle and not self._told_idle:
-            # Who stops the server asks them all, and they would hear it with the next poll only.
+            # What stops the server asks them all, and they would hear it with the next beat only.
             for session in self.sessions:
                 session.tell()
         self._told_idle = idle
@@ -261,6 +246,6 @@ def _has_answered(ask: asyncio.Task[PoolView]) -> bool:
 
 
 def _retrieved(ask: asyncio.Task[PoolView]) -> None:
-    """Nobody may be there any more to whom its error could be told."""
+    """Its error may have nothing left that it concerns."""
     if not ask.cancelled():
         ask.exception()

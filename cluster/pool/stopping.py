@@ -49,7 +49,7 @@ def stop_pools(actors: Sequence[ActorHandle], grace_s: float, silent_s: float) -
             pool.look()
         if cut:
             return
-        # Nobody speaks for those that hang where all of them do, or are gone.
+        # No answer stands for those that hang where all of them do, or are gone.
         witness = any(pool.answered for pool in heard) or all(pool.gone for pool in pools)
         if witness and not any(pool.unfinished for pool in heard):
             return

@@ -2,7 +2,7 @@
 
 The process that is called makes an authority that lives as long as itself. A caller makes a key of
 its own and sends the public half through Ray; the authority signs it. So no secret leaves a
-process, and whoever reads the network, Ray's traffic included, learns nothing that lets it in. Each
+process, and a reader of the network, Ray's traffic included, learns nothing that lets it in. Each
 side accepts only what this authority has signed for the other side's role.
 """
 
@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 SERVER_NAME = "lockstep-pool"
-"""The name in the certificate of whoever is called; nobody else is signed under it."""
+"""The name in the certificate of the process that is called, and in no other."""
 _CALLER_NAME = "lockstep-caller"
 _CLOCKS_DIFFER = timedelta(days=1)
 _VALID = timedelta(days=3650)

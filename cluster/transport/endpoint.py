@@ -1,45 +1,41 @@
-"""Calls between two processes of the cluster: one gRPC stream per caller, under mutual TLS.
+"""Streams between the processes of one cluster: gRPC under mutual TLS.
 
-A call to a Ray actor costs its process more than a millisecond of CPU. So the calls that come with
-every batch go over a stream, and all others stay with Ray, which also says where the stream begins
-and carries the certificates (see `credentials`). A stream takes a third of the CPU of gRPC's unary
-calls. Knows no Ray and nothing of what is said.
+A call to a Ray actor costs its process more than a millisecond of CPU, so what comes with every
+batch goes over streams. Ray says where they begin and carries the certificates (`credentials`).
+Knows no Ray and nothing of what is said.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 
-from cluster.transport.codec import (
-    MESSAGE_BYTES_MAX,
-    Signatures,
-    decode,
-    encode,
-)
+from cluster.transport.codec import FRAME_BYTES_MAX
 from cluster.transport.credentials import SERVER_NAME, Authority, Key
+from cluster.transport.stream import Stream, StreamKind, StreamLost
 
 log = logging.getLogger("lockstep.transport")
 
-_SERVICE, _METHOD = "lockstep.internal.Transport", "Calls"
+_SERVICE = "lockstep.internal.Transport"
+_PEER = "peer"
+"""Name of the metadata that says which caller it is."""
 _CONNECT_S = 2.0
 """How long a connection and its handshake may take the caller."""
 _HANDSHAKE_S = 5.0
-"""Whoever has no certificate to show by then is hung up on."""
+"""A connection that has shown no certificate by then is closed."""
 _CONNECTIONS_MAX = 4096
 """Open at once, strangers in their handshake included; a further one is closed at once."""
 _KEEPALIVE_S = 5.0
 """After so long without a byte the peer's machine is asked for a sign of life, and as long again
 for the answer."""
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + 1024),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX + 1024),
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
     ("grpc.keepalive_time_ms", int(_KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(_KEEPALIVE_S * 1000)),
     ("grpc.http2.max_pings_without_data", 0),
@@ -65,23 +61,9 @@ def _called_options() -> tuple[tuple[str, int], ...]:
     )
 
 
-Method = Callable[..., Awaitable[Any]]
-
-
-class Peer(Protocol):
-    """What a method may know of the stream that its caller has to this process."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether it has ended, as it does at once with the caller's process."""
-
-
-class ConnectionLost(ConnectionError):
-    """The stream is gone, or no reply came in time; the call may have been carried out."""
-
-
-class CallFailed(RuntimeError):
-    """The method raised; the message says what."""
+Serve = Callable[[str, Stream], Awaitable[None]]
+"""Serves the stream of the peer with this name, which ends when it returns and what was sent has
+left."""
 
 
 class Endpoint(NamedTuple):
@@ -95,44 +77,11 @@ class Endpoint(NamedTuple):
     """The caller's, in PEM."""
 
 
-class _Writer:
-    """Sends messages in order over a stream that takes one at a time."""
-
-    def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
-        self._write = write
-        self._messages: deque[bytes] = deque()
-        self._busy = False
-
-    async def send(self, message: bytes) -> None:
-        """Returns when it is sent, or left to a `send` that is under way."""
-        self._messages.append(message)
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._messages:
-                await self._write(self._messages.popleft())
-        finally:
-            self._busy = False
-
-
-# --------------------------------------------------------------------------- the one who is called
-
-_peer: ContextVar[Peer | None] = ContextVar("peer", default=None)
-
-
-def calling_peer() -> Peer | None:
-    """That of the call which the running task answers; None for a task that answers none."""
-    return _peer.get()
-
-
 class Server:
-    """Answers calls of the given methods by whoever has a certificate of this process."""
+    """Serves streams to every process that has a certificate of this one."""
 
-    def __init__(self, signatures: Signatures, methods: Mapping[str, Method]) -> None:
-        """`methods` by the names in `signatures`."""
-        self._signatures = signatures
-        self._methods = methods
+    def __init__(self, kinds: Mapping[StreamKind, Serve]) -> None:
+        self._kinds = kinds
         self._authority = Authority()
         self._starting: asyncio.Task[tuple[grpc.aio.Server, int]] | None = None
 
@@ -152,17 +101,20 @@ class Server:
         return Endpoint(host, port, self._authority.certificate, certificate)
 
     async def close(self) -> None:
-        """All streams end, and nobody is let in any more."""
+        """All streams end, and no caller is let in any more."""
         if self._starting is not None:
             server, _ = await self._starting
             await server.stop(None)
 
     async def _start(self, host: str) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=_called_options())
-        handler = grpc.stream_stream_rpc_method_handler(self._serve)
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})]
-        )
+        handlers = {
+            kind.name: grpc.stream_stream_rpc_method_handler(
+                functools.partial(self._serve, kind.calling, serve)
+            )
+            for kind, serve in self._kinds.items()
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
         address = f"[{host}]:0" if ":" in host else f"{host}:0"
         try:
             port = server.add_secure_port(address, self._authority.server_credentials())
@@ -171,156 +123,41 @@ class Server:
         await server.start()
         return server, port
 
-    async def _serve(self, _calls: object, context: Any) -> None:
-        stream = _Stream(self._signatures, self._methods, context.write)
-        _peer.set(stream)
+    async def _serve(self, received: Any, serve: Serve, _frames: object, context: Any) -> None:
+        stream = Stream(received, context.read, context.write)
+        peer = dict(context.invocation_metadata()).get(_PEER, "")
         try:
             # By this the caller knows that it is let in.
             await context.send_initial_metadata(())
-            while (message := await context.read()) is not grpc.aio.EOF:
-                stream.take(message)
+            await serve(peer, stream)
+            await stream.flush()
+        except StreamLost as error:
+            log.warning("the stream of %.80s is lost: %s", peer, error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            stream.end()
+            stream.lost = True
 
 
-class _Stream:
-    """One caller's stream."""
+async def connect(endpoint: Endpoint, key: Key, kind: StreamKind, peer: str) -> Stream:
+    """A stream of this caller, which calls itself `peer` (ASCII). `key` is the one that the
+    endpoint's certificate is for.
 
-    def __init__(
-        self,
-        signatures: Signatures,
-        methods: Mapping[str, Method],
-        write: Callable[[bytes], Awaitable[Any]],
-    ) -> None:
-        self._signatures = signatures
-        self._methods = methods
-        self._writer = _Writer(write)
-        self._answers: set[asyncio.Task[None]] = set()
-        self.lost = False
-
-    def take(self, message: bytes) -> None:
-        """Answer a call. Raises NotDecodable for what is none, which ends the stream."""
-        number, name, arguments = decode(message)
-        answer = asyncio.get_running_loop().create_task(self._answer(number, name, arguments))
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
-
-    def end(self) -> None:
-        self.lost = True
-        for answer in self._answers:
-            answer.cancel()
-
-    async def _answer(self, number: int, name: str, arguments: Any) -> None:
-        try:
-            signature = self._signatures[name]
-            reply = await self._methods[name](*signature.decode_arguments(arguments))
-            message = encode(number, "", reply)
-        except Exception as error:
-            log.exception("a call of %.40s failed", name)
-            message = encode(number, f"{type(error).__name__}: {error}"[:1000], None)
-        await self._writer.send(message)
-
-
-# --------------------------------------------------------------------------- the one who calls
-
-
-class Connection:
-    """A stream to another process; see `connect`."""
-
-    def __init__(self, channel: grpc.aio.Channel, signatures: Signatures) -> None:
-        self._channel = channel
-        self._signatures = signatures
-        self._stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
-        self._writer = _Writer(self._stream.write)
-        self._number = 0
-        self._waiting: dict[int, asyncio.Future[tuple[str, Any]]] = {}
-        self._sending: set[asyncio.Task[None]] = set()
-        self._reader: asyncio.Task[None] | None = None
-        self.lost = False
-
-    async def open(self) -> None:
-        """Returns once each side knows the other. Raises grpc.aio.AioRpcError."""
-        await self._stream.wait_for_connection()
-        self._reader = asyncio.get_running_loop().create_task(self._read())
-
-    async def call(self, name: str, arguments: tuple[Any, ...], answer_s: float) -> Any:
-        """Raises ConnectionLost without a reply after `answer_s`, CallFailed if the method raised,
-        NotEncodable for arguments that cannot be sent, NotDecodable for a wrong reply."""
-        if self.lost:
-            raise ConnectionLost("the connection is lost")
-        self._number += 1
-        number = self._number
-        message = encode(number, name, arguments)
-        reply: asyncio.Future[tuple[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
-        try:
-            async with asyncio.timeout(answer_s):
-                self._send(message)
-                failed, result = await reply
-        except TimeoutError:
-            raise ConnectionLost(f"no reply in {answer_s:g} s") from None
-        finally:
-            self._waiting.pop(number, None)
-        if failed:
-            raise CallFailed(failed)
-        return self._signatures[name].decode_reply(result)
-
-    def _send(self, message: bytes) -> None:
-        # By a task of its own: gRPC ends the stream with whoever is cancelled while he writes.
-        sending = asyncio.get_running_loop().create_task(self._writer.send(message))
-        self._sending.add(sending)
-        sending.add_done_callback(self._sent)
-
-    def _sent(self, sending: asyncio.Task[None]) -> None:
-        self._sending.discard(sending)
-        if not sending.cancelled() and (error := sending.exception()) is not None:
-            self._end(str(error))
-
-    async def _read(self) -> None:
-        why = "the other side has ended it"
-        try:
-            while (message := await self._stream.read()) is not grpc.aio.EOF:
-                number, failed, result = decode(message)
-                reply = self._waiting.get(number)
-                # Whoever called may have been cancelled meanwhile.
-                if reply is not None and not reply.done():
-                    reply.set_result((failed, result))
-        except grpc.aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}"
-        finally:
-            self._end(why)
-
-    def _end(self, why: str) -> None:
-        self.lost = True
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(ConnectionLost(f"the connection is lost: {why}"))
-
-    async def close(self) -> None:
-        """What waits for a reply ends with ConnectionLost."""
-        self._end("closed here")
-        self._stream.cancel()
-        await self._channel.close()
-
-
-async def connect(endpoint: Endpoint, key: Key, signatures: Signatures) -> Connection:
-    """`key` is the one that the endpoint's certificate is for.
-
-    Raises OSError where nobody answers in time, or one of the two does not accept the other.
+    Raises OSError where nothing answers in time, or one of the two does not accept the other.
     """
     host, port, authority, certificate = endpoint
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     credentials = key.channel_credentials(authority, certificate)
     channel = grpc.aio.secure_channel(address, credentials, options=_CALLER_OPTIONS)
-    connection = Connection(channel, signatures)
+    call = channel.stream_stream(f"/{_SERVICE}/{kind.name}")(metadata=((_PEER, peer),))
     try:
         async with asyncio.timeout(_CONNECT_S):
-            await connection.open()
+            await call.wait_for_connection()
     except BaseException as error:
-        await connection.close()
+        call.cancel()
+        await channel.close()
         if isinstance(error, TimeoutError):
             raise TimeoutError(f"no connection to {address} in {_CONNECT_S:g} s") from None
         if isinstance(error, grpc.aio.AioRpcError):
             raise ConnectionError(f"no connection to {address}: {error.details()}") from None
         raise
-    return connection
+    return Stream(kind.called, call.read, call.write, call.cancel, channel.close)

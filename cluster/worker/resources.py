@@ -17,7 +17,7 @@ def gpus_of(config: ClusterConfig) -> float:
     if config.actors.replica_gpus is not None:
         return config.actors.replica_gpus
     if config.replica.device != "auto":
-        # Who names a GPU by its number places the replicas himself.
+        # With a GPU's number in the settings the user places the replicas.
         return 1.0 if config.replica.device == "cuda" else 0.0
     gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
     if not gpus:

@@ -1,14 +1,14 @@
-"""Runs one replica: pulls batches from the pool, runs them on a thread, sends the results.
+"""Runs one replica: takes batches from the pool, runs them on a thread, sends the results.
 
-All tensor work happens on one thread, so the event loop stays free to pull and to answer health
-checks. The thread takes the next batch from its queue by itself: it never waits for a round trip
-between two batches. What is hosted is given as a factory; this file knows neither torch nor Ray.
+All tensor work happens on one thread, so the event loop stays free to talk to the pool and to
+answer health checks. The thread takes the next batch from its queue by itself: it never waits for
+a round trip between two batches. What is hosted is given as a factory; this file knows neither
+torch nor Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -19,14 +19,18 @@ from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import (
+    WORKER,
+    Beat,
+    DrainNote,
     FailureNote,
     InterruptNote,
+    LeaveNote,
     PoolPort,
     PoolUnreachable,
-    PullReply,
     ReleaseNote,
 )
-from cluster.transport.codec import NotEncodable, encode
+from cluster.transport.codec import NotEncodable
+from cluster.transport.stream import Stream, StreamLost
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepFailed, StepResult
 
 log = logging.getLogger("lockstep.replica")
@@ -89,8 +93,7 @@ class Worker:
 
         `pools`: one per shard; `shard` is the one to serve.
         """
-        self._poll_s = config.pool.poll_s
-        self._beat_s = config.pool.lease_s / 3
+        self._beat_s = config.pool.beat_s
         self._failures_max = config.actors.failures_max
         self._drain_s = config.actors.drain_s
         self._batch_s_max = config.actors.batch_s_max
@@ -101,12 +104,9 @@ class Worker:
         self._load = load
         self._pools = pools
         self._shard = shard
-        self._pool = pools[shard]
-        """Of the shard that this replica is in, or was in last."""
         self._name = name
         self._process = process
         self._jobs: queue.SimpleQueue[Batch | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
-        self._results: list[StepResult | FailureNote] = []
         self._interrupted = 0
         """Batches up to this id end after the step in hand; the thread reads it."""
         self._batch_lost = False
@@ -115,11 +115,9 @@ class Worker:
         """Batches of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
         self._draining = False
-        self._leaving: set[asyncio.Task[None]] = set()
-        """Farewells from memberships that have ended."""
         self._something_new = asyncio.Event()
-        self._holding = 0
-        """Batches received whose result is not sent."""
+        self._stream: Stream | None = None
+        """That of the present membership."""
         self.replica_id = ""
         self.tokens_committed = 0
 
@@ -132,9 +130,9 @@ class Worker:
         )
         self._thread.start()
         self._spec = await loaded
-        self._puller = self._loop.create_task(self._pull_forever())
+        self._member = self._loop.create_task(self._serve_forever())
         # Nothing is left to drain then.
-        self._puller.add_done_callback(lambda _task: self._drained.set())
+        self._member.add_done_callback(lambda _task: self._drained.set())
 
     def move_to(self, shard: int) -> None:
         """Serve this shard from now on: finish the batches in hand, hand back the residents."""
@@ -146,9 +144,9 @@ class Worker:
     def check(self) -> None:
         """Raises ReplicaUnhealthy when the process cannot serve: broken, hanging or refused."""
         self._check_batches()
-        if self._puller.done():
-            error = None if self._puller.cancelled() else self._puller.exception()
-            raise ReplicaUnhealthy(f"the pull loop has died: {error}") from error
+        if self._member.done():
+            error = None if self._member.cancelled() else self._member.exception()
+            raise ReplicaUnhealthy(f"its loop has died: {error}") from error
 
     def _check_batches(self) -> None:
         began_s = self._batch_began_s
@@ -168,32 +166,27 @@ class Worker:
     async def close(self) -> None:
         """Hand back the residents, finish the batches in hand, leave the pool, end the thread."""
         self._draining = True
+        self._something_new.set()
         try:
             async with asyncio.timeout(self._drain_s):
-                if not self._puller.done():
-                    await self._pool.drain(self.replica_id)
-                    self._something_new.set()
+                if not self._member.done():
                     await self._drained.wait()
-        except (TimeoutError, PoolUnreachable):
+        except TimeoutError:
             log.warning("replica %s leaves without being drained", self.replica_id)
-        self._puller.cancel()
-        with contextlib.suppress(PoolUnreachable):
-            await self._pool.leave(self.replica_id)
+        if self._stream is not None:
+            self._stream.send(LeaveNote())
+            await self._stream.close()
+        self._member.cancel()
         self._jobs.put(_Stop())
 
     # ------------------------------------------------------------------ event loop
 
-    async def _pull_forever(self) -> None:
-        while True:
-            if self._draining:
-                # It is about to end: to join anew would only draw new work to it.
-                self._drained.set()
-                await asyncio.Event().wait()
+    async def _serve_forever(self) -> None:
+        while not self._draining:
             try:
                 await self._serve_one_membership()
-            except PoolUnreachable as error:
+            except (PoolUnreachable, StreamLost) as error:
                 log.warning("replica %s: no answer from the pool: %s", self.replica_id, error)
-                self._take_leave()
                 await asyncio.sleep(_RETRY_S)
             except ReplicaUnhealthy as error:
                 # To join again would draw the queue to a broken replica; it waits for its end.
@@ -201,137 +194,96 @@ class Worker:
                 raise
             except Exception:
                 # The health check will say so, too; a bug must not look like a silent replica.
-                log.exception("replica %s: the pull loop dies", self.replica_id)
+                log.exception("replica %s: its loop dies", self.replica_id)
                 raise
-
-    def _take_leave(self) -> None:
-        """The pool may live, and only the connection have gone: it need not wait for the lease."""
-
-        async def leave(pool: PoolPort, replica_id: str) -> None:
-            with contextlib.suppress(PoolUnreachable):
-                await pool.leave(replica_id)
-
-        task = asyncio.get_running_loop().create_task(leave(self._pool, self.replica_id))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        # It is about to end: to join anew would only draw new work to it.
+        self._drained.set()
+        await asyncio.Event().wait()
 
     async def _serve_one_membership(self) -> None:
-        """Join under a new id and pull until the pool no longer knows it, or another one is due.
+        """Join under a new id and serve until the pool ends the stream, or another one is due.
 
         Raises ReplicaUnhealthy, having left the pool, when this replica should be replaced.
         """
         self._check_batches()
         self._jobs.put(_Forget())
-        self._results.clear()
-        self._holding = 0
         self._interrupted = 0
         shard = self._shard
-        self._pool = self._pools[shard]
+        pool = self._pools[shard]
         self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
-        joined = await self._pool.join(self.replica_id, self._spec, self._process)
+        joined = await pool.join(self.replica_id, self._spec, self._process)
         if joined.refused:
             raise ReplicaUnhealthy(joined.refused)
+        stream = await pool.connect(WORKER, self.replica_id)
         log.info("replica %s joined pool %s", self.replica_id, joined.incarnation)
-        acknowledged = 0
-        moving = False
-        pulls: set[asyncio.Task[PullReply]] = set()
+        handed_over = asyncio.Event()
+        reading = self._loop.create_task(self._read(stream, handed_over))
+        reading.add_done_callback(self._read_all)
         try:
-            while True:
-                try:
-                    self._check_batches()
-                except ReplicaUnhealthy as unhealthy:
-                    await self._depart(acknowledged, unhealthy.blames)
-                    raise
-                if self._shard != shard and not moving:
-                    moving = True
-                    await self._pool.drain(self.replica_id)
-                idle_for_s = self._poll_s
-                if self._results or (not pulls and self._holding < joined.batches_in_flight_max):
-                    results, self._results = self._results, []
-                    self._holding -= len(results)
-                    wait_s = 0.0 if self._holding >= joined.batches_in_flight_max else self._poll_s
-                    pulls.add(self._start_pull(acknowledged, results, wait_s))
-                elif not pulls:
-                    idle_for_s = self._beat_s
-                done = await self._wait(pulls, idle_for_s)
-                if not done and not pulls and not self._results:
-                    # All places are taken by long batches: show that this process lives.
-                    pulls.add(self._start_pull(acknowledged, [], 0.0))
-                for pull in done:
-                    pulls.discard(pull)
-                    reply = pull.result()
-                    if not reply.known:
-                        log.warning("replica %s is unknown to the pool", self.replica_id)
-                        return
-                    acknowledged = self._take(reply, acknowledged)
-                    if reply.draining and moving and not self._draining:
-                        await self._pool.leave(self.replica_id)
-                        return
+            self._stream = stream
+            while not handed_over.is_set():
+                if reading.done():
+                    reading.result()
+                    raise StreamLost("the pool has ended it")
+                await self._attend(stream, shard)
+            stream.send(LeaveNote())
         finally:
-            for pull in pulls:
-                pull.cancel()
+            self._stream = None
+            await stream.close()
+            reading.cancel()
 
-    async def _depart(self, acknowledged: int, blames: bool) -> None:
-        """Leave the pool now, but with the results: failures count against their requests."""
-        results, self._results = self._results, []
-        with contextlib.suppress(PoolUnreachable):
-            await self._pool.pull(self.replica_id, acknowledged, results, 0.0)
-            await self._pool.leave(self.replica_id, blames)
+    async def _attend(self, stream: Stream, shard: int) -> None:
+        """Show that this process lives, drain if another shard is due, and wait for news.
 
-    def _start_pull(
-        self, acknowledged: int, results: list[StepResult | FailureNote], wait_s: float
-    ) -> asyncio.Task[PullReply]:
-        pull = self._loop.create_task(
-            self._pool.pull(self.replica_id, acknowledged, results, wait_s)
-        )
-        pull.add_done_callback(lambda _task: self._something_new.set())
-        return pull
-
-    async def _wait(
-        self, pulls: set[asyncio.Task[PullReply]], wait_s: float
-    ) -> list[asyncio.Task[PullReply]]:
-        """Until a pull is answered or a result is there; returns the answered ones."""
+        Raises ReplicaUnhealthy, having left the pool.
+        """
         self._something_new.clear()
-        done = [pull for pull in pulls if pull.done()]
-        if done or self._results:
-            return done
         try:
-            async with asyncio.timeout(wait_s):
+            self._check_batches()
+        except ReplicaUnhealthy as unhealthy:
+            stream.send(LeaveNote(unhealthy.blames))
+            raise
+        if self._draining or self._shard != shard:
+            stream.send(DrainNote())
+        stream.send(Beat())
+        try:
+            async with asyncio.timeout(self._beat_s):
                 await self._something_new.wait()
         except TimeoutError:
             pass
-        return [pull for pull in pulls if pull.done()]
 
-    def _take(self, reply: PullReply, acknowledged: int) -> int:
-        """Queue the items not seen before; returns the number of the newest one seen."""
-        for number, item in enumerate(reply.items, start=reply.first):
-            if number <= acknowledged:
-                continue
-            acknowledged = number
-            if isinstance(item, InterruptNote):
-                self._interrupted = max(self._interrupted, item.batch_id)
-                continue
-            if isinstance(item, Batch):
-                self._holding += 1
-            self._jobs.put(item)
-        if reply.draining and self._draining:
-            self._drained.set()
-        return acknowledged
+    async def _read(self, stream: Stream, handed_over: asyncio.Event) -> None:
+        """Until the pool ends the stream. Raises StreamLost where it breaks."""
+        async for messages in stream.frames():
+            for message in messages:
+                match message:
+                    case InterruptNote(batch_id):
+                        self._interrupted = max(self._interrupted, batch_id)
+                    case DrainNote():
+                        handed_over.set()
+                        self._something_new.set()
+                    case _:
+                        self._jobs.put(message)
+
+    def _read_all(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled():
+            reading.exception()  # which counts no more where this replica has left
+        self._something_new.set()
 
     def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
-        if result.replica_id != self.replica_id:
+        if result.replica_id != self.replica_id or self._stream is None:
             return
-        try:
-            encode(0, "", result)
-        except NotEncodable as error:
-            result = StepFailed(result.replica_id, result.batch_id, str(error))
-        if isinstance(result, StepFailed):
-            self._failures[batch.kind] += 1
-            self._results.append(FailureNote(result.batch_id, result.message))
-        else:
-            self._failures[batch.kind] = 0
-            self.tokens_committed += sum(len(row.tokens) for row in result.rows)
-            self._results.append(result)
+        if isinstance(result, StepResult):
+            try:
+                self._stream.send(result)
+            except NotEncodable as error:
+                result = StepFailed(result.replica_id, result.batch_id, str(error))
+            else:
+                self._failures[batch.kind] = 0
+                self.tokens_committed += sum(len(row.tokens) for row in result.rows)
+                return
+        self._failures[batch.kind] += 1
+        self._stream.send(FailureNote(result.batch_id, result.message))
         self._something_new.set()
 
     # ------------------------------------------------------------------ thread
@@ -373,7 +325,7 @@ class Worker:
         if replica.broken is not None:
             return None
         if batch.replica_id != self.replica_id:
-            # Of a membership that has ended; nobody waits for it.
+            # Of a membership that has ended: its result is waited for no more.
             return StepFailed(batch.replica_id, batch.id, "the replica has joined again")
         self._batch_of, self._batch_began_s = batch.replica_id, time.monotonic()
         try:
@@ -388,7 +340,7 @@ class Worker:
             self._batch_began_s = None
 
     def _ends_early(self, batch: Batch) -> bool:
-        """Somebody waits for the end of the batch, or nobody any more for its result."""
+        """The end of the batch is waited for, or its result no more."""
         return batch.id <= self._interrupted or batch.replica_id != self.replica_id
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:

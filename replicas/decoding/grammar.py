@@ -46,6 +46,10 @@ class Grammars:
         if wrong:
             raise GrammarError(said[0])
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text; a special token its name."""
+        return self._tokens.decode_bytes([token]).lstrip(b"\xff")
+
     def match(self, grammar: str, tokens: Sequence[int]) -> GrammarState:
         """The state after these new tokens, which the grammar allows. Raises GrammarError."""
         state = GrammarState(self._matcher(self._tokens, grammar, log_level=0), self._ends)
@@ -94,24 +98,26 @@ class GrammarState:
             raise GrammarError(f"the grammar stopped: {self._matcher.stop_reason()}")
 
 
-def from_json_schema(schema: str) -> str:
-    """Documents of a JSON schema, given as JSON, written as `json.dumps` writes them."""
-    return _matcher().grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+def grammar_of(kind: str, texts: Sequence[str]) -> str:
+    """The grammar of texts that are documents of a JSON schema, written as `json.dumps` writes
+    them; that match a regular expression; that one of Lark derives; or that are one of `texts`.
 
-
-def from_regex(pattern: str) -> str:
-    """Whole texts that match a regular expression."""
-    return _matcher().grammar_from_regex(pattern)
-
-
-def from_choice(texts: Sequence[str]) -> str:
-    """One of these texts."""
-    return _matcher().grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
-
-
-def from_lark(grammar: str) -> str:
-    """Texts of a context-free grammar in llguidance's variant of Lark."""
-    return _matcher().grammar_from_lark(grammar)
+    Raises GrammarError for a schema that is no JSON; `Grammars.check` finds all else.
+    """
+    matcher = _matcher()
+    match kind:
+        case "json_schema":
+            try:
+                return matcher.grammar_from_json_schema(texts[0], overrides=_JSON_OPTIONS)
+            except ValueError as error:
+                raise GrammarError(str(error)) from None
+        case "regex":
+            return matcher.grammar_from_regex(texts[0])
+        case "grammar":
+            return matcher.grammar_from_lark(texts[0])
+        case "choice":
+            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+    raise AssertionError(kind)
 
 
 def _matcher() -> type[LLMatcher]:

@@ -44,10 +44,8 @@ class Acceptance:
 
     def of(self, sequences: Iterable[Sequence]) -> list[float]:
         """Probabilities in [0, 1] that one more draft token of each sequence is accepted."""
-        greedy = PRIOR_TRIES * self._greedy.acceptance
-        sampled = PRIOR_TRIES * self._sampled.acceptance
         return [
-            (one.agreed + (greedy if one.greedy else sampled)) / (one.tried + PRIOR_TRIES)
+            (one.agreed + PRIOR_TRIES * self._class_of(one).acceptance) / (one.tried + PRIOR_TRIES)
             for one in sequences
         ]
 
@@ -58,14 +56,16 @@ class Acceptance:
     def observe(self, answers: Iterable[Answer]) -> None:
         """Rows came back from a batch. Where one drafted nothing its past fades all the same, so
         that a row which was given up comes back to what its class shows."""
-        greedy, sampled = self._greedy, self._sampled
         for sequence, row in answers:
             tried, agreed = sum(row.tried_at), sum(row.accepted_at)
-            keep = DECAY if row.steps == 1 else DECAY**row.steps
+            keep = DECAY**row.steps
             sequence.tried = keep * sequence.tried + tried
             sequence.agreed = keep * sequence.agreed + agreed
-            known = greedy if sequence.greedy else sampled
             if tried:
+                known = self._class_of(sequence)
                 fade = min(CLASS_TRIES / (known.tried + tried), 1.0)
                 known.tried = fade * (known.tried + tried)
                 known.agreed = fade * (known.agreed + agreed)
+
+    def _class_of(self, sequence: Sequence) -> _Class:
+        return self._sampled if sequence.request.sampling.temperature else self._greedy

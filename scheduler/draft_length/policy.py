@@ -140,7 +140,7 @@ class DraftPolicy:
         else:
             probe = self._choose(known, rows, kv)
         choice = known.choice if probe is None else Choice(probe)
-        asked = [one.draft_len for one in rows if one.draft_len]
+        asked = [one.request.draft_len for one in rows if one.request.draft_len]
         if asked:
             # What a server fixes its clients may lower and not raise.
             most = known.most if known.fixed is None else min(known.fixed, known.most)
@@ -337,7 +337,7 @@ def row_draft_len(sequence: Sequence, draft_len: int) -> int:
 
     The target adds one token of its own, so a row with n tokens left drafts at most n - 1.
     """
-    pinned = sequence.draft_len
+    pinned = sequence.request.draft_len
     if pinned is not None and pinned < draft_len:
         draft_len = pinned
     most = sequence.length_max - sequence.length - 1

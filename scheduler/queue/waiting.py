@@ -34,22 +34,15 @@ Key = tuple[float, int, str, int]
 class Waiting(Protocol):
     """What the queue reads of a sequence. None of it changes while the sequence waits."""
 
-    @property
-    def id(self) -> str: ...
-    @property
-    def number(self) -> int:
-        """Rises with every accepted request."""
+    id: str
+    number: int
+    """Rises with every accepted request."""
+    request: Request
+    length_max: int
+    """Prompt and limit in tokens."""
+    arrived_s: float
+    deadline_s: float | None
 
-    @property
-    def request(self) -> Request: ...
-    @property
-    def length_max(self) -> int:
-        """Prompt and limit in tokens."""
-
-    @property
-    def arrived_s(self) -> float: ...
-    @property
-    def deadline_s(self) -> float | None: ...
     @property
     def tokens_left(self) -> int:
         """What it may still commit."""
@@ -204,9 +197,6 @@ class WaitingQueue(Mapping[str, Item]):
         for *_, sequence_id in self._first:
             yield sequence_id
         classes = [(name, one) for name, one in self._classes.items() if one.arrivals]
-        if len(classes) == 1:
-            yield from classes[0][1].in_order()
-            return
         scans = [_Scan(name, one) for name, one in classes]
         while ranked := [(oldest, scan) for scan in scans if (oldest := scan.oldest())]:
             oldest, scan = min(ranked, key=lambda pair: self._urgency(*pair))

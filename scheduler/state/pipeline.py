@@ -5,7 +5,7 @@ The one record that the rules of `batching.dispatch` read. It decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.messages import Batch, BatchKind
 from scheduler.state.sequence import Sequence
@@ -24,19 +24,17 @@ class InFlight:
     interrupted: bool = False
 
 
+@dataclass(slots=True)
 class Pipeline:
     """Batches that a replica runs one after the other."""
 
-    __slots__ = ("batches", "failed", "last_kind", "last_quarantined")
-
-    def __init__(self) -> None:
-        self.batches: dict[int, InFlight] = {}
-        """Batches in flight by id, in the order in which they were sent."""
-        self.last_kind: BatchKind | None = None
-        self.last_quarantined = False
-        """Whether the batch that was sent last is one of rows in quarantine."""
-        self.failed: set[BatchKind] = set()
-        """Kinds of batch of which the last one that was answered failed."""
+    batches: dict[int, InFlight] = field(default_factory=dict)
+    """Batches in flight by id, in the order in which they were sent."""
+    last_kind: BatchKind | None = None
+    last_quarantined: bool = False
+    """Whether the batch that was sent last is one of rows in quarantine."""
+    failed: set[BatchKind] = field(default_factory=set)
+    """Kinds of batch of which the last one that was answered failed."""
 
     def __len__(self) -> int:
         return len(self.batches)

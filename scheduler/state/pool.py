@@ -23,15 +23,11 @@ from scheduler.state.sequence import (
     Move,
     Sequence,
     State,
-    move_all,
 )
 
 _HEAP_SLACK = 64
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
-
-# Read in every batch; a member of an enum is found through its metaclass, which is slow.
-_READY, _STEPPING = State.READY, State.STEPPING
 
 
 class Pool:
@@ -160,37 +156,28 @@ class Pool:
 
         `lacking` are those of them that get more blocks, and how many they have then.
         """
-        if rows[0].quarantined:
-            for sequence in rows:
-                del replica.quarantined[sequence.id]
-        else:
+        if not rows[0].quarantined:
             replica.ready.take(rows, len(replica.ready) + replica.stepping)
         for sequence, blocks in lacking:
             replica.blocks_used += blocks - sequence.blocks
             sequence.blocks = blocks
-        move_all(rows, _READY, Move.STEP, batch_id)
-        replica.rows_in[_READY] -= len(rows)
-        replica.rows_in[_STEPPING] += len(rows)
+        for sequence in rows:
+            self.move(sequence, Move.STEP)
+            sequence.batch_id = batch_id
 
     def commit(
-        self, replica: Replica, answers: list[Answer]
+        self, answers: list[Answer]
     ) -> list[tuple[Sequence, tuple[int, ...], FinishReason | None]]:
-        """Books what a step on their replica committed of these rows: they are ready again.
+        """Books what a step committed of these rows: they are ready again.
 
         Returns each with what its `commit` does.
         """
-        sequences = [sequence for sequence, _ in answers]
-        replica.rows_in[_STEPPING] -= len(sequences)
-        replica.rows_in[_READY] += len(sequences)
-        move_all(sequences, _STEPPING, Move.STEPPED, None)
         booked = []
-        committed = 0
         for sequence, row in answers:
             tokens, reason = sequence.commit(row)
-            committed += len(tokens)
+            self.limit_left -= len(tokens)
+            self.move(sequence, Move.STEPPED)
             booked.append((sequence, tokens, reason))
-        replica.ready_again(sequences)
-        self.limit_left -= committed
         return booked
 
     def move(self, sequence: Sequence, move: Move) -> None:
@@ -214,10 +201,9 @@ class Pool:
         if before is State.READY:
             if sequence in replica.ready:
                 replica.ready.remove(sequence)
-            else:
-                del replica.quarantined[sequence.id]
+            replica.quarantined.pop(sequence.id, None)
         elif after is State.READY:
-            replica.ready_again([sequence])
+            replica.ready_again(sequence)
 
     def send_back(self, sequences: Iterable[Sequence], first: bool = True) -> None:
         """Residents that lost their place wait again; with `first` before all classes."""

@@ -20,17 +20,6 @@ Row = TypeVar("Row", bound=Hashable)
 class ReadyRows(Generic[Row]):
     """Rows that a batch may take. Needs at least one row where a method names a first or a most."""
 
-    __slots__ = (
-        "_by_age",
-        "_by_turn",
-        "_new",
-        "_number",
-        "_rising",
-        "_share",
-        "_turns",
-        "batches",
-    )
-
     def __init__(self) -> None:
         self._by_age: dict[Row, tuple[int, int, int]] = {}
         """(length, number, batches dispatched before) of a row when it became ready, oldest

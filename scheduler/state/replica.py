@@ -16,9 +16,6 @@ from scheduler.state.ready_rows import ReadyRows
 from scheduler.state.sequence import RESIDENT, Sequence, State
 from scheduler.validation import blocks_needed
 
-# For a quick look, as in `pool`.
-_READY, _STEPPING, _PREFILLING = State.READY, State.STEPPING, State.PREFILLING
-
 CAP_BATCHES = 64
 """Batches after which a lowered number of rows is doubled again."""
 
@@ -77,14 +74,10 @@ class BatchFigures:
         self.committed_tokens += committed_tokens
         self.kv_positions_own += result.kv_positions_own
         self.kv_positions_read += result.kv_positions_read
-        row_steps = draft_tokens = accepted_tokens = 0
         for row in result.rows:
-            row_steps += row.steps
-            draft_tokens += row.draft_tokens
-            accepted_tokens += sum(row.accepted_at)
-        self.row_steps += row_steps
-        self.draft_tokens += draft_tokens
-        self.accepted_tokens += accepted_tokens
+            self.row_steps += row.steps
+            self.draft_tokens += row.draft_tokens
+            self.accepted_tokens += sum(row.accepted_at)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,11 +140,11 @@ class Replica:
 
     @property
     def stepping(self) -> int:
-        return self.rows_in[_STEPPING]
+        return self.rows_in[State.STEPPING]
 
     @property
     def prefilling(self) -> int:
-        return self.rows_in[_PREFILLING]
+        return self.rows_in[State.PREFILLING]
 
     @property
     def joining(self) -> int:
@@ -209,10 +202,9 @@ class Replica:
         """Whether an empty replica of this spec has room for it."""
         return sequence.length_max <= self.spec.length_max
 
-    def ready_again(self, sequences: list[Sequence]) -> None:
-        """No batch holds them any more; they are the youngest of the ready rows."""
-        for one in sequences:
-            if one.record.rows_limit is None:
-                self.ready.add(one, one.length, not one.committed)
-            else:
-                self.quarantined[one.id] = one
+    def ready_again(self, sequence: Sequence) -> None:
+        """No batch holds it any more; it is the youngest of the ready rows."""
+        if sequence.quarantined:
+            self.quarantined[sequence.id] = sequence
+        else:
+            self.ready.add(sequence, sequence.length, not sequence.committed)

@@ -125,10 +125,6 @@ class Sequence:
     """Content length: prompt and committed tokens, padding never."""
     length_max: int = field(init=False)
     """Content length when the limit is reached."""
-    greedy: bool = field(init=False)
-    draft_len: int | None = field(init=False)
-    """The request's own."""
-    stop_token_ids: tuple[int, ...] = field(init=False)
     replica_id: str | None = None
     filled: int = 0
     """While it is being filled: its valid KV positions once the batch in flight is done."""
@@ -157,9 +153,6 @@ class Sequence:
         self.id = self.request.id
         self.length = len(self.request.prompt) + len(self.committed)
         self.length_max = self.request.length_max
-        self.greedy = self.request.sampling.temperature == 0.0
-        self.draft_len = self.request.draft_len
-        self.stop_token_ids = self.request.stop_token_ids
 
     @property
     def quarantined(self) -> bool:
@@ -214,10 +207,7 @@ class Sequence:
         tokens that were dropped; completion tokens never do.
         """
         assert self.state not in _OVER, f"{self.id}: a finished sequence never changes"
-        kept, reason = row.tokens, None
-        stops, left = self.stop_token_ids, self.length_max - self.length
-        if stops or len(kept) >= left:
-            kept, reason = truncate(kept, left, stops)
+        kept, reason = truncate(row.tokens, self.tokens_left, self.request.stop_token_ids)
         self.committed += kept
         self.length += len(kept)
         self.draft_tokens += row.draft_tokens
@@ -262,18 +252,6 @@ def answers_of(rows: list[Sequence], result: StepResult) -> list[Answer]:
         by_id = {row.sequence_id: row for row in found}
         found = [by_id.get(one.id) or RowResult(one.id) for one in rows]
     return list(zip(rows, found, strict=True))
-
-
-def move_all(
-    sequences: Iterable[Sequence], before: State, move: Move, batch_id: int | None
-) -> None:
-    """The same move of sequences that are all in one state, to a batch or from one; it costs less
-    than one by one."""
-    after = LEGAL[before, move]
-    for sequence in sequences:
-        assert sequence.state is before, f"{sequence.id}: '{move}' from '{sequence.state}'"
-        sequence.state = after
-        sequence.batch_id = batch_id
 
 
 def truncate(

@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,8 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import Batch, BatchKind, FinishReason, Request, StepResult, Usage
 from scheduler.state.replica import Replica
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.test_pool import CONFIG, TIMEOUT_S, Wire, half_dead
+from tests.cluster.test_pool import CONFIG, TIMEOUT_S, half_dead
+from tests.cluster.wire import Wire
 
 MOVE_S = 0.1
 BOUND_S = 100.0
@@ -54,9 +54,9 @@ class Shards:
 
     def __init__(self, config: ClusterConfig = CONFIG) -> None:
         self.wires = [Wire(config, seed=seed) for seed in range(2)]
-        poll_s = config.pool.poll_s
+        beat_s = config.pool.beat_s
         self.router = ShardRouter(
-            self.wires, NAMES, "frontend", poll_s, MOVE_S, unreachable_s=1000.0
+            self.wires, NAMES, "frontend", beat_s, MOVE_S, unreachable_s=1000.0
         )
         self.runners: list[Worker] = []
 
@@ -100,11 +100,10 @@ async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterato
             wire.loss = 0.0
         await made.router.close()
         for runner in made.runners:
-            runner._puller.cancel()
+            runner._member.cancel()
             runner._jobs.put(_Stop())
         for wire in made.wires:
-            if wire.actor._ticker is not None:
-                wire.actor._ticker.cancel()
+            wire.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -122,228 +121,176 @@ async def check(lives: list[InFlightRequest], count: int) -> None:
         assert live.tokens == perfect(prompt, count)
 
 
-def test_requests_are_shared_by_replicas_and_answered_right() -> None:
-    async def test() -> None:
-        async with shards(1, 3) as s:
-            lives = [s.submit(prompt, 40) for prompt in PROMPTS]
-            assert [sum(live.shard == n for live in lives) for n in (0, 1)] == [6, 18]
-            await check(lives, 40)
-            assert s.live() == [0, 0]
-
-    asyncio.run(test())
+async def test_requests_are_shared_by_workers_and_answered_right() -> None:
+    async with shards(1, 3) as s:
+        lives = [s.submit(prompt, 40) for prompt in PROMPTS]
+        assert [sum(live.shard == n for live in lives) for n in (0, 1)] == [6, 18]
+        await check(lives, 40)
+        assert s.live() == [0, 0]
 
 
-def test_a_request_that_cannot_be_sent_is_refused_with_its_field() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            with pytest.raises(InvalidRequest, match="decoding"):
-                s.router.submit(Request("x", (5, 6), 9, decoding=object()), TIMEOUT_S)
-            await check([s.submit(PROMPTS[0], 9)], 9)
-
-    asyncio.run(test())
+async def test_a_request_that_cannot_be_sent_is_refused_with_its_field() -> None:
+    async with shards(1, 1) as s:
+        with pytest.raises(InvalidRequest, match="decoding"):
+            s.router.submit(Request("x", (5, 6), 9, decoding=object()), TIMEOUT_S)
+        await check([s.submit(PROMPTS[0], 9)], 9)
 
 
-def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            before = [session.load.outstanding_tokens for session in s.router.sessions]
-            long = s.submit(PROMPTS[0], 300)
-            short = [s.submit(prompt, 20) for prompt in PROMPTS[1:11]]
-            assert before == [0, 0]
-            assert {live.shard for live in short} == {1 - long.shard}
-            for live in (long, *short):
-                await live.ended.wait()
-            assert [session._unanswered for session in s.router.sessions] == [0, 0]
-
-    asyncio.run(test())
+async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
+    async with shards(1, 1) as s:
+        before = [session.load.outstanding_tokens for session in s.router.sessions]
+        long = s.submit(PROMPTS[0], 300)
+        short = [s.submit(prompt, 20) for prompt in PROMPTS[1:11]]
+        assert before == [0, 0]
+        assert {live.shard for live in short} == {1 - long.shard}
+        for live in (long, *short):
+            await live.ended.wait()
+        assert [session._unconfirmed_tokens for session in s.router.sessions] == [0, 0]
 
 
-def test_a_shard_without_replicas_gets_nothing() -> None:
-    async def test() -> None:
-        async with shards(0, 1) as s:
-            lives = [s.submit(prompt, 20) for prompt in PROMPTS]
-            assert {live.shard for live in lives} == {1}
-            await check(lives, 20)
-
-    asyncio.run(test())
+async def test_a_shard_without_workers_gets_nothing() -> None:
+    async with shards(0, 1) as s:
+        lives = [s.submit(prompt, 20) for prompt in PROMPTS]
+        assert {live.shard for live in lives} == {1}
+        await check(lives, 20)
 
 
-def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            lives = [s.submit(prompt, 200) for prompt in PROMPTS]
-            left = [live for live in lives if live.shard == 0]
-            await until(lambda: any(live.tokens for live in left))
-            s.runners[0]._puller.cancel()
-            await check(lives, 200)
-            assert {live.shard for live in lives} == {1}
-            assert any(live.tokens and live.recovered for live in left)
-            moved = [live for live in left if live.earlier]
-            used = [live.finish.usage for live in moved if live.finish is not None]
-            assert any(len(usage.replicas) == 2 for usage in used)
-            for usage in used:
-                # Each step commits what it accepts and one token, wherever it was made.
-                assert usage.completion_tokens == 200
-                assert usage.steps + usage.accepted_tokens >= 200
-                assert sum(usage.accepted_at) == usage.accepted_tokens
-            # What was let go there is forgotten there, too.
-            await until(lambda: s.live() == [0, 0])
-
-    asyncio.run(test())
+async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
+    async with shards(1, 1) as s:
+        lives = [s.submit(prompt, 200) for prompt in PROMPTS]
+        left = [live for live in lives if live.shard == 0]
+        await until(lambda: any(live.tokens for live in left))
+        s.runners[0]._member.cancel()
+        await check(lives, 200)
+        assert {live.shard for live in lives} == {1}
+        assert any(live.tokens and live.recovered for live in left)
+        moved = [live for live in left if live.earlier]
+        used = [live.finish.usage for live in moved if live.finish is not None]
+        assert any(len(usage.replicas) == 2 for usage in used)
+        for usage in used:
+            # Each step commits what it accepts and one token, wherever it was made.
+            assert usage.completion_tokens == 200
+            assert usage.steps + usage.accepted_tokens >= 200
+            assert sum(usage.accepted_at) == usage.accepted_tokens
+        # What was let go there is forgotten there, too.
+        await until(lambda: s.live() == [0, 0])
 
 
-def test_requests_that_came_before_any_replica_go_where_the_first_one_is() -> None:
-    async def test() -> None:
-        async with shards(0, 0) as s:
-            lives = [s.submit(prompt, 20) for prompt in PROMPTS]
-            assert {live.shard for live in lives} == {0, 1}
-            await asyncio.sleep(3 * MOVE_S)
-            assert {live.shard for live in lives} == {0, 1}, "nowhere to go yet"
-            await s.add_replica(1)
-            await check(lives, 20)
-            assert {live.shard for live in lives} == {1}
-
-    asyncio.run(test())
+async def test_requests_that_came_before_any_replica_go_where_the_first_one_is() -> None:
+    async with shards(0, 0) as s:
+        lives = [s.submit(prompt, 20) for prompt in PROMPTS]
+        assert {live.shard for live in lives} == {0, 1}
+        await asyncio.sleep(3 * MOVE_S)
+        assert {live.shard for live in lives} == {0, 1}, "nowhere to go yet"
+        await s.add_replica(1)
+        await check(lives, 20)
+        assert {live.shard for live in lives} == {1}
 
 
-def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing() -> None:
-    async def test() -> None:
-        async with shards(2, 0) as s:
-            lives = [s.submit(prompt, 200) for prompt in PROMPTS]
-            await asyncio.sleep(0.05)
-            s.runners[1].move_to(1)
-            await s.until_serving(1, 1)
-            later = [s.submit(prompt, 40) for prompt in PROMPTS]
-            assert 1 in {live.shard for live in later}
-            await check(lives, 200)
-            await check(later, 40)
-            assert all(
-                not wire.actor._replicas[each].draining
-                for wire in s.wires
-                for each in wire.actor._replicas
-            )
-
-    asyncio.run(test())
+async def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing() -> None:
+    async with shards(2, 0) as s:
+        lives = [s.submit(prompt, 200) for prompt in PROMPTS]
+        await asyncio.sleep(0.05)
+        s.runners[1].move_to(1)
+        await s.until_serving(1, 1)
+        later = [s.submit(prompt, 40) for prompt in PROMPTS]
+        assert 1 in {live.shard for live in later}
+        await check(lives, 200)
+        await check(later, 40)
+        assert all(
+            not wire.actor._workers[each].draining
+            for wire in s.wires
+            for each in wire.actor._workers
+        )
 
 
-def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            lives = [s.submit(prompt, 100) for prompt in PROMPTS]
-            await asyncio.sleep(0.02)
-            s.runners[1].move_to(0)
-            async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-                await s.runners[1].close()
-            await s.until_serving(1, 0)
-            await check(lives, 100)
-
-    asyncio.run(test())
+async def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
+    async with shards(1, 1) as s:
+        lives = [s.submit(prompt, 100) for prompt in PROMPTS]
+        await asyncio.sleep(0.02)
+        s.runners[1].move_to(0)
+        async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+            await s.runners[1].close()
+        await s.until_serving(1, 0)
+        await check(lives, 100)
 
 
-@pytest.mark.parametrize("shard", [0, 1])
-def test_a_pool_that_restarts_is_told_everything_again(shard: int) -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            lives = [s.submit(prompt, 150) for prompt in PROMPTS]
-            await asyncio.sleep(0.05)
-            s.wires[shard].restart()
-            await check(lives, 150)
-            await s.until_serving(1, 1)
-
-    asyncio.run(test())
-
-
-def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            lives = [s.submit(prompt, 150) for prompt in PROMPTS]
-            await asyncio.sleep(0.05)
-            s.wires[0].loss = 1.0
-            await until(lambda: not s.router.sessions[0].load.answers)
-            # New ones go past it at once, before anybody has given it up.
-            assert {live.shard for live in lives} == {0, 1}
-            new = s.submit(PROMPTS[0], 20)
-            assert new.shard == 1
-            await check(lives, 150)
-            await check([new], 20)
-            assert {live.shard for live in lives} == {1}
-            with pytest.raises(PoolUnreachable):
-                await s.wires[0].status()
-            view = await s.router.status()
-            assert len(view.status.replicas) == 1
-            assert ([shard.name for shard in view.shards], view.silent) == (["shard-b"], NAMES[:1])
-
-    asyncio.run(test())
+async def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
+    async with shards(1, 1) as s:
+        lives = [s.submit(prompt, 150) for prompt in PROMPTS]
+        await asyncio.sleep(0.05)
+        s.wires[0].loss = 1.0
+        await until(lambda: not s.router.sessions[0].load.answers)
+        # New ones go past it at once, before anybody has given it up.
+        assert {live.shard for live in lives} == {0, 1}
+        new = s.submit(PROMPTS[0], 20)
+        assert new.shard == 1
+        await check(lives, 150)
+        await check([new], 20)
+        assert {live.shard for live in lives} == {1}
+        with pytest.raises(PoolUnreachable):
+            await s.wires[0].status()
+        view = await s.router.status()
+        assert len(view.status.replicas) == 1
+        assert ([shard.name for shard in view.shards], view.silent) == (["shard-b"], NAMES[:1])
 
 
-def test_requests_leave_a_pool_that_only_says_it_lives() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            lives = [s.submit(prompt, 150) for prompt in PROMPTS]
-            assert {live.shard for live in lives} == {0, 1}
-            half_dead(s.wires[0])
-            await check(lives, 150)
-            assert {live.shard for live in lives} == {1}
-            s.router.check()
-
-    asyncio.run(test())
+async def test_requests_leave_a_pool_that_only_says_it_lives() -> None:
+    async with shards(1, 1) as s:
+        lives = [s.submit(prompt, 150) for prompt in PROMPTS]
+        assert {live.shard for live in lives} == {0, 1}
+        half_dead(s.wires[0])
+        await check(lives, 150)
+        assert {live.shard for live in lives} == {1}
+        s.router.check()
 
 
-def test_a_cancel_finds_its_request_after_a_move() -> None:
-    async def test() -> None:
-        async with shards(0, 0) as s:
-            for shard in (0, 1):
-                # None ends before it is cancelled.
-                await s.add_replica(shard, FakeReplica(step_s=0.1))
-            await s.until_serving(1, 1)
-            lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-            s.runners[0]._puller.cancel()
-            await until(lambda: {live.shard for live in lives} == {1})
-            for live in lives:
-                s.router.cancel(live)
-            for live in lives:
-                await live.ended.wait()
-                assert live.finish is not None
-                assert live.finish.reason is FinishReason.CANCELLED
-            assert s.live()[1] == 0
-
-    asyncio.run(test())
+async def test_a_cancel_finds_its_request_after_a_move() -> None:
+    async with shards(0, 0) as s:
+        for shard in (0, 1):
+            # None ends before it is cancelled.
+            await s.add_replica(shard, FakeReplica(step_s=0.1))
+        await s.until_serving(1, 1)
+        lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+        s.runners[0]._member.cancel()
+        await until(lambda: {live.shard for live in lives} == {1})
+        for live in lives:
+            s.router.cancel(live)
+        for live in lives:
+            await live.ended.wait()
+            assert live.finish is not None
+            assert live.finish.reason is FinishReason.CANCELLED
+        assert s.live()[1] == 0
 
 
-def test_all_shards_look_like_one_pool() -> None:
-    async def test() -> None:
-        async with shards(1, 2) as s:
-            lives = [s.submit(prompt, 20) for prompt in PROMPTS]
-            await check(lives, 20)
-            status = to_status(await s.router.status())
-            assert len(status.replicas) == 3
-            assert status.requests_finished == len(PROMPTS)
-            assert [(shard.name, shard.serving) for shard in status.shards] == [
-                ("shard-a", 1),
-                ("shard-b", 2),
-            ]
-            assert not any(shard.silent for shard in status.shards)
-            assert {shard.incarnation for shard in status.shards} == {
-                wire.actor._incarnation for wire in s.wires
-            }
-
-    asyncio.run(test())
+async def test_all_shards_look_like_one_pool() -> None:
+    async with shards(1, 2) as s:
+        lives = [s.submit(prompt, 20) for prompt in PROMPTS]
+        await check(lives, 20)
+        status = to_status(await s.router.status())
+        assert len(status.replicas) == 3
+        assert status.requests_finished == len(PROMPTS)
+        assert [(shard.name, shard.serving) for shard in status.shards] == [
+            ("shard-a", 1),
+            ("shard-b", 2),
+        ]
+        assert not any(shard.silent for shard in status.shards)
+        assert {shard.incarnation for shard in status.shards} == {
+            wire.actor._incarnation for wire in s.wires
+        }
 
 
-def test_one_shard_that_stops_stops_the_server() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            await s.wires[1].actor.stop_accepting(60.0)
-            await s.router.stopping.wait()
-            # The other one's news change nothing.
-            await asyncio.sleep(3 * CONFIG.pool.poll_s)
-            assert s.router.stopping.is_set()
-            await s.wires[1].actor.stop_accepting(0.0)
-            async with asyncio.timeout(BOUND_S):
-                while s.router.stopping.is_set():
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(test())
+async def test_one_shard_that_stops_stops_the_server() -> None:
+    async with shards(1, 1) as s:
+        await s.wires[1].actor.stop_accepting(60.0)
+        await s.router.stopping.wait()
+        # The other one's news change nothing.
+        await asyncio.sleep(3 * CONFIG.pool.beat_s)
+        assert s.router.stopping.is_set()
+        await s.wires[1].actor.stop_accepting(0.0)
+        async with asyncio.timeout(BOUND_S):
+            while s.router.stopping.is_set():
+                await asyncio.sleep(0.01)
 
 
 def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
@@ -353,7 +300,7 @@ def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
     assert one.pool_name != three.pool_name
 
 
-def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
+async def test_deaths_of_workers_are_counted_over_all_shards() -> None:
     """A request that kills a replica of this shard, of that one and of this one again has done so
     as often as one may."""
     stuck: list[Stuck] = []
@@ -368,37 +315,34 @@ def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         async with asyncio.timeout(BOUND_S):
             while not any(len(replica.pipeline) for replica in _replicas(actor)):
                 await asyncio.sleep(0.001)
-        [replica_id] = actor._replicas
+        [replica_id] = actor._workers
         [runner] = [one for one in s.runners if one.replica_id == replica_id]
-        runner._puller.cancel()
-        actor._lose_replica(replica_id, "has died", blamed=True)
+        runner._member.cancel()
+        actor._lose_worker(replica_id, "has died", blamed=True)
 
-    async def test() -> None:
-        async with shards(0, 0) as s:
-            await add_replica(s, 0)
-            await s.until_serving(1, 0)
-            deadly = s.submit(PROMPTS[0], 40)
-            assert deadly.shard == 0
-            for deaths, shard in enumerate((1, 0), start=1):
-                await kill(s, deadly)
-                await add_replica(s, shard)
-                async with asyncio.timeout(BOUND_S):
-                    while deadly.shard != shard:
-                        await asyncio.sleep(0.01)
-                assert deadly.record.deaths == deaths
+    async with shards(0, 0) as s:
+        await add_replica(s, 0)
+        await s.until_serving(1, 0)
+        deadly = s.submit(PROMPTS[0], 40)
+        assert deadly.shard == 0
+        for deaths, shard in enumerate((1, 0), start=1):
             await kill(s, deadly)
-            await deadly.ended.wait()
-            assert deadly.finish is not None
-            assert deadly.finish.reason is FinishReason.FAILED
-            assert deadly.tokens == []
-            # Whoever has killed nothing is served by the next one.
-            other = s.submit(PROMPTS[0], 20)
-            await s.add_replica(1)
-            await check([other], 20)
-            for one in stuck:
-                one.let_go.set()
-
-    asyncio.run(test())
+            await add_replica(s, shard)
+            async with asyncio.timeout(BOUND_S):
+                while deadly.shard != shard:
+                    await asyncio.sleep(0.01)
+            assert deadly.record.deaths == deaths
+        await kill(s, deadly)
+        await deadly.ended.wait()
+        assert deadly.finish is not None
+        assert deadly.finish.reason is FinishReason.FAILED
+        assert deadly.tokens == []
+        # A request that has killed nothing is served by the next one.
+        other = s.submit(PROMPTS[0], 20)
+        await s.add_replica(1)
+        await check([other], 20)
+        for one in stuck:
+            one.let_go.set()
 
 
 def _replicas(actor: PoolActor) -> list[Replica]:
@@ -412,7 +356,7 @@ class Hanging:
         self.let_go = asyncio.Event()
         self.calls = 0
         self._answer = wire.actor.status
-        wire.status = self  # type: ignore[attr-defined]
+        wire.status = self  # type: ignore[assignment]
 
     async def __call__(self) -> PoolView:
         self.calls += 1
@@ -420,102 +364,48 @@ class Hanging:
         return await self._answer()
 
 
-def test_a_shard_that_hangs_is_named_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shard_that_hangs_is_named_and_delays_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
-
-    async def test() -> None:
-        async with shards(1, 2) as s:
-            hanging = Hanging(s.wires[0])
-            for _ in range(3):
-                view = await s.router.status()
-                assert view.silent == ("shard-a",)
-                assert [shard.name for shard in view.shards] == ["shard-b"]
-                assert len(view.status.replicas) == 2
-            assert hanging.calls == 1, "it is not asked again while it has not answered"
-            silent = [shard.name for shard in to_status(view).shards if shard.silent]
-            assert silent == ["shard-a"]
-            assert to_status(view).ready
-            hanging.let_go.set()
-            async with asyncio.timeout(BOUND_S):
-                while (await s.router.status()).silent:
-                    await asyncio.sleep(0.001)
-
-    asyncio.run(test())
-
-
-def test_a_pool_whose_line_is_lost_still_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_router, "_SILENT_STATUS_S", 1000.0)
-
-    async def test() -> None:
-        async with shards(1, 2) as s:
-            half_dead(s.wires[0])
-            async with asyncio.timeout(BOUND_S):
-                while s.router.sessions[0].answered:
-                    await asyncio.sleep(0.01)
-            hanging = Hanging(s.wires[0])
-            looking = asyncio.ensure_future(s.router.status())
-            while not hanging.calls:
+    async with shards(1, 2) as s:
+        hanging = Hanging(s.wires[0])
+        for _ in range(3):
+            view = await s.router.status()
+            assert view.silent == ("shard-a",)
+            assert [shard.name for shard in view.shards] == ["shard-b"]
+            assert len(view.status.replicas) == 2
+        assert hanging.calls == 1, "it is not asked again while it has not answered"
+        silent = [shard.name for shard in to_status(view).shards if shard.silent]
+        assert silent == ["shard-a"]
+        assert to_status(view).ready
+        hanging.let_go.set()
+        async with asyncio.timeout(BOUND_S):
+            while (await s.router.status()).silent:
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(0.05)
-            hanging.let_go.set()
-            view = await looking
-            assert view.silent == ()
-            assert [shard.name for shard in view.shards] == list(NAMES)
-
-    asyncio.run(test())
 
 
-def test_a_silent_shard_keeps_one_look_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    # More than passes between two turns of a loop on a machine that does much else.
-    monkeypatch.setattr(shard_router, "_SILENT_STATUS_S", 1.5)
-    waits: list[list[asyncio.Task[PoolView]]] = []
-    wait = asyncio.wait
-
-    async def noted(asked: list[asyncio.Task[PoolView]], **options: Any) -> Any:
-        waits.append(list(asked))
-        return await wait(asked, **options)
-
-    async def test() -> None:
-        async with shards(1, 2) as s:
-            half_dead(s.wires[0])
-            async with asyncio.timeout(BOUND_S):
-                while s.router.sessions[0].answered:
-                    await asyncio.sleep(0.01)
-            Hanging(s.wires[0])
-            monkeypatch.setattr(asyncio, "wait", noted)
-            for _ in range(3):
-                assert (await s.router.status()).silent == ("shard-a",)
-            assert [s.router._asked[0] in asked for asked in waits].count(True) == 1
-
-    asyncio.run(test())
-
-
-def test_without_any_answer_the_first_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_an_answer_the_first_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shard_router, "_STATUS_S", 0.01)
-
-    async def test() -> None:
-        async with shards(1, 2) as s:
-            hanging = [Hanging(wire) for wire in s.wires]
-            looking = asyncio.ensure_future(s.router.status())
-            await asyncio.sleep(0.1)
-            assert not looking.done()
-            hanging[1].let_go.set()
-            assert (await looking).silent == ("shard-a",)
-
-    asyncio.run(test())
+    async with shards(1, 2) as s:
+        hanging = [Hanging(wire) for wire in s.wires]
+        looking = asyncio.ensure_future(s.router.status())
+        await asyncio.sleep(0.1)
+        assert not looking.done()
+        hanging[1].let_go.set()
+        assert (await looking).silent == ("shard-a",)
 
 
-def test_a_fault_in_a_pool_is_no_silence() -> None:
+async def test_a_fault_in_a_pool_is_no_silence() -> None:
     async def broken() -> PoolView:
         raise ValueError("a fault")
 
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            s.wires[1].status = broken  # type: ignore[attr-defined]
-            with pytest.raises(ValueError, match="a fault"):
-                await s.router.status()
-
-    asyncio.run(test())
+    async with shards(1, 1) as s:
+        s.wires[1].status = broken  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="a fault"):
+            await s.router.status()
 
 
 def test_figures_of_a_request_are_those_of_all_pools_that_had_it() -> None:

@@ -24,24 +24,25 @@ from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
-from scheduler.messages import RejectCode, Request, Submit
+from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
-from tests.cluster.test_pool import CONFIG, Wire, world
+from tests.cluster.test_pool import CONFIG, world
 from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
+from tests.cluster.wire import Wire
 
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
 STOPPING = "the server is stopping"
-# So long that who learns of something by his next poll learns of it after the end of the test.
-SLOW_POLLS = from_args({"pool": {"gather_ms": 2, "poll_s": 1000.0, "lease_s": 3000.0}})
-SILENT_S = silence_s(CONFIG.pool.poll_s)
+# What a frontend learns by its next beat only, it learns after the end of the test.
+SLOW_BEATS = from_args({"pool": {"gather_ms": 2, "beat_s": 1000.0, "lease_s": 3000.0}})
+SILENT_S = silence_s(CONFIG.pool.beat_s)
 
 
 def pool_of(made: GrpcApi) -> PoolActor:
     [pool] = made.service._router._pools
-    assert isinstance(pool, PoolActor)
-    return pool
+    assert isinstance(pool, Wire)
+    return pool.actor
 
 
 async def stop(made: GrpcApi, cut: bool = False) -> int:
@@ -50,127 +51,118 @@ async def stop(made: GrpcApi, cut: bool = False) -> int:
     return reply.unfinished
 
 
-def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
-    async def test() -> None:
-        async with frontend(step_s=0.01, config=SLOW_POLLS) as made:
-            context = Context()
-            running = asyncio.ensure_future(stream(made, LONG, context))
-            await until(
-                lambda: any(live.tokens for live in made.service._router.sessions[0]._live.values())
-            )
-            assert await stop(made) == 1
-            with pytest.MonkeyPatch.context() as patch:
-                # The frontend knows by itself: nobody is asked, nothing is tokenized.
-                stopping = SimpleNamespace(stopping=made.service.stopping)
-                patch.setattr(made.service, "_router", stopping)
-                at_the_door = Context()
-                await made.Generate(LONG, at_the_door)
-                assert at_the_door.details == STOPPING
-            for refused in (Context(), Context()):
-                await made.Generate(LONG, refused)
-                assert (refused.code, refused.details) == (StatusCode.UNAVAILABLE, STOPPING)
-            streamed = Context()
-            assert await stream(made, LONG, streamed) == [pb.GenerateChunk()]
-            assert (streamed.code, streamed.details) == (StatusCode.UNAVAILABLE, STOPPING)
-            chunks = await running
-            tokens = [token for chunk in chunks for token in chunk.token_ids]
-            assert tokens == perfect(PROMPT_IDS, 300)
-            assert context.code is None
-            assert await stop(made) == 0
-
-    asyncio.run(test())
-
-
-def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
-    async def test() -> None:
-        # The requests would run for longer than the whole test may.
-        async with frontend(step_s=1.0, config=SLOW_POLLS) as made:
-            streamed, unary = Context(), Context()
-            chunks: list[pb.GenerateChunk] = []
-
-            async def read() -> None:
-                async for chunk in made.GenerateStream(LONG, streamed):
-                    chunks.append(chunk)
-
-            running = asyncio.ensure_future(read())
-            asking = asyncio.ensure_future(made.Generate(LONG, unary))
-            await until(lambda: bool(chunks) and made.service._router.unfinished == 2)
-            await stop(made)
-            assert not running.done()
-            await stop(made, cut=True)
-            await running
-            await asking
-            for context in (streamed, unary):
-                assert (context.code, context.details) == (StatusCode.UNAVAILABLE, STOPPING)
-            assert not any(chunk.HasField("end") for chunk in chunks)
-            tokens = [token for chunk in chunks for token in chunk.token_ids]
-            assert tokens == perfect(PROMPT_IDS, len(tokens))
-            assert 0 < len(tokens) < 300
-            # The pool forgets them, too, long before they would have ended.
-            while await stop(made, cut=True):
+async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
+    async with frontend(step_s=0.01, config=SLOW_BEATS) as made:
+        context = Context()
+        running = asyncio.ensure_future(stream(made, LONG, context))
+        await until(
+            lambda: any(live.tokens for live in made.service._router.sessions[0]._live.values())
+        )
+        assert await stop(made) == 1
+        with pytest.MonkeyPatch.context() as patch:
+            # The frontend knows by itself: no pool is asked, nothing is tokenized.
+            stopping = SimpleNamespace(stopping=made.service.stopping)
+            patch.setattr(made.service, "_router", stopping)
+            at_the_door = Context()
+            await made.Generate(LONG, at_the_door)
+            assert at_the_door.details == STOPPING
+        for refused in (Context(), Context()):
+            await made.Generate(LONG, refused)
+            assert (refused.code, refused.details) == (StatusCode.UNAVAILABLE, STOPPING)
+        streamed = Context()
+        assert await stream(made, LONG, streamed) == [pb.GenerateChunk()]
+        assert (streamed.code, streamed.details) == (StatusCode.UNAVAILABLE, STOPPING)
+        chunks = await running
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == perfect(PROMPT_IDS, 300)
+        assert context.code is None
+        async with asyncio.timeout(10):
+            while await stop(made):
                 await asyncio.sleep(0.01)
 
-    asyncio.run(test())
+
+async def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
+    # The requests would run for longer than the whole test may.
+    async with frontend(step_s=1.0, config=SLOW_BEATS) as made:
+        streamed, unary = Context(), Context()
+        chunks: list[pb.GenerateChunk] = []
+
+        async def read() -> None:
+            async for chunk in made.GenerateStream(LONG, streamed):
+                chunks.append(chunk)
+
+        running = asyncio.ensure_future(read())
+        asking = asyncio.ensure_future(made.Generate(LONG, unary))
+        await until(lambda: bool(chunks) and made.service._router.unfinished == 2)
+        await stop(made)
+        assert not running.done()
+        await stop(made, cut=True)
+        await running
+        await asking
+        for context in (streamed, unary):
+            assert (context.code, context.details) == (StatusCode.UNAVAILABLE, STOPPING)
+        assert not any(chunk.HasField("end") for chunk in chunks)
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == perfect(PROMPT_IDS, len(tokens))
+        assert 0 < len(tokens) < 300
+        # The pool forgets them, too, long before they would have ended.
+        while await stop(made, cut=True):
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("service", ["", "lockstep.v1.Lockstep", "nobody"])
-def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
-    async def test() -> None:
-        async with frontend(config=SLOW_POLLS) as made:
-            seen: list[int] = []
+async def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
+    async with frontend(config=SLOW_BEATS) as made:
+        seen: list[int] = []
 
-            async def watch() -> None:
-                request = health_pb2.HealthCheckRequest(service=service)
-                async for answer in made.Watch(request, Context()):
-                    seen.append(answer.status)
+        async def watch() -> None:
+            request = health_pb2.HealthCheckRequest(service=service)
+            async for answer in made.Watch(request, Context()):
+                seen.append(answer.status)
 
-            watching = asyncio.ensure_future(watch())
-            while not seen:
-                await asyncio.sleep(0.01)
-            await stop(made)
-            await watching
-            known = [STATES.SERVING, STATES.NOT_SERVING]
-            assert seen == ([STATES.SERVICE_UNKNOWN] if service == "nobody" else known)
-            assert (await made.Check(health_pb2.HealthCheckRequest(), Context())).status == (
-                STATES.NOT_SERVING
-            )
-            status = await made.Status(pb.StatusRequest(), Context())
-            assert status.stopping
-            assert not status.ready
-
-    asyncio.run(test())
+        watching = asyncio.ensure_future(watch())
+        while not seen:
+            await asyncio.sleep(0.01)
+        await stop(made)
+        await watching
+        known = [STATES.SERVING, STATES.NOT_SERVING]
+        assert seen == ([STATES.SERVICE_UNKNOWN] if service == "nobody" else known)
+        assert (await made.Check(health_pb2.HealthCheckRequest(), Context())).status == (
+            STATES.NOT_SERVING
+        )
+        status = await made.Status(pb.StatusRequest(), Context())
+        assert status.stopping
+        assert not status.ready
 
 
-def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
-    async def test() -> None:
-        pool = PoolActor(from_args({}))
-        await pool.submit("frontend", [], [])
-        await pool.stop_accepting(60.0)
-        new, old = (Request(name, (5, 6), 4) for name in ("new", "old"))
-        reply = await pool.submit("frontend", [Submit(new), Submit(old, accepted_before=True)], [])
-        assert [(r.request_id, r.code) for r in reply.rejects] == [("new", RejectCode.STOPPING)]
-        assert reply.stopping
-        assert (await pool.stop_accepting(60.0)).unfinished == 1
-        if pool._ticker is not None:
-            pool._ticker.cancel()
+async def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
+    async with world() as w:
+        old = w.submit(PROMPT_IDS, 4)
+        await until(lambda: bool(w.wire.actor._owners))
+        w.wire.restart()
+        await w.wire.actor.stop_accepting(60.0)
+        await until(w.session.stopping.is_set)
+        new = w.submit(PROMPT_IDS, 4)
+        await new.ended.wait()
+        assert new.reject is not None
+        assert new.reject.code is RejectCode.STOPPING
+        assert (await w.wire.actor.stop_accepting(60.0)).unfinished == 1
+        await w.add_replica()
+        await old.ended.wait()
+        assert old.tokens == perfect(PROMPT_IDS, 4)
 
-    asyncio.run(test())
 
-
-def test_a_stop_that_was_never_finished_heals() -> None:
-    async def test() -> None:
-        async with frontend() as made:
-            await stop(made)
-            assert not await made.service.ready()
-            # The stop is good for a minute from when it was last told.
-            pool_of(made)._clock = lambda: time.monotonic() + 61.0
-            while made.service._router.stopping.is_set():
-                await asyncio.sleep(0.05)
-            assert await made.service.ready()
-            answer = await made.Generate(LONG, Context())
-            assert list(answer.token_ids) == perfect(PROMPT_IDS, 300)
-
-    asyncio.run(test())
+async def test_a_stop_that_was_never_finished_heals() -> None:
+    async with frontend() as made:
+        await stop(made)
+        assert not await made.service.ready()
+        # The stop is good for a minute from when it was last told.
+        pool_of(made)._clock = lambda: time.monotonic() + 61.0
+        while made.service._router.stopping.is_set():
+            await asyncio.sleep(0.05)
+        assert await made.service.ready()
+        answer = await made.Generate(LONG, Context())
+        assert list(answer.token_ids) == perfect(PROMPT_IDS, 300)
 
 
 class Handle:
@@ -221,157 +213,133 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("ray_calls")
-def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
+async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
     """Though the shard that it moves to had nothing to do when it was told to stop."""
 
-    async def test() -> None:
-        async with shards(0, 0) as s:
-            for shard in (0, 1):
-                await s.add_replica(shard, FakeReplica(step_s=0.04))
-            await s.until_serving(1, 1)
-            live = s.submit(PROMPTS[0], 200)
-            here, there = live.shard, 1 - live.shard
-            handles = [Handle(wire) for wire in s.wires]
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
-            await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
-            assert handles[there].asked
-            [replica_id] = s.wires[here].actor._replicas
-            [runner] = [one for one in s.runners if one.replica_id == replica_id]
-            runner._puller.cancel()
-            await s.wires[here].actor.leave(replica_id)
-            await stopping
-            assert live.ended.is_set()
-            assert live.shard == there
-            await check([live], 200)
-
-    asyncio.run(test())
+    async with shards(0, 0) as s:
+        for shard in (0, 1):
+            await s.add_replica(shard, FakeReplica(step_s=0.04))
+        await s.until_serving(1, 1)
+        live = s.submit(PROMPTS[0], 200)
+        here, there = live.shard, 1 - live.shard
+        handles = [Handle(wire) for wire in s.wires]
+        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
+        await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
+        assert handles[there].asked
+        [replica_id] = s.wires[here].actor._workers
+        [runner] = [one for one in s.runners if one.replica_id == replica_id]
+        runner._member.cancel()
+        await stopping
+        assert live.ended.is_set()
+        assert live.shard == there
+        await check([live], 200)
 
 
 @pytest.mark.usefixtures("ray_calls")
-def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
+async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
     stands_at_s: list[float] = []
-
-    async def test() -> None:
-        async with world(clock=lambda: stands_at_s[0] if stands_at_s else time.monotonic()) as w:
-            await w.add_replica(step_s=0.02)
-            live = w.submit(PROMPT_IDS, 100)
-            await until(lambda: len(live.tokens) > 1)
-            handle = Handle(w.wire)
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, [handle], 200.0, SILENT_S))
-            await until(lambda: handle.asked > 1)
-            w.wire.loss = 1.0
-            # The new pool is young until it has been told again, however long that takes here.
-            stands_at_s.append(time.monotonic())
-            w.wire.restart()
-            asked = handle.asked
-            await until(lambda: handle.asked > asked + 3 or stopping.done())
-            w.wire.loss = 0.0
-            await until(lambda: bool(w.wire.actor._owners) or stopping.done())
-            stands_at_s.clear()
-            await stopping
-            assert live.finish is not None
-            assert live.tokens == perfect(PROMPT_IDS, 100)
-
-    asyncio.run(test())
+    async with world(clock=lambda: stands_at_s[0] if stands_at_s else time.monotonic()) as w:
+        await w.add_replica(step_s=0.02)
+        live = w.submit(PROMPT_IDS, 100)
+        await until(lambda: len(live.tokens) > 1)
+        handle = Handle(w.wire)
+        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, [handle], 200.0, SILENT_S))
+        await until(lambda: handle.asked > 1)
+        w.wire.loss = 1.0
+        # The new pool is young until it has been told again, however long that takes here.
+        stands_at_s.append(time.monotonic())
+        w.wire.restart()
+        asked = handle.asked
+        await until(lambda: handle.asked > asked + 3 or stopping.done())
+        w.wire.loss = 0.0
+        await until(lambda: bool(w.wire.actor._owners) or stopping.done())
+        stands_at_s.clear()
+        await stopping
+        assert live.finish is not None
+        assert live.tokens == perfect(PROMPT_IDS, 100)
 
 
 @pytest.mark.usefixtures("ray_calls")
-def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
-    async def test() -> None:
-        async with shards(0, 0) as s:
-            for shard in (0, 1):
-                # None would end within the test.
-                await s.add_replica(shard, FakeReplica(step_s=1.0))
-            await s.until_serving(1, 1)
-            s.router._move_s = s.router.sessions[0]._unreachable_s = 1000.0
-            lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-            assert {live.shard for live in lives} == {0, 1}
-            s.wires[0].loss = 1.0
-            handles = [Handle(wire) for wire in s.wires]
-            await asyncio.to_thread(stop_pools, handles, 0.0, SILENT_S)
+async def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
+    async with shards(0, 0) as s:
+        for shard in (0, 1):
+            # None would end within the test.
+            await s.add_replica(shard, FakeReplica(step_s=1.0))
+        await s.until_serving(1, 1)
+        s.router._move_s = s.router.sessions[0]._unreachable_s = 1000.0
+        lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+        assert {live.shard for live in lives} == {0, 1}
+        s.wires[0].loss = 1.0
+        handles = [Handle(wire) for wire in s.wires]
+        await asyncio.to_thread(stop_pools, handles, 0.0, SILENT_S)
+        for live in lives:
+            await live.ended.wait()
+            assert live.unreachable
+
+
+@pytest.mark.usefixtures("ray_calls")
+async def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 3600.0)
+    async with shards(0, 1) as s:
+        stuck = Stuck()
+        await s.add_replica(0, stuck)
+        await s.until_serving(1, 1)
+        lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+        handles = [Handle(wire) for wire in s.wires]
+        handles[0].hangs = True
+        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 0.1, SILENT_S))
+        try:
             for live in lives:
                 await live.ended.wait()
-                assert live.unreachable
-
-    asyncio.run(test())
-
-
-@pytest.mark.usefixtures("ray_calls")
-def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 3600.0)
-
-    async def test() -> None:
-        async with shards(0, 1) as s:
-            stuck = Stuck()
-            await s.add_replica(0, stuck)
-            await s.until_serving(1, 1)
-            lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-            handles = [Handle(wire) for wire in s.wires]
-            handles[0].hangs = True
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 0.1, SILENT_S))
-            try:
-                for live in lives:
-                    await live.ended.wait()
-            finally:
-                stuck.let_go.set()
-                while not stopping.done():
-                    handles[0].end_calls()
-                    await asyncio.sleep(0.01)
-            assert all(live.unreachable for live in lives if live.shard == 0)
-
-    asyncio.run(test())
+        finally:
+            stuck.let_go.set()
+            while not stopping.done():
+                handles[0].end_calls()
+                await asyncio.sleep(0.01)
+        assert all(live.unreachable for live in lives if live.shard == 0)
 
 
 @pytest.mark.usefixtures("ray_calls")
-def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothing_left() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            lives = [s.submit(prompt, 100) for prompt in PROMPTS]
-            assert {live.shard for live in lives} == {0, 1}
-            s.wires[0].loss = 1.0
-            handles = [Handle(wire) for wire in s.wires]
-            handles[0].hangs = True
-            await asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S)
-            # What it had went on in the other one, which was told of it meanwhile.
-            assert all(live.ended.is_set() for live in lives)
-            await check(lives, 100)
-            assert handles[0].asked == 1
-
-    asyncio.run(test())
+async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothing_left() -> None:
+    async with shards(1, 1) as s:
+        lives = [s.submit(prompt, 100) for prompt in PROMPTS]
+        assert {live.shard for live in lives} == {0, 1}
+        s.wires[0].loss = 1.0
+        handles = [Handle(wire) for wire in s.wires]
+        handles[0].hangs = True
+        await asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S)
+        # What it had went on in the other one, which was told of it meanwhile.
+        assert all(live.ended.is_set() for live in lives)
+        await check(lives, 100)
+        assert handles[0].asked == 1
 
 
 @pytest.mark.usefixtures("ray_calls")
-def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
-    async def test() -> None:
-        async with shards(1, 0) as s:
-            live = s.submit(PROMPTS[0], 20)
-            s.wires[0].loss = 1.0
-            handles = [Handle(wire) for wire in s.wires]
-            handles[0].hangs = True
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
-            await until(lambda: handles[1].asked > 5)
-            assert not stopping.done()
-            assert not live.ended.is_set()
-            s.wires[0].loss = 0.0
-            await check([live], 20)
-            await stopping
-
-    asyncio.run(test())
+async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
+    async with shards(1, 0) as s:
+        live = s.submit(PROMPTS[0], 20)
+        s.wires[0].loss = 1.0
+        handles = [Handle(wire) for wire in s.wires]
+        handles[0].hangs = True
+        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
+        await until(lambda: handles[1].asked > 5)
+        assert not stopping.done()
+        assert not live.ended.is_set()
+        s.wires[0].loss = 0.0
+        await check([live], 20)
+        await stopping
 
 
 @pytest.mark.usefixtures("ray_calls")
-def test_pools_of_which_none_answers_are_waited_for_to_the_end() -> None:
-    async def test() -> None:
-        async with shards(1, 1) as s:
-            handles = [Handle(wire) for wire in s.wires]
-            for handle in handles:
-                handle.hangs = True
-            stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, 0.01))
-            await asyncio.sleep(0.3)
-            assert not stopping.done()
-            for handle in handles:
-                handle.hangs = False
-                handle.end_calls()
-            await stopping
-
-    asyncio.run(test())
+async def test_pools_of_which_none_answers_are_waited_for_to_the_end() -> None:
+    async with shards(1, 1) as s:
+        handles = [Handle(wire) for wire in s.wires]
+        for handle in handles:
+            handle.hangs = True
+        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, 0.01))
+        await asyncio.sleep(0.3)
+        assert not stopping.done()
+        for handle in handles:
+            handle.hangs = False
+            handle.end_calls()
+        await stopping

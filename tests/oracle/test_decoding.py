@@ -18,8 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.local_engine import LocalEngine, Output
-from replicas.decoding import Grammars
-from replicas.decoding.grammar import from_choice, from_json_schema, from_regex
+from replicas.decoding import Grammars, grammar_of
 from replicas.drafters import Drafter
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.replica import Replica
@@ -38,9 +37,9 @@ ASKS = (
     Decoding(0, frequency_penalty=0.9, presence_penalty=-0.4, logprobs=0),
     Decoding(0, logit_bias=((5, 3.5), (40, -100.0), (41, 4.0))),
     Decoding(0, min_tokens=9, logit_bias=((EOS, 30.0),)),
-    Decoding(0, grammar=from_json_schema(SCHEMA), logprobs=2),
-    Decoding(0, grammar=from_regex("[a-f]{3}(x[0-9])*y"), repetition_penalty=1.3),
-    Decoding(0, grammar=from_choice(["yes", "no", "nothing at all"])),
+    Decoding(0, grammar=grammar_of("json_schema", [SCHEMA]), logprobs=2),
+    Decoding(0, grammar=grammar_of("regex", ["[a-f]{3}(x[0-9])*y"]), repetition_penalty=1.3),
+    Decoding(0, grammar=grammar_of("choice", ["yes", "no", "nothing at all"])),
     Decoding(0, presence_penalty=1.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), logprobs=1),
 )
 

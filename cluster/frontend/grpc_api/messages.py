@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import (
@@ -10,10 +10,12 @@ from cluster.frontend.calls import (
     GenerateCall,
     Prompt,
     SequenceEnd,
+    Structure,
     TextPrompt,
     TokenPrompt,
 )
 from protos import lockstep_pb2 as pb
+from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority
 
@@ -66,6 +68,15 @@ def to_call(
         draft_len=draft_len,
         committed_token_ids=message.committed_token_ids,
         cache_salt=message.cache_salt,
+        logit_bias=message.logit_bias,
+        repetition_penalty=message.repetition_penalty if has("repetition_penalty") else 1.0,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        min_tokens=message.min_tokens,
+        bad_words=message.bad_words,
+        structure=_structure(message),
+        logprobs=message.logprobs if has("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
     )
 
 
@@ -81,6 +92,26 @@ def _prompt(message: pb.GenerateRequest) -> Prompt:
     if form == "prompt":
         return TextPrompt(message.prompt)
     raise InvalidRequest("prompt", "one of prompt, prompt_token_ids and messages must be given")
+
+
+def _structure(message: pb.GenerateRequest) -> Structure | None:
+    kind = message.WhichOneof("structure")
+    if kind is None:
+        return None
+    texts = message.choice.texts if kind == "choice" else [getattr(message, kind)]
+    return Structure(kind, tuple(texts))
+
+
+def to_logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            logprob=one.logprob,
+            rank=one.rank,
+            top_ids=[token for token, _ in one.top],
+            top_logprobs=[logprob for _, logprob in one.top],
+        )
+        for one in told
+    ]
 
 
 def to_end(end: SequenceEnd) -> pb.End:
@@ -105,4 +136,5 @@ def to_end(end: SequenceEnd) -> pb.End:
         first_token_s=end.first_token_s,
         total_s=end.total_s,
         message=end.message,
+        prompt_logprobs=to_logprobs(end.prompt_logprobs),
     )

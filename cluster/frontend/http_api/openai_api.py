@@ -8,20 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from grpc import StatusCode
 from starlette.types import Receive, Scope, Send
 
-from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.calls import GenerateCall, SequenceEnd
 from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import caller_of, refusal_body, refusal_response
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Written
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,
@@ -30,12 +28,6 @@ from cluster.frontend.http_api.openai_models import (
 )
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
-from scheduler.messages import FinishReason
-
-_FINISH_REASONS: Mapping[FinishReason, str] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-}
 
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
@@ -71,85 +63,11 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
                     raise Refused(Refusal(StatusCode.NOT_FOUND, message, field="model"))
         except Refused as refused:
             return refusal_response(refused.refusal)
-        shape = _Shape(asked)
+        shape = OpenAIAnswer(asked, service.text)
         call = asked.to_call(caller, request.headers.get("x-request-id") or shape.id)
         return _CallResponse(service, call, shape)
 
     return router
-
-
-class _Shape:
-    """What the answers to one request look like."""
-
-    def __init__(self, asked: AnyRequest) -> None:
-        self.asked = asked
-        self.chat = isinstance(asked, ChatRequest)
-        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
-        self._created = int(time.time())
-        options = asked.stream_options
-        self.with_usage = options is not None and options.include_usage
-
-    def whole(self, texts: Mapping[int, str], ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
-        choices = []
-        for index in sorted(ends):
-            text = texts[index]
-            said = {"message": {"role": "assistant", "content": text}}
-            choices.append(self._choice(index, said if self.chat else {"text": text}, ends[index]))
-        kind = "chat.completion" if self.chat else "text_completion"
-        return self._object(kind, choices) | {"usage": self.usage(ends)}
-
-    def events(self, delta: Delta, first: bool) -> Iterator[dict[str, Any]]:
-        """Of one sequence; `first`: its first ones."""
-        if self.chat and first:
-            yield self._chunk(delta.index, {"delta": {"role": "assistant", "content": ""}}, None)
-        if delta.text or delta.end is not None:
-            text: dict[str, Any] = {"content": delta.text} if delta.text else {}
-            said = {"delta": text} if self.chat else {"text": delta.text}
-            yield self._chunk(delta.index, said, delta.end)
-
-    def usage_event(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
-        return self._object(self._chunk_kind, []) | {"usage": self.usage(ends)}
-
-    def usage(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has."""
-        new = sum(end.completion_tokens for end in ends.values())
-        prompts = [end for index, end in ends.items() if index % self.asked.n == 0]
-        given = sum(end.prompt_tokens for end in prompts)
-        drafted = sum(end.usage.draft_tokens for end in ends.values())
-        accepted = sum(end.usage.accepted_tokens for end in ends.values())
-        return {
-            "prompt_tokens": given,
-            "completion_tokens": new,
-            "total_tokens": given + new,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(end.usage.cached_tokens for end in prompts)
-            },
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
-        }
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def _chunk(self, index: int, said: dict[str, Any], end: SequenceEnd | None) -> dict[str, Any]:
-        chunk = self._object(self._chunk_kind, [self._choice(index, said, end)])
-        return chunk | ({"usage": None} if self.with_usage else {})
-
-    def _choice(self, index: int, said: dict[str, Any], end: SequenceEnd | None) -> dict[str, Any]:
-        reason = None if end is None else _FINISH_REASONS.get(end.reason)
-        return {"index": index, **said, "logprobs": None, "finish_reason": reason}
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self._created,
-            "model": self.asked.model,
-            "choices": choices,
-        }
 
 
 class _CallResponse(Response):
@@ -159,7 +77,7 @@ class _CallResponse(Response):
     event, and the last.
     """
 
-    def __init__(self, service: FrontendService, call: GenerateCall, shape: _Shape) -> None:
+    def __init__(self, service: FrontendService, call: GenerateCall, shape: OpenAIAnswer) -> None:
         super().__init__()
         self._service = service
         self._call = call
@@ -179,7 +97,7 @@ class _CallResponse(Response):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"x-request-id": self._call.request_id}
-        texts: dict[int, str] = defaultdict(str)
+        written: dict[int, Written] = {}
         ends: dict[int, SequenceEnd] = {}
         streaming = False
         try:
@@ -189,15 +107,16 @@ class _CallResponse(Response):
                         if delta.end.refusal is not None:
                             raise Refused(delta.end.refusal)
                         ends[delta.index] = delta.end
+                    if first := delta.index not in written:
+                        written[delta.index] = Written(answer.prompt(delta.index))
+                    one = written[delta.index]
                     if not self._call.stream:
-                        texts[delta.index] = delta.text
+                        one.add(delta)
                         continue
                     if not streaming:
                         streaming = True
                         await _start(send, headers)
-                    first = delta.index not in texts
-                    texts[delta.index] = ""
-                    for event in self._shape.events(delta, first):
+                    for event in self._shape.events(delta, one, first):
                         await _event(send, json.dumps(event))
         except Refused as refused:
             refusal = self._shape.asked.renamed(refused.refusal)
@@ -209,7 +128,7 @@ class _CallResponse(Response):
             await _event(send, json.dumps(refusal_body(refusal)))
         else:
             if not streaming:
-                body = self._shape.whole(texts, ends)
+                body = self._shape.whole(written, ends)
                 await JSONResponse(body, headers=headers)(scope, receive, send)
                 return
             if self._shape.with_usage:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
     field_validator,
     model_validator,
 )
 
 from cluster.frontend.admission.control import Caller
-from cluster.frontend.calls import ChatPrompt, GenerateCall, Prompt, TextPrompt, TokenPrompt
+from cluster.frontend.calls import (
+    ChatPrompt,
+    GenerateCall,
+    Prompt,
+    Structure,
+    TextPrompt,
+    TokenPrompt,
+)
 from cluster.frontend.status_codes import Refusal
 from cluster.sentences import sentences
 from scheduler.errors import InvalidRequest
@@ -22,34 +31,21 @@ from scheduler.messages import Priority
 
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "metadata": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -65,7 +61,61 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
+class JsonSchema(_Strict):
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: with the type json_schema, and only with it")
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return Structure("json_schema", (json.dumps(schema),))
+
+
+class StructuredOutputs(_Strict):
+    """As vLLM names them."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = (self.json_, self.regex, self.choice, self.grammar)
+        if sum(one is not None for one in given) != 1:
+            raise ValueError("exactly one of json, regex, choice and grammar must be given")
+        return self
+
+    @property
+    def structure(self) -> Structure:
+        if self.json_ is not None:
+            schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return Structure("json_schema", (schema,))
+        if self.choice is not None:
+            return Structure("choice", tuple(self.choice))
+        if self.regex is not None:
+            return Structure("regex", (self.regex,))
+        return Structure("grammar", (self.grammar or "",))
+
+
 class _Request(_Strict):
+    logprobs_field: ClassVar[str]
+    """The field that says how many likeliest tokens are told of."""
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -82,6 +132,16 @@ class _Request(_Strict):
     priority: Literal["high", "normal", "low"] | None = None
     user: str = ""
     cache_salt: str = ""
+    logit_bias: dict[str, float] = {}
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    bad_words: list[str] = []
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -91,11 +151,41 @@ class _Request(_Strict):
             raise ValueError("must be a text or a list of texts")
         return tuple(texts)
 
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids_as_texts(cls, biases: dict[str, float]) -> dict[str, float]:
+        if not all(token.isascii() and token.isdigit() for token in biases):
+            raise ValueError("the keys must be token ids")
+        return biases
+
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Self:
+    def _what_goes_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: not with stream")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: response_format is given as well")
         return self
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """Of each new token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the text begins with the prompt."""
+        return False
+
+    def prompt_text(self, index: int) -> str | None:
+        """The prompt of this number where it was given as text."""
+        return None
+
+    @property
+    def structure(self) -> Structure | None:
+        asked = self.response_format or self.structured_outputs
+        return None if asked is None else asked.structure
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -125,7 +215,22 @@ class _Request(_Strict):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt or self.user,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            min_tokens=self.min_tokens,
+            bad_words=self.bad_words,
+            structure=self.structure,
+            logprobs=self.top_logprobs_wanted,
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+    @property
+    def _prompt_logprobs(self) -> int | None:
+        if self.echoes and self.top_logprobs_wanted is not None:
+            return max(self.top_logprobs_wanted, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
     def renamed(self, refusal: Refusal) -> Refusal:
         """The refusal with the names of these fields."""
@@ -134,7 +239,11 @@ class _Request(_Strict):
             "prompt_token_ids": "prompt",
             "request_id": "x-request-id",
             "cache_salt": "cache_salt" if self.cache_salt else "user",
+            "logprobs": self.logprobs_field,
         }
+        if refusal.field in ("json_schema", "regex", "choice", "grammar"):
+            given = "structured_outputs" if self.response_format is None else "response_format"
+            names[refusal.field] = given
         field = names.get(refusal.field, refusal.field)
         rest = refusal.message.removeprefix(f"{refusal.field}: ")
         message = f"{field}: {rest}" if refusal.field else refusal.message
@@ -142,7 +251,10 @@ class _Request(_Strict):
 
 
 class CompletionRequest(_Request):
+    logprobs_field: ClassVar = "logprobs"
     prompt: tuple[str | tuple[int, ...], ...]
+    logprobs: int | None = None
+    echo: bool = False
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -152,6 +264,24 @@ class CompletionRequest(_Request):
         if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
             raise ValueError("must be a text, a list of token ids, or a list of either")
         return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+
+    @model_validator(mode="after")
+    def _echo_with_logprobs(self) -> Self:
+        if self.stream and self.echo and self.logprobs is not None:
+            raise ValueError("echo: not with stream and logprobs together")
+        return self
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    def prompt_text(self, index: int) -> str | None:
+        given = self.prompt[index]
+        return given if isinstance(given, str) else None
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -181,11 +311,20 @@ class Message(_Strict):
 
 
 class ChatRequest(_Request):
+    logprobs_field: ClassVar = "top_logprobs"
     messages: list[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens: max_completion_tokens is given as well")
         return self

@@ -11,11 +11,12 @@ from grpc import StatusCode
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
-from cluster.pool.actor import PoolActor
-from cluster.worker.worker import Worker, _Stop
+from cluster.frontend.target_text import TargetText
+from cluster.worker.worker import HostedReplica, Worker, _Stop
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
+from tests.cluster.wire import Wire
 
 CONFIG = from_args({"pool": {"gather_ms": 2}, "frontend": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
 PROMPT = "the quick"
@@ -50,26 +51,30 @@ class Context:
 
 @asynccontextmanager
 async def frontend(
-    step_s: float = 0.0, config: ClusterConfig = CONFIG, replicas: int = 1
+    step_s: float = 0.0,
+    config: ClusterConfig = CONFIG,
+    replicas: int = 1,
+    load: Callable[[], HostedReplica] | None = None,
+    text: TargetText | None = None,
 ) -> AsyncIterator[GrpcApi]:
-    pool = PoolActor(config)
-    runners = [
-        Worker(config, lambda: FakeReplica(step_s), [pool], f"r{n}") for n in range(replicas)
-    ]
-    made = GrpcApi(FrontendService(config, [pool], load_fake_text(ReplicaConfig()), "frontend"))
+    """`load` and `text`: of a real replica, in place of the fake ones."""
+    pool = Wire(config)
+    load = load or (lambda: FakeReplica(step_s))
+    runners = [Worker(config, load, [pool], f"r{n}") for n in range(replicas)]
+    text = text or load_fake_text(ReplicaConfig())
+    made = GrpcApi(FrontendService(config, [pool], text, "frontend"))
     async with asyncio.timeout(100):
         for runner in runners:
             await runner.start()
-        while len(pool._replicas) < replicas:
+        while len(pool.actor._workers) < replicas:
             await asyncio.sleep(0.005)
         made.service.start()
         yield made
         await made.close()
         for runner in runners:
-            runner._puller.cancel()
+            runner._member.cancel()
             runner._jobs.put(_Stop())
-        if pool._ticker is not None:
-            pool._ticker.cancel()
+        pool.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -43,7 +43,7 @@ async def asked(made: GrpcApi) -> InFlightRequest:
 
 
 def ends(made: GrpcApi, live: InFlightRequest, reason: FinishReason) -> None:
-    made.service._router.sessions[0]._finish(Finish(live.pool_id, reason))
+    made.service._router.sessions[0]._take(Finish(live.pool_id, reason))
 
 
 async def streamed(

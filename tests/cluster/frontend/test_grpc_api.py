@@ -19,7 +19,6 @@ from cluster.config import from_args
 from cluster.frontend.grpc_api.handlers import Unparsed
 from cluster.frontend.grpc_api.health import SERVICE
 from cluster.frontend.status_codes import CODES, MEANINGS
-from cluster.pool.actor import PoolActor
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
@@ -36,6 +35,7 @@ from tests.cluster.frontend.rig import (
     text_of,
     until,
 )
+from tests.cluster.wire import Wire
 
 
 def test_unary_and_stream_give_the_same_answer() -> None:
@@ -271,14 +271,14 @@ def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
     async def test() -> None:
         async with frontend(step_s=0.02) as made:
             [pool] = made.service._router._pools
-            assert isinstance(pool, PoolActor)
+            assert isinstance(pool, Wire)
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=100.0)
             streamed, unary = Context(), Context()
             streaming = asyncio.ensure_future(stream(made, request, streamed))
             asking = asyncio.ensure_future(made.Generate(request, unary))
             lives = made.service._router.sessions[0]._live
             await until(lambda: len(lives) == 2 and all(live.tokens for live in lives.values()))
-            pool._clock = lambda: time.monotonic() + 101.0
+            pool.actor._clock = lambda: time.monotonic() + 101.0
             chunks = await streaming
             await asking
             for context in (streamed, unary):
@@ -349,8 +349,8 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=4)
             first = asyncio.ensure_future(made.Generate(request, Context()))
             [pool] = made.service._router._pools
-            assert isinstance(pool, PoolActor)
-            await until(lambda: pool._scheduler.snapshot().waiting == 1)
+            assert isinstance(pool, Wire)
+            await until(lambda: pool.actor._scheduler.snapshot().waiting == 1)
             unary, streamed = Context(), Context()
             await made.Generate(request, unary)
             await stream(made, request, streamed)

@@ -166,9 +166,21 @@ def test_the_model_is_listed_and_no_other_is_served() -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("completions", {"prompt": "x", "logprobs": 1}, "logprobs"),
-        ("completions", {"prompt": "x", "echo": True}, "echo"),
-        ("completions", {"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty"),
+        ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("completions", {"prompt": "x", "best_of": 2}, "best_of"),
+        ("completions", {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
+        ("completions", {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+        ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
+        ("completions", {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
+        ("completions", {"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
+        ("completions", {"prompt": "x", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ("completions", {"prompt": "x", "bad_words": [""]}, "bad_words"),
+        ("completions", {"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+        (
+            "completions",
+            {"prompt": "x", "structured_outputs": {"regex": "("}},
+            "structured_outputs",
+        ),
         ("completions", {"prompt": "x", "temprature": 1}, "temprature"),
         ("completions", {"prompt": "x", "temperature": "hot"}, "temperature"),
         ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
@@ -202,8 +214,25 @@ def test_the_model_is_listed_and_no_other_is_served() -> None:
         ("chat/completions", {"messages": TURNS_JSON, "tools": [{}]}, "tools"),
         (
             "chat/completions",
-            {"messages": TURNS_JSON, "response_format": {"type": "json_object"}},
+            {"messages": TURNS_JSON, "response_format": {"type": "json_schema"}},
             "response_format",
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": TURNS_JSON,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "thing"}},
+                },
+            },
+            "response_format",
+        ),
+        ("chat/completions", {"messages": TURNS_JSON, "top_logprobs": 2}, "top_logprobs"),
+        (
+            "chat/completions",
+            {"messages": TURNS_JSON, "logprobs": True, "top_logprobs": 21},
+            "top_logprobs",
         ),
         (
             "chat/completions",

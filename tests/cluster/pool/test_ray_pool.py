@@ -1,5 +1,5 @@
-"""Proves: what comes with every batch takes the transport, and the rest Ray; a lost connection and
-a fault of the pool are a pool that does not answer, and a lost connection is opened again.
+"""Proves: what comes with every batch takes streams, and the rest Ray; whatever is lost between a
+process and the pool, and a fault of the pool, is a pool that does not answer.
 
 The handle is a fake one in front of a real PoolActor; no Ray runs.
 """
@@ -25,9 +25,10 @@ from ray.exceptions import (
 
 from cluster.config import from_args
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import SIGNATURES, PoolUnreachable
+from cluster.pool.protocol import FRONTEND, WORKER, PoolUnreachable
 from cluster.pool.ray_pool import RayPool, open_pool
 from cluster.transport.endpoint import Endpoint, Server
+from cluster.transport.stream import StreamLost
 from scheduler.messages import Request, Submit
 from tests.cluster.fakes import FakeReplica
 
@@ -46,8 +47,8 @@ class Handle:
 
     def restart(self) -> None:
         """A new process: another authority and port."""
-        methods = {name: getattr(self.actor, name) for name in SIGNATURES}
-        self.servers.append(Server(SIGNATURES, methods))
+        serving = {WORKER: self.actor.serve_worker, FRONTEND: self.actor.serve_frontend}
+        self.servers.append(Server(serving))
 
     async def _endpoint(self, public_pem: bytes) -> Endpoint:
         return await self.servers[-1].endpoint(HOST, public_pem)
@@ -66,50 +67,32 @@ async def pool_behind(handle: Handle) -> AsyncIterator[RayPool]:
     pool = RayPool(lambda: handle)  # type: ignore[arg-type, return-value]
     async with asyncio.timeout(100):
         yield pool
-    if pool._connection is not None:
-        await pool._connection.close()
     for server in handle.servers:
         await server.close()
     if handle.actor._ticker is not None:
         handle.actor._ticker.cancel()
 
 
-async def serve_one(pool: RayPool) -> None:
-    """A request that a replica takes, by all calls that it takes."""
-    await pool.join("r", FakeReplica().spec, None)
-    await pool.submit("frontend", [SUBMIT], [])
-    pulled, news = await asyncio.gather(
-        pool.pull("r", 0, [], 1.0), pool.updates("frontend", 0, 0.01)
-    )
-    assert pulled.items[0].prefill[0].tokens == (3, 4)  # type: ignore[union-attr]
-    assert news.known
-
-
-def test_what_comes_with_every_batch_takes_the_transport() -> None:
-    async def test() -> None:
-        handle = Handle()
-        async with pool_behind(handle) as pool:
-            await serve_one(pool)
-            assert sorted(handle.calls) == ["endpoint", "join"]
-
-    asyncio.run(test())
-
-
-def test_a_lost_connection_is_a_pool_that_does_not_answer_and_is_opened_again() -> None:
-    async def test() -> None:
-        handle = Handle()
-        async with pool_behind(handle) as pool:
-            await pool.join("r", FakeReplica().spec, None)
-            waiting = asyncio.create_task(pool.pull("r", 0, [], 5.0))
-            await pool.submit("frontend", [], [])
+async def test_what_comes_with_every_batch_takes_streams_opened_anew_after_a_restart() -> None:
+    handle = Handle()
+    async with pool_behind(handle) as pool:
+        await pool.join("r", FakeReplica().spec, None)
+        for _ in range(2):
+            frontend = await pool.connect(FRONTEND, "f")
+            frontend.send(SUBMIT)
+            worker = await pool.connect(WORKER, "r")
+            (batch,) = await anext(worker.frames())
+            assert batch.prefill[0].tokens == (3, 4)
             await handle.servers[-1].close()
+            with pytest.raises(StreamLost):
+                await anext(worker.frames())
+            await frontend.close()
             with pytest.raises(PoolUnreachable):
-                await waiting
+                await pool.connect(WORKER, "r")
+            handle.actor = PoolActor(from_args({}))
             handle.restart()
-            assert (await pool.pull("r", 0, [], 0.0)).known
-            assert handle.calls.count("endpoint") == 2
-
-    asyncio.run(test())
+            await pool.join("r", FakeReplica().spec, None)
+        assert set(handle.calls) == {"endpoint", "join"}
 
 
 @pytest.mark.parametrize(
@@ -122,35 +105,31 @@ def test_a_lost_connection_is_a_pool_that_does_not_answer_and_is_opened_again() 
         GetTimeoutError("too late"),
     ],
 )
-def test_whatever_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(error: Exception) -> None:
+async def test_what_ray_says_of_a_lost_call_is_a_pool_that_does_not_answer(
+    error: Exception,
+) -> None:
     """A frontend or a replica would end with any other error."""
 
     async def lost() -> None:
         raise error
 
-    async def test() -> None:
-        actor = SimpleNamespace(status=SimpleNamespace(remote=lost))
-        with pytest.raises(PoolUnreachable):
-            await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
-
-    asyncio.run(test())
+    actor = SimpleNamespace(status=SimpleNamespace(remote=lost))
+    with pytest.raises(PoolUnreachable):
+        await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(
     "fault", [AssertionError("a broken invariant"), ValueError("wrong"), TimeoutError("late")]
 )
-def test_a_fault_of_the_pool_is_a_pool_that_does_not_answer(fault: Exception) -> None:
+async def test_a_fault_of_the_pool_is_a_pool_that_does_not_answer(fault: Exception) -> None:
     """Its process ends, and those that call it must not end with it."""
 
     async def fails() -> None:
         raise RayTaskError("status", "its traceback", fault).as_instanceof_cause()
 
-    async def test() -> None:
-        actor = SimpleNamespace(status=SimpleNamespace(remote=fails))
-        with pytest.raises(PoolUnreachable, match="its traceback"):
-            await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
-
-    asyncio.run(test())
+    actor = SimpleNamespace(status=SimpleNamespace(remote=fails))
+    with pytest.raises(PoolUnreachable, match="its traceback"):
+        await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
 
 
 def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
@@ -191,38 +170,21 @@ def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
         found.set()
 
 
-def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
-    async def test() -> None:
-        handle = Handle()
-        tries: list[int] = []
+async def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
+    handle = Handle()
+    tries: list[int] = []
 
-        def open_actor() -> Handle:
-            tries.append(1)
-            if len(tries) == 1:
-                raise RpcError("the control plane restarts")
-            return handle
+    def open_actor() -> Handle:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RpcError("the control plane restarts")
+        return handle
 
-        async with pool_behind(handle) as pool:
-            pool._open_actor = open_actor  # type: ignore[assignment]
-            with pytest.raises(PoolUnreachable):
-                await pool.status()
-            assert (await pool.status()).process_id
-
-    asyncio.run(test())
-
-
-def test_calls_that_come_at_once_share_one_connection_though_one_is_cancelled() -> None:
-    async def test() -> None:
-        handle = Handle()
-        async with pool_behind(handle) as pool:
-            calls = [asyncio.create_task(pool.submit(f"i{n}", [], [])) for n in range(5)]
-            await asyncio.sleep(0)
-            calls[0].cancel()
-            replies = await asyncio.gather(*calls[1:])
-            assert all(reply.known for reply in replies)
-            assert handle.calls == ["endpoint"]
-
-    asyncio.run(test())
+    async with pool_behind(handle) as pool:
+        pool._open_actor = open_actor  # type: ignore[assignment]
+        with pytest.raises(PoolUnreachable):
+            await pool.status()
+        assert (await pool.status()).process_id
 
 
 HEAD = {"node:__internal_head__": 1.0}

@@ -1,6 +1,6 @@
-"""Proves: each call over a stream gets its own reply, a lost stream ends what waits, what cannot be
-sent or read is a typed error at once, and a stranger is neither answered nor listened to, on both
-sides, while the cluster's own processes are served on.
+"""Proves: messages over a stream arrive whole, once and in order, or both sides learn that it is
+lost; what cannot be sent or read is a typed error at once; and a stranger is neither answered nor
+listened to, on both sides, while the cluster's own processes are served on.
 """
 
 from __future__ import annotations
@@ -20,82 +20,49 @@ import pytest
 import uvloop
 
 from cluster.transport import endpoint as endpoint_module
-from cluster.transport.codec import MESSAGE_BYTES_MAX, NotEncodable, Signature
+from cluster.transport.codec import FRAME_BYTES_MAX, Messages, NotEncodable
 from cluster.transport.credentials import SERVER_NAME, Authority, Key
-from cluster.transport.endpoint import (
-    CallFailed,
-    Connection,
-    ConnectionLost,
-    Endpoint,
-    Peer,
-    Server,
-    calling_peer,
-    connect,
-)
+from cluster.transport.endpoint import Endpoint, Server, connect
+from cluster.transport.stream import Stream, StreamKind, StreamLost
 
 HOST = "127.0.0.1"
-SIGNATURES = {
-    "echo": Signature(tuple[bytes | int, float], bytes | int),
-    "come": Signature(tuple[()], None),
-    "fail": Signature(tuple[()], None),
-    "hang": Signature(tuple[()], None),
-    "unsayable": Signature(tuple[()], Any),
-    "large": Signature(tuple[()], bytes),
-}
-
-
-class Methods:
-    """What the server offers, and what was called."""
-
-    def __init__(self) -> None:
-        self.called: list[Any] = []
-        self.cancelled = 0
-        self.peers: list[Peer | None] = []
-
-    async def echo(self, value: Any, delay_s: float) -> Any:
-        self.called.append(value)
-        await asyncio.sleep(delay_s)
-        return value
-
-    async def come(self) -> None:
-        self.peers.append(calling_peer())
-
-    async def fail(self) -> None:
-        raise ValueError("not like this")
-
-    async def hang(self) -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-
-    async def unsayable(self) -> Any:
-        return object()
-
-    async def large(self) -> bytes:
-        return bytes(MESSAGE_BYTES_MAX)
+ECHO = StreamKind("Echo", calling=Messages(bytes | int), called=Messages(bytes | int))
+LIAR = StreamKind("Echo", calling=Messages(bytes | int), called=Messages(str))
+"""The same stream for a caller that expects something else."""
+LAST = StreamKind("Last", calling=Messages(int), called=Messages(bytes))
+"""The server says its last words and ends the stream."""
 
 
 class Served:
-    """A server, and callers of it."""
+    """A server that sends back what it gets, and callers of it."""
 
     def __init__(self) -> None:
-        self.methods = Methods()
-        named = {name: getattr(self.methods, name) for name in SIGNATURES}
-        self.server = Server(SIGNATURES, named)
+        self.server = Server({ECHO: self._serve, LAST: self._end})
         self.key = Key()
-        self.connections: list[Connection] = []
+        self.streams: list[Stream] = []
+        self.ended: list[str] = []
+        """Names of callers whose stream has ended."""
+
+    async def _serve(self, peer: str, stream: Stream) -> None:
+        try:
+            async for messages in stream.frames():
+                stream.send(*messages)
+        finally:
+            self.ended.append(peer)
+
+    async def _end(self, _peer: str, stream: Stream) -> None:
+        for size in range(3):
+            stream.send(bytes(size << 20))
 
     async def endpoint(self) -> Endpoint:
         return await self.server.endpoint(HOST, self.key.public_pem)
 
-    async def caller(self) -> Connection:
-        self.connections.append(await connect(await self.endpoint(), self.key, SIGNATURES))
-        return self.connections[-1]
+    async def caller(self, kind: StreamKind = ECHO, name: str = "caller") -> Stream:
+        self.streams.append(await connect(await self.endpoint(), self.key, kind, name))
+        return self.streams[-1]
 
     async def serves_on(self) -> None:
-        assert await call(await self.caller(), "echo", 7, 0.0) == 7
+        assert await echoed(await self.caller(), 7) == [7]
 
 
 @asynccontextmanager
@@ -103,8 +70,8 @@ async def served() -> AsyncIterator[Served]:
     made = Served()
     async with asyncio.timeout(100):
         yield made
-        for connection in made.connections:
-            await connection.close()
+        for stream in made.streams:
+            await stream.close()
         await made.server.close()
 
 
@@ -119,8 +86,16 @@ def run(test: Callable[[Served], Any]) -> None:
         runner.run(main())
 
 
-async def call(caller: Connection, name: str, *args: Any, answer_s: float = 90.0) -> Any:
-    return await caller.call(name, args, answer_s)
+async def echoed(stream: Stream, *messages: Any) -> list[Any]:
+    """What comes back, of messages that were sent in frames of their own."""
+    for message in messages:
+        stream.send(message)
+    came: list[Any] = []
+    async for frame in stream.frames():
+        came += frame
+        if len(came) >= len(messages):
+            break
+    return came
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -128,105 +103,88 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-# --------------------------------------------------------------------------- calls
+# --------------------------------------------------------------------------- messages
 
 
-def test_replies_find_their_calls_in_whatever_order_they_come() -> None:
+@pytest.mark.parametrize("size", [1, 70_000, 3_000_000])
+def test_messages_of_any_size_arrive_whole_and_in_order(size: int) -> None:
     async def test(s: Served) -> None:
-        caller = await s.caller()
-        delays = [0.05, 0.0, 0.03, 0.01]
-        calls = [call(caller, "echo", number, delay) for number, delay in enumerate(delays)]
-        assert await asyncio.gather(*calls) == list(range(4))
-        assert s.methods.called == list(range(4)), "calls keep their order"
+        messages = [bytes((index + n) % 251 for index in range(size)) for n in range(3)]
+        assert await echoed(await s.caller(), *messages) == messages
 
     run(test)
 
 
-@pytest.mark.parametrize("size", [0, 1, 70_000, 3_000_000])
-def test_a_message_of_any_size_arrives_whole(size: int) -> None:
+def test_last_words_arrive() -> None:
     async def test(s: Served) -> None:
-        caller = await s.caller()
-        value = bytes(index % 251 for index in range(size))
-        calls = [call(caller, "echo", value, 0.0) for _ in range(3)]
-        assert await asyncio.gather(*calls) == [value] * 3
+        stream = await s.caller(LAST)
+        came = [
+            len(words) for frame in [frame async for frame in stream.frames()] for words in frame
+        ]
+        assert came == [0, 1 << 20, 2 << 20]
 
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
-        ("fail", (), "ValueError: not like this"),
-        ("nothing", (), "KeyError"),
-        ("echo", ("text", 0.0), "NotDecodable"),
-        ("echo", (1,), "NotDecodable"),
-        ("unsayable", (), "NotEncodable"),
-        ("large", (), "NotEncodable"),
-    ],
-)
-def test_a_call_that_fails_says_so_at_once_and_harms_no_other(
-    name: str, args: tuple[Any, ...], said: str
-) -> None:
+def test_what_is_sent_together_arrives_together() -> None:
     async def test(s: Served) -> None:
-        caller = await s.caller()
-        other = asyncio.ensure_future(call(caller, "echo", 3, 0.05))
-        with pytest.raises(CallFailed, match=said):
-            await call(caller, name, *args)
-        assert await other == 3
+        stream = await s.caller()
+        stream.send(1, b"two", 3)
+        assert await anext(stream.frames()) == [1, b"two", 3]
 
     run(test)
 
 
-@pytest.mark.parametrize("value", [object(), 1 << 70, bytes(MESSAGE_BYTES_MAX)])
+@pytest.mark.parametrize("value", [object(), 1 << 70, bytes(FRAME_BYTES_MAX)])
 def test_what_cannot_be_sent_is_refused_before_it_is(value: Any) -> None:
     async def test(s: Served) -> None:
-        caller = await s.caller()
+        stream = await s.caller()
         with pytest.raises(NotEncodable):
-            await call(caller, "echo", value, 0.0)
-        assert await call(caller, "echo", 3, 0.0) == 3
+            stream.send(value)
+        assert await echoed(stream, 3) == [3]
 
     run(test)
 
 
-def test_a_cancelled_call_ends_alone() -> None:
+def test_a_message_that_was_not_agreed_on_ends_the_stream_on_both_sides() -> None:
     async def test(s: Served) -> None:
-        caller = await s.caller()
-        # So large that it is still on its way.
-        calls = [asyncio.ensure_future(call(caller, "echo", bytes(9 << 20), 0.0)) for _ in "abc"]
-        await asyncio.sleep(0.001)
-        for one in calls[:2]:
-            one.cancel()
-        assert await calls[2] == bytes(9 << 20)
+        with pytest.raises(StreamLost, match="not agreed on"):
+            await echoed(await s.caller(LIAR), 3)
+        # The text is none of what the server takes.
+        stream = await s.caller(name="text")
+        stream.send("text")
+        with pytest.raises(StreamLost, match="INVALID_ARGUMENT"):
+            await echoed(stream, 3)
+        assert "text" in s.ended
+        await s.serves_on()
 
     run(test)
 
 
-def test_a_call_without_a_reply_in_time_is_a_lost_one() -> None:
+@pytest.mark.parametrize("side", ["closed", "cancelled", "server"])
+def test_both_sides_learn_of_the_end_of_a_stream(side: str) -> None:
     async def test(s: Served) -> None:
-        caller = await s.caller()
-        with pytest.raises(ConnectionLost, match="no reply"):
-            await call(caller, "hang", answer_s=0.05)
-        assert await call(caller, "echo", 3, 0.0) == 3
+        stream = await s.caller()
 
-    run(test)
+        async def read() -> None:
+            async for _ in stream.frames():
+                pass
 
-
-@pytest.mark.parametrize("side", ["caller", "called"])
-def test_a_lost_stream_ends_what_waits_on_both_sides(side: str) -> None:
-    async def test(s: Served) -> None:
-        caller = await s.caller()
-        await call(caller, "come")
-        waiting = asyncio.ensure_future(call(caller, "hang"))
-        await asyncio.sleep(0.05)
-        await (caller.close() if side == "caller" else s.server.close())
-        with pytest.raises(ConnectionLost):
-            await waiting
-        with pytest.raises(ConnectionLost):
-            await call(caller, "echo", 3, 0.0)
-        await until(lambda: s.methods.cancelled == 1)
-        (peer,) = s.methods.peers
-        assert peer is not None
-        assert peer.lost
+        reading = asyncio.ensure_future(read())
+        await asyncio.sleep(0.02)
+        if side == "closed":
+            await stream.close()
+            await reading
+        else:
+            if side == "cancelled":
+                stream.cancel()
+            else:
+                await s.server.close()
+            with pytest.raises(StreamLost):
+                await reading
+        assert stream.lost
+        stream.send(2)  # to nobody, and no error
+        await until(lambda: s.ended == ["caller"])
 
     run(test)
 
@@ -237,7 +195,7 @@ def test_a_lost_stream_ends_what_waits_on_both_sides(side: str) -> None:
 async def refused(channel: grpc.aio.Channel, message: bytes = b"") -> None:
     """The stream ends without an answer."""
     async with channel:
-        stream = channel.stream_stream("/lockstep.internal.Transport/Calls")()
+        stream = channel.stream_stream("/lockstep.internal.Transport/Echo")()
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await stream.write(message)
             assert await stream.read() is grpc.aio.EOF
@@ -277,7 +235,7 @@ def test_who_answers_without_the_right_certificate_is_told_nothing(tmp_path: Pat
         other = Served()
         theirs, ours = await other.endpoint(), await s.endpoint()
         with pytest.raises(OSError, match="no connection"):
-            await connect(ours._replace(port=theirs.port), s.key, SIGNATURES)
+            await connect(ours._replace(port=theirs.port), s.key, ECHO, "caller")
         # A caller's certificate is good for calling only.
         (tmp_path / "key.pem").write_bytes(s.key.pem)
         (tmp_path / "certificate.pem").write_bytes(ours.certificate)
@@ -293,7 +251,7 @@ def test_who_answers_without_the_right_certificate_is_told_nothing(tmp_path: Pat
         async with await asyncio.start_server(listen, HOST, 0, ssl=context) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(OSError, match="no connection"):
-                await connect(ours._replace(port=port), s.key, SIGNATURES)
+                await connect(ours._replace(port=port), s.key, ECHO, "caller")
         assert not any(heard)
         await other.server.close()
 
@@ -348,7 +306,7 @@ def test_connections_have_a_bound_and_strangers_make_room_again(
         strangers = [socket.create_connection((endpoint.host, endpoint.port)) for _ in range(20)]
         with pytest.raises(OSError, match="no connection"):
             await s.caller()
-        assert await call(caller, "echo", 3, 0.0) == 3, "who is in stays in"
+        assert await echoed(caller, 3) == [3], "a caller that is in stays in"
         while True:
             try:
                 await s.caller()
