@@ -6,6 +6,7 @@ import asyncio
 import inspect
 
 import pytest
+import uvloop
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +22,10 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine function on an event loop of its own."""
+    """Runs a test that is a coroutine function, on such an event loop as Ray gives its actors."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True

@@ -51,7 +51,9 @@ class World:
         self.fakes: list[FakeReplica] = []
 
     async def add_replica(self, step_s: float = 0.002, **options: Any) -> Worker:
-        fake = FakeReplica(step_s, **options)
+        return await self.host(FakeReplica(step_s, **options))
+
+    async def host(self, fake: FakeReplica) -> Worker:
         name = f"replica{len(self.workers)}"
         worker = Worker(self.config, lambda: fake, [self.wire], name, process=fake)
         await worker.start()
@@ -168,15 +170,6 @@ async def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost
         assert len(w.wire.actor._frontends) == 1
 
 
-async def test_a_closed_session_has_ended_in_the_pool_too() -> None:
-    async with world() as w:
-        w.submit([5, 6], 5)
-        await w.until(lambda: bool(w.wire.actor._owners))
-        await w.session.close()
-        await w.until(lambda: not w.wire.actor._frontends)
-        assert not w.wire.actor._owners
-
-
 async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
     config = CONFIG.model_copy(
         update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}
@@ -213,7 +206,7 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         assert_perfect([live])
 
 
-async def test_a_pool_that_itself_stood_still_takes_nobody_for_lost() -> None:
+async def test_a_pool_that_itself_stood_still_takes_no_peer_for_lost() -> None:
     now_s = 0.0
     actor = PoolActor(CONFIG, clock=lambda: now_s)
     stream = Stream(FRONTEND.calling, asyncio.Event().wait, asyncio.sleep)
@@ -338,15 +331,15 @@ async def test_a_cancelled_request_frees_its_blocks() -> None:
         await w.until(lambda: w.reserved_blocks() == 0)
 
 
-async def test_a_frontend_that_is_gone_loses_its_requests() -> None:
+async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
     async with world() as w:
         await w.add_replica(step_s=0.01)
         w.submit([3, 4], 400)
         await w.until(lambda: w.reserved_blocks() > 0)
-        assert w.session._task is not None
-        w.session._task.cancel()
+        await w.session.close()
         await w.until(lambda: w.reserved_blocks() == 0)
         assert not w.wire.actor._owners
+        assert not w.wire.actor._frontends
 
 
 def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
@@ -366,14 +359,6 @@ def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
             assert live.tokens == perfect([3, 4], len(live.tokens))
 
     asyncio.run(test())
-
-
-async def test_a_pool_that_never_answers_ends_requests_as_unreachable() -> None:
-    async with world(loss=1.0) as w:
-        w.session._unreachable_s = 0.2
-        live = w.submit([3], 5)
-        await finish([live])
-        assert live.unreachable
 
 
 def half_dead(wire: Wire) -> Callable[[], int]:
@@ -416,10 +401,14 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
         assert_perfect([later])
 
 
-async def test_a_pool_that_only_says_it_lives_ends_requests_as_unreachable() -> None:
+@pytest.mark.parametrize("lives", [False, True])
+async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: bool) -> None:
     async with world() as w:
         w.session._unreachable_s = 0.3
-        half_dead(w.wire)
+        if lives:
+            half_dead(w.wire)
+        else:
+            w.wire.loss = 1.0
         live = w.submit([5, 6], 10)
         await live.ended.wait()
         assert live.unreachable
@@ -481,9 +470,7 @@ async def test_a_batch_that_fails_is_tried_again() -> None:
     async with world() as w:
         fake = Broken()
         fake.bad = range(2, 4)
-        worker = Worker(CONFIG, lambda: fake, [w.wire], "broken")
-        await worker.start()
-        w.workers.append(worker)
+        worker = await w.host(fake)
         live = w.submit([7, 8], 10)
         await finish([live])
         assert_perfect([live])
@@ -497,9 +484,7 @@ async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
     async with world() as w:
         fake = Broken()
         fake.bad, fake.bad_kinds = range(1, 1000), kinds
-        worker = Worker(CONFIG, lambda: fake, [w.wire], "broken")
-        await worker.start()
-        w.workers.append(worker)
+        worker = await w.host(fake)
         live = w.submit([7, 8], 10)
         await w.until(lambda: worker._member.done())
         with pytest.raises(ReplicaUnhealthy, match="in a row"):
@@ -511,7 +496,7 @@ async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
 
 
 class Breaking(FakeReplica):
-    """Breaks for good in the order number `at`, and then in all that it is asked for."""
+    """Breaks for good in the batch number `at`, and then in all that it is asked for."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -538,9 +523,7 @@ class Breaking(FakeReplica):
 async def add_breaking(w: World, at: int) -> tuple[Breaking, list[bool]]:
     """The replica, and of each time that it leaves whether a batch was blamed."""
     fake = Breaking(at)
-    fake.worker = Worker(CONFIG, lambda: fake, [w.wire], "breaking")
-    await fake.worker.start()
-    w.workers.append(fake.worker)
+    fake.worker = await w.host(fake)
     await w.until(lambda: bool(w.wire.actor._workers))
     left: list[bool] = []
     lose = w.wire.actor._lose_worker
@@ -571,7 +554,7 @@ async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds
         assert_perfect(live)
 
 
-async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody() -> None:
+async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_no_batch() -> None:
     async with world() as w:
         fake, left = await add_breaking(w, at=1000)
         worker = fake.worker
@@ -586,7 +569,7 @@ async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_nobody
         assert fake.begun == 0
 
 
-async def test_a_replica_that_breaks_while_it_drains_keeps_nobody_waiting() -> None:
+async def test_a_replica_that_breaks_while_it_drains_delays_no_request() -> None:
     async with world() as w:
         fake, left = await add_breaking(w, at=3)
         worker = fake.worker
@@ -625,9 +608,7 @@ class Hanging(FakeReplica):
 
 async def add_hanging(w: World) -> tuple[Hanging, Worker]:
     fake = Hanging()
-    worker = Worker(CONFIG, lambda: fake, [w.wire], "hanging")
-    await worker.start()
-    w.workers.append(worker)
+    worker = await w.host(fake)
     return fake, worker
 
 
@@ -687,9 +668,7 @@ async def test_a_replica_of_another_output_is_refused(other: dict[str, str], mes
         await w.until(lambda: bool(w.wire.actor._workers))
         fake = FakeReplica()
         fake.spec = replace(fake.spec, **other)
-        worker = Worker(CONFIG, lambda: fake, [w.wire], "other")
-        await worker.start()
-        w.workers.append(worker)
+        worker = await w.host(fake)
         await w.until(worker._member.done)
         with pytest.raises(ReplicaUnhealthy, match=message):
             worker.check()

@@ -121,7 +121,7 @@ async def check(lives: list[InFlightRequest], count: int) -> None:
         assert live.tokens == perfect(prompt, count)
 
 
-async def test_requests_are_shared_by_workers_and_answered_right() -> None:
+async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
     async with shards(1, 3) as s:
         lives = [s.submit(prompt, 40) for prompt in PROMPTS]
         assert [sum(live.shard == n for live in lives) for n in (0, 1)] == [6, 18]
@@ -148,7 +148,7 @@ async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
         assert [session._unconfirmed_tokens for session in s.router.sessions] == [0, 0]
 
 
-async def test_a_shard_without_workers_gets_nothing() -> None:
+async def test_a_shard_without_replicas_gets_nothing() -> None:
     async with shards(0, 1) as s:
         lives = [s.submit(prompt, 20) for prompt in PROMPTS]
         assert {live.shard for live in lives} == {1}
@@ -300,7 +300,7 @@ def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
     assert one.pool_name != three.pool_name
 
 
-async def test_deaths_of_workers_are_counted_over_all_shards() -> None:
+async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
     """A request that kills a replica of this shard, of that one and of this one again has done so
     as often as one may."""
     stuck: list[Stuck] = []

@@ -17,7 +17,6 @@ from typing import Any
 
 import grpc
 import pytest
-import uvloop
 
 from cluster.transport import endpoint as endpoint_module
 from cluster.transport.codec import FRAME_BYTES_MAX, Messages, NotEncodable
@@ -75,17 +74,6 @@ async def served() -> AsyncIterator[Served]:
         await made.server.close()
 
 
-def run(test: Callable[[Served], Any]) -> None:
-    """On the event loop that Ray gives its actors."""
-
-    async def main() -> None:
-        async with served() as made:
-            await test(made)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
-
-
 async def echoed(stream: Stream, *messages: Any) -> list[Any]:
     """What comes back, of messages that were sent in frames of their own."""
     for message in messages:
@@ -107,47 +95,39 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 70_000, 3_000_000])
-def test_messages_of_any_size_arrive_whole_and_in_order(size: int) -> None:
-    async def test(s: Served) -> None:
+async def test_messages_of_any_size_arrive_whole_and_in_order(size: int) -> None:
+    async with served() as s:
         messages = [bytes((index + n) % 251 for index in range(size)) for n in range(3)]
         assert await echoed(await s.caller(), *messages) == messages
 
-    run(test)
 
-
-def test_last_words_arrive() -> None:
-    async def test(s: Served) -> None:
+async def test_last_words_arrive() -> None:
+    async with served() as s:
         stream = await s.caller(LAST)
         came = [
             len(words) for frame in [frame async for frame in stream.frames()] for words in frame
         ]
         assert came == [0, 1 << 20, 2 << 20]
 
-    run(test)
 
-
-def test_what_is_sent_together_arrives_together() -> None:
-    async def test(s: Served) -> None:
+async def test_what_is_sent_together_arrives_together() -> None:
+    async with served() as s:
         stream = await s.caller()
         stream.send(1, b"two", 3)
         assert await anext(stream.frames()) == [1, b"two", 3]
 
-    run(test)
-
 
 @pytest.mark.parametrize("value", [object(), 1 << 70, bytes(FRAME_BYTES_MAX)])
-def test_what_cannot_be_sent_is_refused_before_it_is(value: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_what_cannot_be_sent_is_refused_before_it_is(value: Any) -> None:
+    async with served() as s:
         stream = await s.caller()
         with pytest.raises(NotEncodable):
             stream.send(value)
         assert await echoed(stream, 3) == [3]
 
-    run(test)
 
-
-def test_a_message_that_was_not_agreed_on_ends_the_stream_on_both_sides() -> None:
-    async def test(s: Served) -> None:
+async def test_a_message_that_was_not_agreed_on_ends_the_stream_on_both_sides() -> None:
+    async with served() as s:
         with pytest.raises(StreamLost, match="not agreed on"):
             await echoed(await s.caller(LIAR), 3)
         # The text is none of what the server takes.
@@ -158,12 +138,10 @@ def test_a_message_that_was_not_agreed_on_ends_the_stream_on_both_sides() -> Non
         assert "text" in s.ended
         await s.serves_on()
 
-    run(test)
-
 
 @pytest.mark.parametrize("side", ["closed", "cancelled", "server"])
-def test_both_sides_learn_of_the_end_of_a_stream(side: str) -> None:
-    async def test(s: Served) -> None:
+async def test_both_sides_learn_of_the_end_of_a_stream(side: str) -> None:
+    async with served() as s:
         stream = await s.caller()
 
         async def read() -> None:
@@ -185,8 +163,6 @@ def test_both_sides_learn_of_the_end_of_a_stream(side: str) -> None:
         assert stream.lost
         stream.send(2)  # to nobody, and no error
         await until(lambda: s.ended == ["caller"])
-
-    run(test)
 
 
 # --------------------------------------------------------------------------- strangers
@@ -211,8 +187,8 @@ def channel_of(endpoint: Endpoint, credentials: grpc.ChannelCredentials | None) 
 
 
 @pytest.mark.parametrize("shown", ["nothing", "no certificate", "another authority", "no key"])
-def test_a_caller_without_the_right_certificate_is_not_answered(shown: str) -> None:
-    async def test(s: Served) -> None:
+async def test_a_caller_without_the_right_certificate_is_not_answered(shown: str) -> None:
+    async with served() as s:
         endpoint = await s.endpoint()
         stranger, authority = Key(), Authority()
         credentials = {
@@ -227,11 +203,9 @@ def test_a_caller_without_the_right_certificate_is_not_answered(shown: str) -> N
         await refused(channel_of(endpoint, credentials))
         await s.serves_on()
 
-    run(test)
 
-
-def test_who_answers_without_the_right_certificate_is_told_nothing(tmp_path: Path) -> None:
-    async def test(s: Served) -> None:
+async def test_who_answers_without_the_right_certificate_is_told_nothing(tmp_path: Path) -> None:
+    async with served() as s:
         other = Served()
         theirs, ours = await other.endpoint(), await s.endpoint()
         with pytest.raises(OSError, match="no connection"):
@@ -255,11 +229,9 @@ def test_who_answers_without_the_right_certificate_is_told_nothing(tmp_path: Pat
         assert not any(heard)
         await other.server.close()
 
-    run(test)
 
-
-def test_garbage_is_hung_up_on_with_or_without_a_certificate() -> None:
-    async def test(s: Served) -> None:
+async def test_garbage_is_hung_up_on_with_or_without_a_certificate() -> None:
+    async with served() as s:
         endpoint = await s.endpoint()
         for garbage in (b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x40\x00" * 99):
             reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
@@ -272,15 +244,12 @@ def test_garbage_is_hung_up_on_with_or_without_a_certificate() -> None:
             await refused(channel_of(endpoint, credentials), garbage)
         await s.serves_on()
 
-    run(test)
 
-
-def test_a_thousand_open_connections_keep_nobody_out_and_are_hung_up_on(
+async def test_a_thousand_open_connections_keep_nobody_out_and_are_hung_up_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_HANDSHAKE_S", 2.0)
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         endpoint = await s.endpoint()
         strangers = [
             await asyncio.open_connection(endpoint.host, endpoint.port) for _ in range(1000)
@@ -291,16 +260,13 @@ def test_a_thousand_open_connections_keep_nobody_out_and_are_hung_up_on(
             writer.close()
         await s.serves_on()
 
-    run(test)
 
-
-def test_connections_have_a_bound_and_strangers_make_room_again(
+async def test_connections_have_a_bound_and_strangers_make_room_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(endpoint_module, "_HANDSHAKE_S", 1.0)
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         endpoint = await s.endpoint()
         caller = await s.caller()
         strangers = [socket.create_connection((endpoint.host, endpoint.port)) for _ in range(20)]
@@ -315,5 +281,3 @@ def test_connections_have_a_bound_and_strangers_make_room_again(
             break
         for stranger in strangers:
             stranger.close()
-
-    run(test)
