@@ -22,6 +22,7 @@ from rich.text import Text
 from cluster.cli.terminal import Terminal
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig
+from cluster.frontend.calls import ChatPrompt
 from protos import lockstep_pb2 as pb
 from replicas.models.names import TINY
 from scheduler.messages import Request
@@ -207,7 +208,9 @@ def _compare(
 
 def _prompt(text: Any, answer: Answer) -> tuple[int, ...]:
     if answer.chat:
-        prompt: tuple[int, ...] = text.encode_chat([{"role": "user", "content": answer.question}])
+        prompt: tuple[int, ...] = text.encode_chat(
+            ChatPrompt([{"role": "user", "content": answer.question}])
+        )
         return prompt
     return tuple(text.encode(answer.question))
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from dataclasses import field as field_of
+from typing import Any, ClassVar, Literal
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
@@ -37,13 +38,22 @@ class TokenPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     field: ClassVar = "messages"
-    messages: Sequence[Mapping[str, str]]
-    """Each with `role` and `content`."""
+    messages: Sequence[Mapping[str, Any]]
+    """Each with `role` and `content`, and what else the template knows."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the template is told of."""
+    options: Mapping[str, Any] = field_of(default_factory=dict)
+    """What else the template is told, by name."""
 
     @property
     def size(self) -> int:
         """Bytes in UTF-8."""
-        return sum(len((turn["role"] + turn["content"]).encode()) for turn in self.messages)
+        said = sum(len(str(part).encode("utf-8", "replace")) for part in self.tools)
+        return said + sum(
+            len(str(value).encode("utf-8", "replace"))
+            for turn in self.messages
+            for value in turn.values()
+        )
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -88,7 +98,7 @@ class GenerateCall:
     draft_len: int | None = None
     committed_token_ids: Sequence[int] = ()
     cache_salt: str = ""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field_of(default_factory=dict)
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0

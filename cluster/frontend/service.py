@@ -228,8 +228,8 @@ class FrontendService:
                 return tuple(ids)
             case TextPrompt(text):
                 encode, size = partial(self._text.encode, text), len(text)
-            case ChatPrompt(messages):
-                encode, size = partial(self._text.encode_chat, messages), prompt.size
+            case ChatPrompt():
+                encode, size = partial(self._text.encode_chat, prompt), prompt.size
         if size <= self.config.frontend.tokenize_inline_bytes:
             return encode()
         return await asyncio.to_thread(encode)

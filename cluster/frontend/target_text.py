@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -15,7 +15,7 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
 
 if TYPE_CHECKING:
-    from cluster.frontend.calls import Structure
+    from cluster.frontend.calls import ChatPrompt, Structure
     from replicas.decoding import Grammars
 
 
@@ -76,24 +76,33 @@ class TargetText:
         """Token ids of a prompt, special tokens such as BOS included."""
         return tuple(self.encoder(text, verbose=False)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a conversation of `role` and `content`, up to the assistant's next turn.
+    @property
+    def chat_template(self) -> str | None:
+        return getattr(self.encoder, "chat_template", None)
+
+    def encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        """Token ids of a conversation, up to the assistant's next turn.
 
         Raises InvalidRequest where the target has no chat template or the template refuses.
         """
-        if getattr(self.encoder, "chat_template", None) is None:
+        if self.chat_template is None:
             raise InvalidRequest(
                 "messages", "the target has no chat template; send prompt or prompt_token_ids"
             )
+        own = set(prompt.options) & signature(self.encoder.apply_chat_template).parameters.keys()
+        if own:
+            raise InvalidRequest("chat_template_kwargs", f"{min(own)} is not a template's to read")
         # Imported here like transformers, which brings it along.
         from jinja2 import TemplateError
 
         try:
             ids = self.encoder.apply_chat_template(
-                list(messages),
+                list(prompt.messages),
+                tools=list(prompt.tools) or None,
                 add_generation_prompt=True,
                 return_dict=False,
                 tokenizer_kwargs={"verbose": False},
+                **prompt.options,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.frontend.calls import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.verify import verify
 from replicas.config import ReplicaConfig
@@ -24,7 +25,7 @@ def test_its_answers_are_those_of_generate() -> None:
     text = TargetText.load(config)
     prompts = [
         text.tokenizer.decode(
-            list(text.encode_chat([{"role": "user", "content": question}])),
+            list(text.encode_chat(ChatPrompt([{"role": "user", "content": question}]))),
             skip_special_tokens=False,
         )
         for question in QUESTIONS

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from cluster.frontend.calls import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.models import gguf, names
@@ -145,7 +146,7 @@ def test_the_frontend_has_the_tokenizer_and_the_template_and_needs_no_weights(
     text = TargetText.load(settings(str(file)))
     assert text.encode("the quick") == tuple(tokenizer().encode("the quick").ids)
     assert text.eos_token_ids == (EOS,)
-    ids = text.encode_chat(TALK)
+    ids = text.encode_chat(ChatPrompt(TALK))
     assert text.tokenizer.decode(list(ids)) == "user: the quick brown fox\n"
     assert not list(cache.rglob("*.safetensors"))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.frontend.calls import Delta, SequenceEnd
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
+from cluster.frontend.http_api.openai_tools import ToolReader, tool_format
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FinishReason
@@ -25,6 +26,8 @@ class Written:
     """One sequence as far as it was written."""
 
     prompt: Sequence[int]
+    tools: ToolReader | None = None
+    """Where the target may call some."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -46,8 +49,18 @@ class OpenAIAnswer:
         self._chat = isinstance(asked, ChatRequest)
         self.id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
+        self._form = tool_format(text.chat_template)
+        offered = asked.offered if isinstance(asked, ChatRequest) else ()
+        self._tools = frozenset(tool.function.name for tool in offered)
         options = asked.stream_options
         self.with_usage = options is not None and options.include_usage
+
+    def begin(self, prompt: Sequence[int]) -> Written:
+        """One sequence of which nothing is written yet."""
+        reader = None
+        if self._tools and self._form is not None:
+            reader = ToolReader(self._form, self._tools)
+        return Written(prompt, reader)
 
     def whole(
         self, written: Mapping[int, Written], ends: Mapping[int, SequenceEnd]
@@ -60,11 +73,17 @@ class OpenAIAnswer:
             if self.asked.echoes:
                 text = self._echo(index, one.prompt) + text
             said = self._said(text, told, one, whole=True)
+            if one.tools is not None:
+                content, calls = one.tools.push(text)
+                rest, more = one.tools.finish()
+                if calls := calls + more:
+                    said["message"]["content"] = content + rest or None
+                    said["message"]["tool_calls"] = [call.as_openai() for call in calls]
             if self.asked.return_token_ids:
                 said |= {"token_ids": one.tokens, "prompt_token_ids": list(one.prompt)}
             if self.asked.prompt_logprobs is not None:
                 said["prompt_logprobs"] = self._prompt_logprobs(one, end)
-            choices.append(self._choice(index, said, end))
+            choices.append(self._choice(index, said, end, one))
         kind = "chat.completion" if self._chat else "text_completion"
         return self._object(kind, choices) | {"usage": self.usage(ends)}
 
@@ -73,17 +92,27 @@ class OpenAIAnswer:
         text = delta.text
         if first and self._chat:
             role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            yield self._chunk(delta.index, role, None)
+            yield self._chunk(delta.index, role, None, one)
         elif first and self.asked.echoes:
             text = self._echo(delta.index, one.prompt) + text
-        if not text and not delta.tokens and delta.end is None:
-            return
+        if one.tools is not None:
+            begun = one.tools.calls
+            text, calls = one.tools.push(text)
+            if delta.end is not None:
+                rest, more = one.tools.finish()
+                text, calls = text + rest, calls + more
+            if text and calls:
+                yield self._chunk(delta.index, self._said(text, [], one, whole=False), None, one)
+                text = ""
+            for number, call in enumerate(calls, begun):
+                called = {"tool_calls": [{"index": number, **call.as_openai()}]}
+                yield self._chunk(delta.index, {"delta": called, "logprobs": None}, None, one)
         told = list(zip(delta.tokens, delta.logprobs, strict=False))
         if text or told or delta.end is not None:
             said = self._said(text, told, one, whole=False)
             if self.asked.return_token_ids:
                 said["token_ids"] = list(delta.tokens)
-            yield self._chunk(delta.index, said, delta.end)
+            yield self._chunk(delta.index, said, delta.end, one)
 
     def usage_event(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
         return self._object(self._chunk_kind, []) | {"usage": self.usage(ends)}
@@ -208,12 +237,18 @@ class OpenAIAnswer:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _chunk(self, index: int, said: dict[str, Any], end: SequenceEnd | None) -> dict[str, Any]:
-        chunk = self._object(self._chunk_kind, [self._choice(index, said, end)])
+    def _chunk(
+        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: Written
+    ) -> dict[str, Any]:
+        chunk = self._object(self._chunk_kind, [self._choice(index, said, end, one)])
         return chunk | ({"usage": None} if self.with_usage else {})
 
-    def _choice(self, index: int, said: dict[str, Any], end: SequenceEnd | None) -> dict[str, Any]:
+    def _choice(
+        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: Written
+    ) -> dict[str, Any]:
         reason = None if end is None else _FINISH_REASONS.get(end.reason)
+        if reason == "stop" and one.tools is not None and one.tools.calls:
+            reason = "tool_calls"
         return {"index": index, **said, "finish_reason": reason}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from cluster.frontend.http_api.openai_models import (
     CompletionRequest,
     parse_request,
 )
+from cluster.frontend.http_api.openai_tools import tool_format
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
 
@@ -61,10 +62,12 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
                 if asked.model != model_name:
                     message = f"model: {asked.model!r} is not served here, {model_name!r} is"
                     raise Refused(Refusal(StatusCode.NOT_FOUND, message, field="model"))
+            shape = OpenAIAnswer(asked, service.text)
+            with service.refusals():
+                name = request.headers.get("x-request-id") or shape.id
+                call = asked.to_call(caller, name, tool_format(service.text.chat_template))
         except Refused as refused:
             return refusal_response(refused.refusal)
-        shape = OpenAIAnswer(asked, service.text)
-        call = asked.to_call(caller, request.headers.get("x-request-id") or shape.id)
         return _CallResponse(service, call, shape)
 
     return router
@@ -108,7 +111,7 @@ class _CallResponse(Response):
                             raise Refused(delta.end.refusal)
                         ends[delta.index] = delta.end
                     if first := delta.index not in written:
-                        written[delta.index] = Written(answer.prompt(delta.index))
+                        written[delta.index] = self._shape.begin(answer.prompt(delta.index))
                     one = written[delta.index]
                     if not self._call.stream:
                         one.add(delta)

@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -24,6 +25,13 @@ from cluster.frontend.calls import (
     TextPrompt,
     TokenPrompt,
 )
+from cluster.frontend.http_api.openai_tools import (
+    CallTurn,
+    Tool,
+    ToolChoice,
+    ToolFormat,
+    tool_structure,
+)
 from cluster.frontend.status_codes import Refusal
 from cluster.sentences import sentences
 from scheduler.errors import InvalidRequest
@@ -33,19 +41,15 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "function_call": ("none",),
     "functions": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -142,6 +146,7 @@ class _Request(_Strict):
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
+    committed_token_ids: list[int] = []
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -182,10 +187,15 @@ class _Request(_Strict):
         """The prompt of this number where it was given as text."""
         return None
 
-    @property
-    def structure(self) -> Structure | None:
+    def structure_of(self, form: ToolFormat | None) -> Structure | None:
+        """What the new text must be. Raises InvalidRequest."""
         asked = self.response_format or self.structured_outputs
         return None if asked is None else asked.structure
+
+    @property
+    def structure_field(self) -> str:
+        """The field that says what the text must be."""
+        return "structured_outputs" if self.response_format is None else "response_format"
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -196,10 +206,14 @@ class _Request(_Strict):
     def prompts(self) -> tuple[Prompt, ...]:
         raise NotImplementedError
 
-    def to_call(self, caller: Caller, request_id: str) -> GenerateCall:
+    def to_call(
+        self, caller: Caller, request_id: str, form: ToolFormat | None = None
+    ) -> GenerateCall:
+        """`form`: how the target writes tool calls. Raises InvalidRequest."""
         return GenerateCall(
             caller=caller,
             prompts=self.prompts,
+            committed_token_ids=self.committed_token_ids,
             choices=self.n,
             stream=self.stream,
             request_id=request_id,
@@ -221,7 +235,7 @@ class _Request(_Strict):
             presence_penalty=self.presence_penalty,
             min_tokens=self.min_tokens,
             bad_words=self.bad_words,
-            structure=self.structure,
+            structure=self.structure_of(form),
             logprobs=self.top_logprobs_wanted,
             prompt_logprobs=self._prompt_logprobs,
         )
@@ -242,8 +256,7 @@ class _Request(_Strict):
             "logprobs": self.logprobs_field,
         }
         if refusal.field in ("json_schema", "regex", "choice", "grammar"):
-            given = "structured_outputs" if self.response_format is None else "response_format"
-            names[refusal.field] = given
+            names[refusal.field] = self.structure_field
         field = names.get(refusal.field, refusal.field)
         rest = refusal.message.removeprefix(f"{refusal.field}: ")
         message = f"{field}: {rest}" if refusal.field else refusal.message
@@ -292,11 +305,16 @@ class CompletionRequest(_Request):
 
 class Message(_Strict):
     role: str
-    content: str
+    name: str | None = None
+    tool_calls: list[CallTurn] | None = None
+    tool_call_id: str | None = None
+    content: str | None = Field(default=None, validate_default=True)
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text_of_parts(cls, content: Any) -> str:
+    def _text_of_parts(cls, content: Any, info: ValidationInfo) -> str:
+        if content is None and info.data.get("tool_calls"):
+            return ""
         if isinstance(content, str):
             return content
         if isinstance(content, list) and all(
@@ -309,6 +327,13 @@ class Message(_Strict):
             return "".join(part["text"] for part in content)
         raise ValueError("must be a text or a list of parts of type text")
 
+    @property
+    def for_template(self) -> dict[str, Any]:
+        said = self.model_dump(include={"role", "content", "name", "tool_call_id"})
+        if self.tool_calls:
+            said["tool_calls"] = [call.for_template for call in self.tool_calls]
+        return {name: value for name, value in said.items() if value is not None}
+
 
 class ChatRequest(_Request):
     logprobs_field: ClassVar = "top_logprobs"
@@ -316,6 +341,10 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -327,6 +356,8 @@ class ChatRequest(_Request):
             raise ValueError("top_logprobs: only with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens: max_completion_tokens is given as well")
+        if self.tool_choice not in ("none", "auto") and not self.tools:
+            raise ValueError("tool_choice: no tools are given")
         return self
 
     @property
@@ -337,7 +368,33 @@ class ChatRequest(_Request):
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        return (ChatPrompt([{"role": one.role, "content": one.content} for one in self.messages]),)
+        turns = [turn.for_template for turn in self.messages]
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered]
+        return (ChatPrompt(turns, tools, self.chat_template_kwargs),)
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """Tools that the target may call."""
+        return () if self.tool_choice == "none" else self.tools
+
+    def structure_of(self, form: ToolFormat | None) -> Structure | None:
+        asked = super().structure_of(form)
+        if not self.offered:
+            return asked
+        if form is None:
+            raise InvalidRequest("tools", "the target's chat template knows none")
+        try:
+            calls = tool_structure(self.offered, self.tool_choice, self.parallel_tool_calls, form)
+        except ValueError as error:
+            raise InvalidRequest("tool_choice", str(error)) from None
+        if calls is not None and asked is not None:
+            raise InvalidRequest(super().structure_field, "not with tools that bind the text")
+        return calls or asked
+
+    @property
+    def structure_field(self) -> str:
+        given = self.response_format is not None or self.structured_outputs is not None
+        return super().structure_field if given else "tools"
 
 
 AnyRequest = CompletionRequest | ChatRequest

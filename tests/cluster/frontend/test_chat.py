@@ -13,6 +13,7 @@ import pytest
 from grpc import StatusCode
 from transformers import PreTrainedTokenizerFast
 
+from cluster.frontend.calls import ChatPrompt
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
@@ -60,7 +61,7 @@ def test_the_tokenizers_own_end_of_text_ends_a_turn() -> None:
 
 def test_a_target_without_a_template_says_what_to_send() -> None:
     with pytest.raises(InvalidRequest, match=r"^messages: .*no chat template; send prompt"):
-        load_fake_text(ReplicaConfig()).encode_chat([{"role": "user", "content": "x"}])
+        load_fake_text(ReplicaConfig()).encode_chat(ChatPrompt([{"role": "user", "content": "x"}]))
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_the_model_is_listed_and_no_other_is_served() -> None:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content",
         ),
-        ("chat/completions", {"messages": TURNS_JSON, "tools": [{}]}, "tools"),
+        ("chat/completions", {"messages": TURNS_JSON, "tools": [{}]}, "tools.0.type"),
         (
             "chat/completions",
             {"messages": TURNS_JSON, "response_format": {"type": "json_schema"}},

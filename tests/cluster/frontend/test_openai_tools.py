@@ -1,0 +1,176 @@
+"""Proves: calls are read out of a text in either format however it is cut into pieces, and what is
+none stays text; with a real replica a required or strict call has the arguments that its schema
+says, whole and streamed, and comes back to the template as it went; what cannot be is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.openai_tools import ToolFormat, ToolReader, tool_format
+from replicas.replica import Replica
+from tests.cluster.frontend.rig import CONFIG, frontend
+from tests.cluster.frontend.test_openai import error, events, post
+from tests.cluster.frontend.test_openai_decoding import PAIR, text
+
+HERMES_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Answer with <tool_call>{...}</tool_call>\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "\n</tool_call>{% endfor %}\n{% endfor %}assistant: "
+)
+LLAMA_TEMPLATE = HERMES_TEMPLATE.replace(
+    "Answer with <tool_call>{...}</tool_call>", 'Answer with {"name": ..., "parameters": ...}'
+).replace("<tool_call>", "")
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+TIME = {"name": "time"}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
+ASKED = [{"role": "user", "content": "what is the weather?"}]
+
+UNKNOWN = {"type": "function", "function": {"name": "x"}}
+A_JSON = {"response_format": {"type": "json_object"}}
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
+ROME, NO_ARGUMENTS = ("weather", {"city": "Rome"}), ("time", {})
+READ = [
+    ("hermes", "just text < here", "just text < here", []),
+    ("hermes", CALL, "", [ROME]),
+    ("hermes", f"I look.\n{CALL}\n{CALL}\n", "I look.", [ROME, ROME]),
+    ("hermes", f"{CALL} and more", "and more", [ROME]),
+    ("hermes", '<tool_call>{"name": "time"}</tool_call>', "", [NO_ARGUMENTS]),
+    ("hermes", CALL.removesuffix("</tool_call>"), "", [ROME]),
+    ("hermes", "<tool_call>no json</tool_call> x", "<tool_call>no json</tool_call> x", []),
+    ("hermes", "a <tool_c", "a <tool_c", []),
+    ("llama", LLAMA, "", [ROME]),
+    ("llama", f"{LLAMA}; {LLAMA}", "", [ROME, ROME]),
+    ("llama", '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
+    ("llama", "text {", "text {", []),
+    ("llama", '{"name": "we', '{"name": "we', []),
+]
+
+
+@pytest.mark.parametrize(("form", "written", "content", "calls"), READ)
+def test_calls_are_read_however_the_text_is_cut(
+    form: str, written: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    rng = random.Random(0)
+    for cuts in (0, 1, 2, 5, len(written)):
+        at = sorted(rng.randrange(len(written) + 1) for _ in range(cuts))
+        reader = ToolReader(ToolFormat(form), frozenset({"weather", "time"}))
+        said, found = "", []
+        for begin, end in zip([0, *at], [*at, len(written)], strict=True):
+            piece, more = reader.push(written[begin:end])
+            said, found = said + piece, found + more
+        piece, more = reader.finish()
+        said, found = said + piece, found + more
+        assert said == content
+        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+def test_a_template_says_its_format() -> None:
+    assert tool_format(HERMES_TEMPLATE) is ToolFormat.HERMES
+    assert tool_format(LLAMA_TEMPLATE) is ToolFormat.LLAMA
+    assert tool_format("{{ messages }}") is tool_format(None) is None
+
+
+@pytest.mark.parametrize("template", [HERMES_TEMPLATE, LLAMA_TEMPLATE])
+def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
+    async def test() -> None:
+        encoder = copy(text().encoder)
+        encoder.chat_template = template
+        config = CONFIG.model_copy(update={"replica": PAIR})
+        spoken = replace(text(), encoder=encoder)
+        load = lambda: Replica.load(PAIR)  # noqa: E731
+        async with frontend(config=config, load=load, text=spoken) as made:
+            app = http_app(made.service)
+            fields: dict[str, Any] = {
+                "messages": ASKED,
+                "tools": TOOLS,
+                "max_tokens": 60,
+                "temperature": 1,
+                "seed": 4,
+                "parallel_tool_calls": False,
+            }
+            named = {"type": "function", "function": {"name": "weather"}}
+            for choice in ("required", named):
+                body = await post(app, "chat/completions", **fields, n=4, tool_choice=choice)
+                choices = json.loads(body.body)["choices"]
+                for one in choices:
+                    assert one["finish_reason"] == "tool_calls"
+                    assert one["message"]["content"] is None
+                    [call] = one["message"]["tool_calls"]
+                    given = json.loads(call["function"]["arguments"])
+                    assert choice == "required" or call["function"]["name"] == "weather"
+                    if call["function"]["name"] == "weather":
+                        assert given["city"] in ("Rome", "Oslo")
+                        assert given["days"] in (1, 2, 3)
+            streamed = await post(app, "chat/completions", **fields, tool_choice=named, stream=True)
+            deltas = [event["choices"][0]["delta"] for event in events(streamed)]
+            [call_delta] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+            assert call_delta[0]["function"] == choices[0]["message"]["tool_calls"][0]["function"]
+            assert all(not delta.get("content") for delta in deltas)
+            # The conversation goes on with what the call gave.
+            turn = choices[0]["message"]
+            result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
+            more = await post(
+                app,
+                "chat/completions",
+                messages=[*ASKED, turn, result],
+                max_tokens=4,
+                tools=TOOLS,
+                tool_choice="none",
+            )
+            assert more.status == 200, more.body
+            # A strict tool binds what is called, but not whether.
+            strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
+            free = await post(app, "chat/completions", **(fields | {"tools": strict}), n=4)
+            for one in json.loads(free.body)["choices"]:
+                for call in one["message"].get("tool_calls", []):
+                    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": UNKNOWN}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": TOOLS, "tool_choice": "required", **A_JSON}, "response_format"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str) -> None:
+    async def test() -> None:
+        encoder = copy(text().encoder)
+        encoder.chat_template = HERMES_TEMPLATE
+        config = CONFIG.model_copy(update={"replica": PAIR})
+        spoken = replace(text(), encoder=encoder)
+        async with frontend(config=config, replicas=0, text=spoken) as made:
+            answer = await post(
+                http_app(made.service), "chat/completions", messages=ASKED, **fields
+            )
+            assert answer.status == 400
+            assert error(answer)["param"] == param
+
+    asyncio.run(test())
