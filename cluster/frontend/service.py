@@ -162,7 +162,7 @@ class FrontendService:
     ) -> list[Request]:
         """One for each choice of a prompt; may draw a seed. Raises InvalidRequest."""
         config = self.config.frontend
-        tokens = await self._tokens(prompt)
+        tokens = await self.tokens(prompt)
         chat = isinstance(prompt, ChatPrompt)
         turns = chat or call.structure is not None
         own_ends = self._text.end_of_turn_ids if turns else self._text.eos_token_ids
@@ -220,8 +220,11 @@ class FrontendService:
             decoding = replace(decoding, grammar=grammar)
         return None if decoding == Decoding(prompt_tokens) else decoding
 
-    async def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Long texts are tokenized on a thread, off the event loop. Raises InvalidRequest."""
+    async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt; long texts are tokenized off the event loop, on a thread.
+
+        Raises InvalidRequest.
+        """
         encode: Callable[[], tuple[int, ...]]
         match prompt:
             case TokenPrompt(ids):

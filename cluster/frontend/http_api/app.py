@@ -15,6 +15,7 @@ from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import caller_of, refusal_response
 from cluster.frontend.http_api.guard import HttpGuard
 from cluster.frontend.http_api.openai_api import openai_router
+from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 from cluster.sentences import did_you_mean
@@ -59,6 +60,7 @@ def http_app(service: FrontendService) -> FastAPI:
         return JSONResponse(MessageToDict(answer, preserving_proto_field_name=True))
 
     app.include_router(openai_router(service, bodies))
+    app.include_router(tokens_router(service, bodies))
     return app
 
 

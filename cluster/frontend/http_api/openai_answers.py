@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.frontend.calls import Delta, SequenceEnd
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
-from cluster.frontend.http_api.openai_tools import ToolReader, tool_format
+from cluster.frontend.http_api.openai_tools import ToolCall, ToolReader, tool_format
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FinishReason
@@ -19,6 +19,17 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a client is in the stream of one sequence."""
+
+    tokens: int = 0
+    chars: int = 0
+    """Of the content."""
+    calls: int = 0
+    """Of tools."""
 
 
 @dataclass(slots=True)
@@ -33,6 +44,10 @@ class Written:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     chars: int = 0
     """Of the texts of its tokens, the prompt's with `echo`: where the next token begins."""
+    place: Place = Place()
+    """How far the events went, those included that were left out."""
+    skip: Place = Place()
+    """What the client has of an earlier stream."""
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -88,30 +103,38 @@ class OpenAIAnswer:
         return self._object(kind, choices) | {"usage": self.usage(ends)}
 
     def events(self, delta: Delta, one: Written, first: bool) -> Iterator[dict[str, Any]]:
-        """Of one sequence; `first`: its first ones. `one`: without the delta."""
-        text = delta.text
-        if first and self._chat:
+        """Of one sequence; `first`: its first ones. What the client has already is left out."""
+        text, calls, reads = delta.text, list[ToolCall](), one.tools is not None
+        if first and self._chat and one.skip == Place():
             role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
             yield self._chunk(delta.index, role, None, one)
         elif first and self.asked.echoes:
             text = self._echo(delta.index, one.prompt) + text
         if one.tools is not None:
-            begun = one.tools.calls
             text, calls = one.tools.push(text)
             if delta.end is not None:
                 rest, more = one.tools.finish()
                 text, calls = text + rest, calls + more
-            if text and calls:
-                yield self._chunk(delta.index, self._said(text, [], one, whole=False), None, one)
-                text = ""
-            for number, call in enumerate(calls, begun):
+        tokens, told = list(delta.tokens), list(zip(delta.tokens, delta.logprobs, strict=False))
+        seen = max(0, min(one.skip.tokens - one.place.tokens, len(tokens)))
+        if seen and self.asked.top_logprobs_wanted is not None:
+            one.chars += sum(len(self._name(token)) for token in tokens[:seen])
+        told, new_tokens = told[seen:], tokens[seen:]
+        new_text = text[max(0, one.skip.chars - one.place.chars) :]
+        begun = one.place.calls
+        one.place = Place(one.place.tokens + len(tokens), one.place.chars + len(text), begun)
+        if new_text and calls:
+            yield self._chunk(delta.index, self._said(new_text, [], one, whole=False), None, one)
+            new_text = ""
+        for number, call in enumerate(calls, begun):
+            one.place = replace(one.place, calls=number + 1)
+            if number >= one.skip.calls:
                 called = {"tool_calls": [{"index": number, **call.as_openai()}]}
                 yield self._chunk(delta.index, {"delta": called, "logprobs": None}, None, one)
-        told = list(zip(delta.tokens, delta.logprobs, strict=False))
-        if text or told or delta.end is not None:
-            said = self._said(text, told, one, whole=False)
+        if new_text or told or delta.end is not None or (new_tokens and not reads):
+            said = self._said(new_text, told, one, whole=False)
             if self.asked.return_token_ids:
-                said["token_ids"] = list(delta.tokens)
+                said["token_ids"] = new_tokens
             yield self._chunk(delta.index, said, delta.end, one)
 
     def usage_event(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:

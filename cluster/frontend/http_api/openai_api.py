@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -16,10 +17,11 @@ from fastapi.responses import JSONResponse, Response
 from grpc import StatusCode
 from starlette.types import Receive, Scope, Send
 
+from cluster.frontend.answer import Answer
 from cluster.frontend.calls import GenerateCall, SequenceEnd
 from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import caller_of, refusal_body, refusal_response
-from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Written
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Place, Written
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,
@@ -29,6 +31,7 @@ from cluster.frontend.http_api.openai_models import (
 from cluster.frontend.http_api.openai_tools import tool_format
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
+from scheduler.errors import InvalidRequest
 
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
@@ -66,9 +69,10 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
             with service.refusals():
                 name = request.headers.get("x-request-id") or shape.id
                 call = asked.to_call(caller, name, tool_format(service.text.chat_template))
+                call, place = _resumed(call, request.headers.get("last-event-id"))
         except Refused as refused:
             return refusal_response(refused.refusal)
-        return _CallResponse(service, call, shape)
+        return _CallResponse(service, call, shape, place)
 
     return router
 
@@ -80,11 +84,15 @@ class _CallResponse(Response):
     event, and the last.
     """
 
-    def __init__(self, service: FrontendService, call: GenerateCall, shape: OpenAIAnswer) -> None:
+    def __init__(
+        self, service: FrontendService, call: GenerateCall, shape: OpenAIAnswer, skip: Place
+    ) -> None:
+        """`skip`: what the client has of an earlier stream of the same call."""
         super().__init__()
         self._service = service
         self._call = call
         self._shape = shape
+        self._skip = skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         serving = asyncio.create_task(self._serve(scope, receive, send))
@@ -97,6 +105,14 @@ class _CallResponse(Response):
             serving.cancel()
             leaving.cancel()
             await asyncio.gather(serving, leaving, return_exceptions=True)
+
+    def _event_id(self, answer: Answer, one: Written) -> str | None:
+        """With it as Last-Event-ID a client goes on behind the event."""
+        if self._call.sequences > 1:
+            return None
+        place = one.place
+        seed = answer.seed(0) or 0
+        return f"{self._call.request_id}:{seed}:{place.tokens}:{place.chars}:{place.calls}"
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"x-request-id": self._call.request_id}
@@ -111,7 +127,9 @@ class _CallResponse(Response):
                             raise Refused(delta.end.refusal)
                         ends[delta.index] = delta.end
                     if first := delta.index not in written:
-                        written[delta.index] = self._shape.begin(answer.prompt(delta.index))
+                        one = self._shape.begin(answer.prompt(delta.index))
+                        one.skip = self._skip
+                        written[delta.index] = one
                     one = written[delta.index]
                     if not self._call.stream:
                         one.add(delta)
@@ -120,7 +138,7 @@ class _CallResponse(Response):
                         streaming = True
                         await _start(send, headers)
                     for event in self._shape.events(delta, one, first):
-                        await _event(send, json.dumps(event))
+                        await _event(send, json.dumps(event), self._event_id(answer, one))
         except Refused as refused:
             refusal = self._shape.asked.renamed(refused.refusal)
             if not streaming:
@@ -140,14 +158,31 @@ class _CallResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def _resumed(call: GenerateCall, last_event: str | None) -> tuple[GenerateCall, Place]:
+    """The call as it was sent first, and how far its client is. A stream is a function of the call,
+    so any frontend writes it once more, and leaves out what the client has. Raises InvalidRequest.
+    """
+    if last_event is None or not call.stream:
+        return call, Place()
+    if call.sequences > 1:
+        raise InvalidRequest("last-event-id", "only a stream of one sequence can go on")
+    try:
+        request_id, seed, *numbers = last_event.rsplit(":", 4)
+        tokens, chars, calls = map(int, numbers)
+        call = replace(call, request_id=request_id, seed=int(seed) if call.sampled else call.seed)
+    except ValueError:
+        raise InvalidRequest("last-event-id", "is no id of an event of ours") from None
+    return call, Place(tokens, chars, calls)
+
+
 async def _start(send: Send, headers: Mapping[str, str]) -> None:
     named = {"content-type": "text/event-stream", "cache-control": "no-cache", **headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
     await send({"type": "http.response.start", "status": 200, "headers": raw})
 
 
-async def _event(send: Send, data: str) -> None:
-    body = f"data: {data}\n\n".encode()
+async def _event(send: Send, data: str, name: str | None = None) -> None:
+    body = (f"id: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

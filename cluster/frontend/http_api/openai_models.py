@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -55,6 +55,9 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 }
 """Names that other servers know, and the values that ask for nothing: with those, and with null,
 they are taken."""
+
+
+_M = TypeVar("_M", bound=BaseModel)
 
 
 class _Strict(BaseModel):
@@ -414,8 +417,13 @@ def parse_request(model: type[AnyRequest], fields: dict[str, Any]) -> AnyRequest
             # Clients send an assistant's turn back with all its fields.
             for name in [name for name, value in turn.items() if value is None]:
                 del turn[name]
+    return validated(model, given)
+
+
+def validated(model: type[_M], fields: dict[str, Any]) -> _M:
+    """Raises InvalidRequest, which names the parameter."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(fields)
     except ValidationError as error:
         said = sentences(error, model)
         field, colon, reason = said.partition(": ")

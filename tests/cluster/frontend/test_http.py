@@ -63,7 +63,7 @@ async def http(
     scope = {
         "type": "http",
         "http_version": "1.1",
-        "method": "GET" if path in ("/healthz", "/readyz", "/v1/models") else "POST",
+        "method": "POST" if body or path.startswith("/v1/g") else "GET",
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",

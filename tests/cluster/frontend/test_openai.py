@@ -48,7 +48,7 @@ def events(answer: Answer) -> list[dict[str, Any]]:
     assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
     lines = answer.body.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return [json.loads(line.partition("data: ")[2]) for line in lines[:-2]]
 
 
 def error(answer: Answer) -> dict[str, Any]:
@@ -319,5 +319,72 @@ def test_the_clients_name_for_a_request_comes_back() -> None:
             for fields in ({}, {"stream": True}, {"top_p": 2}):
                 answer = await post(app, "completions", headers, prompt="x", max_tokens=1, **fields)
                 assert answer.headers["x-request-id"] == "mine"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_stream_goes_on_behind_any_event_on_another_frontend(
+    chat: bool, temperature: float
+) -> None:
+    """The seed is the server's own; the id of an event carries it."""
+
+    async def test() -> None:
+        path = "chat/completions" if chat else "completions"
+        fields: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "stream": True}
+        fields |= {"messages": TURNS_JSON} if chat else {"prompt": PROMPT, "echo": True}
+        fields |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        async with served(step_s=0.02) as (_made, app):
+            whole = await post(app, path, **fields)
+        parts = whole.body.decode().split("\n\n")[:-3]  # without usage and [DONE]
+        names = [part.partition("\n")[0].removeprefix("id: ") for part in parts]
+        assert len(set(names)) > 2
+        for at in (0, len(parts) // 2, len(parts) - 1):
+            async with served(step_s=0.001) as (_made, app):
+                rest = await post(app, path, headers={"last-event-id": names[at]}, **fields)
+            assert rest.headers["x-request-id"] == whole.headers["x-request-id"]
+            seen = [json.loads(part.partition("data: ")[2]) for part in parts[: at + 1]]
+            both = [*seen, *events(rest)[:-1]]
+            assert _text(both, chat) == _text(events(whole)[:-1], chat)
+            ids = [token for event in both for token in event["choices"][0].get("token_ids", ())]
+            assert len(ids) == 40
+
+    asyncio.run(test())
+
+
+def _text(told: list[dict[str, Any]], chat: bool) -> str:
+    choices = [event["choices"][0] for event in told]
+    return "".join(one["delta"].get("content", "") if chat else one["text"] for one in choices)
+
+
+@pytest.mark.parametrize("name", ["x", "a:b:c:d:e", "a:1:2"])
+def test_what_is_no_id_of_an_event_is_refused(name: str) -> None:
+    async def test() -> None:
+        async with served(replicas=0) as (_made, app):
+            headers = {"last-event-id": name}
+            answer = await post(app, "completions", headers=headers, prompt="x", stream=True)
+            assert (answer.status, error(answer)["param"]) == (400, "last-event-id")
+
+    asyncio.run(test())
+
+
+def test_texts_become_tokens_and_tokens_texts() -> None:
+    async def test() -> None:
+        async with served() as (_made, app):
+            found = await http(app, json.dumps({"prompt": PROMPT}).encode(), path="/tokenize")
+            assert json.loads(found.body)["tokens"] == PROMPT_IDS
+            talk = await http(app, json.dumps({"messages": TURNS_JSON}).encode(), path="/tokenize")
+            assert json.loads(talk.body)["count"] > len(PROMPT_IDS)
+            body = json.dumps({"tokens": PROMPT_IDS}).encode()
+            assert json.loads((await http(app, body, path="/detokenize")).body) == {
+                "prompt": PROMPT
+            }
+            wrong = await http(app, b'{"tokens": [99999]}', path="/detokenize")
+            assert (wrong.status, error(wrong)["param"]) == (400, "tokens")
+            neither = await http(app, b"{}", path="/tokenize")
+            assert (neither.status, error(neither)["param"]) == (400, "prompt")
+            assert (await http(app, path="/health")).status == 200
+            assert json.loads((await http(app, path="/version")).body)["version"]
 
     asyncio.run(test())

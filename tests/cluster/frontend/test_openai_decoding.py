@@ -158,7 +158,7 @@ def test_log_probabilities_are_those_of_transformers_on_both_edges() -> None:
             assert [one for chunk in chunks for one in chunk.logprobs] == list(answer.logprobs)
             streamed = await post(app, "completions", **fields, stream=True)
             events = [
-                json.loads(line.removeprefix("data: "))
+                json.loads(line.partition("data: ")[2])
                 for line in streamed.body.decode().split("\n\n")[:-2]
             ]
             parts = [event["choices"][0]["logprobs"] for event in events]
