@@ -12,7 +12,7 @@ below the best. Of the tokens kept the best noisy score wins, of equals the firs
 
 Of a large vocabulary the rule looks at the likeliest tokens only, where it is certain that no other
 token can win: the filters strike out all others, or no noise is large enough to lift one to the
-top. A draft needs no such certainty.
+top. A draft needs no such certainty, and no filters.
 
 Knows nothing of models, caches or rows that come and go.
 """
@@ -135,7 +135,8 @@ def guess(
     positions: torch.Tensor,  # [rows, 1], int64
     ids: torch.Tensor | None = None,  # [vocab], int64: the target's ids, where they are others
 ) -> torch.Tensor:  # [rows], int64: places in the vocabulary
-    """A draft's guess at the target's choice: the same rule among the draft's likeliest tokens."""
+    """A draft's guess at the target's choice: the best noisy score, of a large vocabulary among the
+    likeliest tokens. Filters would strike out by the draft's law what the target's keeps."""
     if not sampling.any_sampled:
         return first_best(logits)
     token, _, _ = _guess(logits, sampling, positions, ids)
@@ -166,11 +167,15 @@ def _guess(
     ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tokens, [rows], int64; noisy scores, [rows, n], and those of the tokens, [rows]."""
-    scores, places = _likeliest(_scores(logits[:, None], sampling), _LIKELIEST_OF_DRAFT)
-    scores = _keep_top_k(scores, sampling)
-    best, noisy = _best(scores, places if ids is None else ids[places], sampling, positions)
-    best = best[..., None]
-    return places.gather(-1, best)[:, 0, 0], noisy[:, 0], noisy.gather(-1, best)[:, 0, 0]
+    scores, places = _scores(logits[:, None], sampling), None
+    if scores.shape[-1] >= _LARGE:
+        scores, places = _likeliest(scores, _LIKELIEST_OF_DRAFT)
+    at = torch.arange(scores.shape[-1], device=scores.device) if places is None else places
+    at = at if ids is None else ids[at]
+    noisy = gumbel_noise(sampling.seed, positions, at).mul_(sampling.noise).add_(scores)
+    best = first_best(noisy)[..., None]
+    token = best if places is None else places.gather(-1, best)
+    return token[:, 0, 0], noisy[:, 0], noisy.gather(-1, best)[:, 0, 0]
 
 
 def first_best(scores: torch.Tensor) -> torch.Tensor:  # [rows, ..., vocab] -> [rows, ...], int64

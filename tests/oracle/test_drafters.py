@@ -148,6 +148,9 @@ def test_output_is_that_of_the_target_alone(drafter: str, rows: int, hot: bool) 
     assert (drafted > 0) == (drafter != "none")
     if drafter in ORACLES:  # it is unsure where one prompt is the beginning of another
         assert accepted / drafted == pytest.approx(ORACLES[drafter], abs=0.3)
+        oracle = replica._drafter
+        assert isinstance(oracle, OracleDrafter)
+        assert oracle.rows == {}, "every row's life has ended"
 
 
 def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:

@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from scheduler.messages import FinishReason, Request
-from tests.oracle.drafter import OracleDrafter
 from tests.oracle.worlds import mixed_requests, run_staggered
 from tests.reference import plain_greedy
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
@@ -58,24 +57,3 @@ def test_a_draft_of_another_architecture_changes_nothing(architecture: str) -> N
         tiny_replica(architecture, draft_architecture=other), [r for r, _ in pairs], 8, 3
     )
     assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("rows_max", [1, 8])
-@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
-def test_an_oracle_of_any_acceptance_and_ragged_drafts_changes_nothing(
-    architecture: str, rows_max: int, probability: float
-) -> None:
-    pairs = expected(architecture)
-    sequences = [[*request.prompt, *tokens] for request, tokens in pairs]
-    drafter = OracleDrafter(sequences, probability, VOCAB)
-    replica = tiny_replica(architecture, drafter=drafter)
-    outputs = run_staggered(replica, [request for request, _ in pairs], rows_max, 4)
-    assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]
-    accepted = sum(output.usage.accepted_tokens for output in outputs)
-    drafted = sum(output.usage.draft_tokens for output in outputs)
-    if probability == 0.5:
-        assert 0 < accepted < drafted
-    else:
-        assert (accepted, drafted > 0) == (probability * drafted, True)
-    assert drafter.rows == {}, "every row's life has ended"

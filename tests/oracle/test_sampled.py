@@ -14,7 +14,6 @@ import torch
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
-from tests.oracle.drafter import OracleDrafter
 from tests.oracle.worlds import mixed_requests, run_staggered, sampled
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
 
@@ -40,25 +39,6 @@ def test_output_depends_on_the_request_alone(
     )
     for (request, tokens), output in zip(pairs, outputs, strict=True):
         assert output.tokens == tokens, request
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_output_does_not_depend_on_the_draft(architecture: str) -> None:
-    other = ARCHITECTURES[ARCHITECTURES.index(architecture) - 1]
-    pairs = alone(architecture)
-    replica = tiny_replica(architecture, draft_architecture=other)
-    outputs = run_staggered(replica, [r for r, _ in pairs], 8, 4)
-    assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
-def test_an_oracle_of_any_acceptance_changes_nothing(architecture: str, probability: float) -> None:
-    pairs = alone(architecture)
-    sequences = [[*request.prompt, *tokens] for request, tokens in pairs]
-    replica = tiny_replica(architecture, drafter=OracleDrafter(sequences, probability, VOCAB))
-    outputs = run_staggered(replica, [r for r, _ in pairs], 8, 4)
-    assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]
 
 
 def test_speculative_output_follows_the_law_of_the_target() -> None:

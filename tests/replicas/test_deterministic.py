@@ -23,7 +23,6 @@ from replicas.models.pair import PairRefused
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
-from tests.oracle.drafter import OracleDrafter
 from tests.replicas.built import BLOCK_SIZE, uneven_model
 from tests.tiny_pairs import tiny_pair
 
@@ -101,25 +100,6 @@ def test_output_is_the_same_whatever_the_batch_the_draft_and_the_schedule(
     shared = replica_of(dtype, sharing=True, graphs=graphs)
     alone = run(replica, 1, 0)
     assert run(shared, 6, 3) == run(shared, 2, 2) == alone
-
-
-@pytest.mark.parametrize("probability", [0.5, 1.0])
-def test_drafts_of_an_oracle_change_nothing(probability: float) -> None:
-    pair = copy.deepcopy(tiny_pair("qwen3"))
-    pair.target.bfloat16()
-    pair.draft.bfloat16()
-    config = ReplicaConfig(
-        device="cpu", dtype="bfloat16", deterministic=True, block_size=4, kv_blocks=1024
-    )
-    pair = type(pair)(**{**vars(pair), "dtype": torch.bfloat16})
-    plain = Replica(copy.deepcopy(pair), config)
-    requests = [Request(str(i), tuple(range(3, 8 + 5 * i)), NEW) for i in range(5)]
-    alone = LocalEngine(plain, SchedulerConfig(rows_max=1, draft_len=0)).generate(requests)
-    sequences = [[*one.prompt, *output.tokens] for one, output in zip(requests, alone, strict=True)]
-    oracle = OracleDrafter(sequences, probability, 97)
-    drafted = Replica(copy.deepcopy(pair), config, drafter=oracle)
-    outputs = LocalEngine(drafted, SchedulerConfig(rows_max=5, draft_len=4)).generate(requests)
-    assert [one.tokens for one in outputs] == [one.tokens for one in alone]
 
 
 def _mixes_tokens(x: torch.Tensor) -> torch.Tensor:

@@ -230,18 +230,19 @@ def test_a_rating_is_the_chance_to_stay_ahead_under_gumbel_changes(params: Sampl
     assert stayed == pytest.approx(rated.exp().item(), abs=0.01)
 
 
-def test_a_guess_from_the_targets_own_logits_is_its_choice() -> None:
-    """Also where the draft's vocabulary is a part of the target's, in another order."""
-    params = [SamplingParams(), *PARAMS, SamplingParams(seed=3)] * 20
-    logits = torch.randn(len(params), 500, generator=torch.Generator().manual_seed(2)) * 5
+@pytest.mark.parametrize("vocab", [500, 16_500])
+def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
+    """But for filters; also where the draft's vocabulary is the target's in another order."""
+    params = [SamplingParams(), *PARAMS[:2], SamplingParams(seed=3)] * 20
+    logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(2)) * 5
     positions = torch.arange(len(params))[:, None]
     batch = SamplingBatch.of(params, CPU)
     right = choose(logits[:, None], batch, positions)[:, 0]
-    assert (guess(logits, batch, positions) == right).float().mean() > 0.97
-    assert torch.equal(guess_and_rate(logits, batch, positions)[0], guess(logits, batch, positions))
-    ids = torch.randperm(500, generator=torch.Generator().manual_seed(1))
-    found = ids[guess(logits[:, ids], batch, positions, ids)]
-    assert torch.equal(found, guess(logits, batch, positions))
+    found = guess(logits, batch, positions)
+    assert (found == right).float().mean() > 0.97
+    assert torch.equal(guess_and_rate(logits, batch, positions)[0], found)
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(ids[guess(logits[:, ids], batch, positions, ids)], found)
 
 
 def by_definition(
