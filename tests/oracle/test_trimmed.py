@@ -55,7 +55,7 @@ def run(replica: Replica, requests: list[Request], verify: int | None) -> list[O
     for batch, result in trimming.batches:
         assert batch.verify_tokens is not None
         most = result.steps * batch.verify_tokens
-        assert sum(sum(row.tried_at) for row in result.rows) <= most
+        assert sum(sum(row.accepted_at) for row in result.rows) <= most
         for row in result.rows:
             assert all(a <= t for a, t in zip(row.accepted_at, row.tried_at, strict=True))
             assert len(row.tokens) == row.steps + sum(row.accepted_at)
