@@ -7,11 +7,9 @@ An edge parses a message into a `GenerateCall`, opens it here and translates the
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 
 from grpc import StatusCode
@@ -29,15 +27,14 @@ from cluster.frontend.calls import (
     check_call,
 )
 from cluster.frontend.metrics import FrontendMeter
+from cluster.frontend.requests import requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
-from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
-from scheduler.messages import Priority, Request, SamplingParams
-from scheduler.validation import SEED_MAX, check_request
+from scheduler.messages import Request
 
 
 class FrontendService:
@@ -143,9 +140,16 @@ class FrontendService:
         unfinished = self._router.unfinished
         if unfinished + call.sequences > self.config.frontend.requests_max:
             raise Overloaded(f"{unfinished} requests are in flight already")
+        grammar = ""
+        if call.structure is not None:
+            # To compile one may take a while.
+            grammar = await asyncio.to_thread(self._text.grammar, call.structure)
         requests: list[Request] = []
         for prompt in call.prompts:
-            requests += await self._requests(call, prompt, priority, admitted.tenant)
+            tokens = await self.tokens(prompt)
+            requests += requests_of(
+                call, prompt, tokens, self._text, self.config, grammar, priority, admitted.tenant
+            )
         admitted.charge(sum(request.length_max for request in requests))
         answer = Answer(call, arrived_s, self._router, self._meter, self.config, self._clock)
         begun = []
@@ -156,69 +160,6 @@ class FrontendService:
         for request, text, seen in begun:
             answer.submit(request, text, seen)
         return answer
-
-    async def _requests(
-        self, call: GenerateCall, prompt: Prompt, priority: Priority, tenant: str
-    ) -> list[Request]:
-        """One for each choice of a prompt; may draw a seed. Raises InvalidRequest."""
-        config = self.config.frontend
-        tokens = await self.tokens(prompt)
-        chat = isinstance(prompt, ChatPrompt)
-        turns = chat or call.structure is not None
-        own_ends = self._text.end_of_turn_ids if turns else self._text.eos_token_ids
-        ends = (*call.stop_token_ids, *(() if call.ignore_eos else own_ends))
-        left = max(self._text.context_len - len(tokens), 1)
-        most = call.max_new_tokens
-        seed = call.seed
-        if seed is None:
-            seed = secrets.randbelow(SEED_MAX) if call.sampled else 0
-        sampling = SamplingParams(
-            temperature=call.temperature,
-            top_k=call.top_k,
-            top_p=call.top_p,
-            min_p=call.min_p,
-            seed=seed,
-        )
-        request = Request(
-            id="unsent",
-            prompt=tokens,
-            max_new_tokens=min(config.max_new_tokens, left) if most is None else most,
-            sampling=sampling,
-            stop_token_ids=tuple(dict.fromkeys(ends)),
-            draft_len=call.draft_len,
-            timeout_s=config.timeout_s if call.timeout_s is None else call.timeout_s,
-            committed=tuple(call.committed_token_ids),
-            priority=priority,
-            tenant=tenant,
-            cache_salt=call.cache_salt,
-            decoding=await self._decoding(call, len(tokens)),
-        )
-        check_request(request, self.config.scheduler, self._text.spec)
-        others = [
-            replace(request, sampling=replace(sampling, seed=(seed + choice) % SEED_MAX))
-            for choice in range(1, call.choices)
-        ]
-        return [request, *others]
-
-    async def _decoding(self, call: GenerateCall, prompt_tokens: int) -> Decoding | None:
-        """What the call asks of a replica beyond sampling. Raises InvalidRequest."""
-        words = {form for word in call.bad_words for form in self._text.word_forms(word)}
-        decoding = Decoding(
-            prompt_tokens=prompt_tokens,
-            logit_bias=tuple(sorted(call.logit_bias.items())),
-            repetition_penalty=call.repetition_penalty,
-            frequency_penalty=call.frequency_penalty,
-            presence_penalty=call.presence_penalty,
-            min_tokens=call.min_tokens,
-            bad_words=tuple(sorted(words)),
-            logprobs=call.logprobs,
-            prompt_logprobs=call.prompt_logprobs,
-        )
-        if call.structure is not None:
-            # To compile one may take a while.
-            grammar = await asyncio.to_thread(self._text.grammar, call.structure)
-            decoding = replace(decoding, grammar=grammar)
-        return None if decoding == Decoding(prompt_tokens) else decoding
 
     async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt; long texts are tokenized off the event loop, on a thread.

@@ -1,0 +1,85 @@
+"""What a call asks of the pool: one request for each of its sequences."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from cluster.config import ClusterConfig
+from cluster.frontend.calls import ChatPrompt, GenerateCall, Prompt
+from cluster.frontend.target_text import TargetText
+from scheduler.decoding import Decoding
+from scheduler.messages import Priority, Request, SamplingParams
+from scheduler.validation import SEED_MAX, check_request
+
+
+def requests_of(
+    call: GenerateCall,
+    prompt: Prompt,
+    tokens: tuple[int, ...],
+    text: TargetText,
+    config: ClusterConfig,
+    grammar: str = "",
+    priority: Priority = Priority.NORMAL,
+    tenant: str = "",
+) -> list[Request]:
+    """One for each choice of a prompt, whose tokens are given. `grammar`: of the call's structure.
+
+    Raises InvalidRequest for what no replica of the target could serve.
+    """
+    turns = isinstance(prompt, ChatPrompt) or call.structure is not None
+    own_ends = text.end_of_turn_ids if turns else text.eos_token_ids
+    ends = (*call.stop_token_ids, *(() if call.ignore_eos else own_ends))
+    left = max(text.context_len - len(tokens), 1)
+    most = call.max_new_tokens
+    seed = call.seed
+    if seed is None:
+        seed = secrets.randbelow(SEED_MAX) if call.sampled else 0
+    sampling = SamplingParams(
+        temperature=call.temperature,
+        top_k=call.top_k,
+        top_p=call.top_p,
+        min_p=call.min_p,
+        seed=seed,
+    )
+    limits = config.frontend
+    request = Request(
+        id="unsent",
+        prompt=tokens,
+        max_new_tokens=min(limits.max_new_tokens, left) if most is None else most,
+        sampling=sampling,
+        stop_token_ids=tuple(dict.fromkeys(ends)),
+        draft_len=call.draft_len,
+        timeout_s=limits.timeout_s if call.timeout_s is None else call.timeout_s,
+        committed=tuple(call.committed_token_ids),
+        priority=priority,
+        tenant=tenant,
+        cache_salt=call.cache_salt,
+        decoding=_decoding(call, len(tokens), text, grammar),
+    )
+    check_request(request, config.scheduler, text.spec)
+    others = [
+        replace(request, sampling=replace(sampling, seed=(seed + choice) % SEED_MAX))
+        for choice in range(1, call.choices)
+    ]
+    return [request, *others]
+
+
+def _decoding(
+    call: GenerateCall, prompt_tokens: int, text: TargetText, grammar: str
+) -> Decoding | None:
+    """What the call asks of a replica beyond sampling."""
+    words = {form for word in call.bad_words for form in text.word_forms(word)}
+    decoding = Decoding(
+        prompt_tokens=prompt_tokens,
+        logit_bias=tuple(sorted(call.logit_bias.items())),
+        repetition_penalty=call.repetition_penalty,
+        frequency_penalty=call.frequency_penalty,
+        presence_penalty=call.presence_penalty,
+        min_tokens=call.min_tokens,
+        bad_words=tuple(sorted(words)),
+        grammar=grammar,
+        logprobs=call.logprobs,
+        prompt_logprobs=call.prompt_logprobs,
+    )
+    return None if decoding == Decoding(prompt_tokens) else decoding

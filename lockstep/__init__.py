@@ -1,0 +1,27 @@
+"""Lockstep in Python: `LLM` runs a model in this process, `Client` asks a server by gRPC."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.client import AsyncClient, Client
+    from lockstep.llm import LLM, Completion, SamplingParams
+
+__all__ = ["LLM", "AsyncClient", "Client", "Completion", "SamplingParams"]
+
+_HOMES = {
+    "AsyncClient": "cluster.client",
+    "Client": "cluster.client",
+    "Completion": "lockstep.llm",
+    "LLM": "lockstep.llm",
+    "SamplingParams": "lockstep.llm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when it is first asked for: a client needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

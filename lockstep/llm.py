@@ -1,0 +1,252 @@
+"""A model in this process: prompts in, completions out, with speculation and without a cluster.
+
+llm = LLM("smollm2", speculative_config={"method": "suffix"})
+for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    print(completion.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cluster.config import ClusterConfig, from_args
+from cluster.frontend.admission.control import Caller
+from cluster.frontend.calls import (
+    ChatPrompt,
+    GenerateCall,
+    Prompt,
+    Structure,
+    TextPrompt,
+    TokenPrompt,
+    call_field,
+    check_call,
+)
+from cluster.frontend.requests import requests_of
+from cluster.frontend.target_text import TargetText
+from cluster.frontend.text import TextStream
+from cluster.local_engine import LocalEngine, Output
+from replicas.parallel.replica import load_replica
+from scheduler.decoding import TokenLogprobs
+from scheduler.errors import InvalidRequest
+from scheduler.messages import FinishReason, Request, Usage
+
+_TEN_YEARS_S = 3e8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a completion is written; the names of the gRPC request, which says more of each.
+
+    Of json_schema, regex, choice and grammar at most one.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def to_call(self, prompt: Prompt) -> GenerateCall:
+        """Raises InvalidRequest."""
+        names = ("json_schema", "regex", "choice", "grammar")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(given[1], f"{given[0]} is given as well")
+        structure = None
+        if given:
+            asked = getattr(self, given[0])
+            structure = Structure(given[0], (asked,) if isinstance(asked, str) else tuple(asked))  # type: ignore[arg-type]
+        others = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in (*names, "max_tokens")
+        }
+        return GenerateCall(
+            caller=Caller(),
+            prompts=(prompt,),
+            max_new_tokens=self.max_tokens,
+            structure=structure,
+            **others,
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was written for one prompt."""
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    """`stop` or `length`."""
+    usage: Usage
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+
+
+class LLM:
+    """A target and its drafter in this process. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        rows_max: int | None = None,
+        **replica: Any,
+    ) -> None:
+        """`model`: as `lockstep serve --target` takes it. `replica`: settings of the section
+        `replica`, as `dtype` or `context_len`. `rows_max`: rows of a step.
+
+        Raises ConfigError, and what loading raises.
+        """
+        sections: dict[str, Any] = {"replica": {"target": model, **replica}}
+        if speculative_config is not None:
+            sections["replica"]["speculative"] = dict(speculative_config)
+        # Nobody waits in a queue here, so nothing is refused for its length.
+        sections["scheduler"] = {
+            "waiting_requests_max": 10**6,
+            "waiting_tokens_max": 10**10,
+            "timeout_s_max": _TEN_YEARS_S,
+        }
+        if rows_max is not None:
+            sections["scheduler"]["rows_max"] = rows_max
+        self._config: ClusterConfig = from_args(sections)
+        self._text = TargetText.load(self._config.replica)
+        self._replica = load_replica(self._config.replica)
+        self._number = 0
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Completions in the order of the prompts, which are texts or token ids.
+
+        `params`: for all, or one for each. Raises InvalidRequest, which names the prompt.
+        """
+        given = [prompts] if isinstance(prompts, str) else prompts
+        made = [TextPrompt(one) if isinstance(one, str) else TokenPrompt(one) for one in given]
+        return self._run(made, params, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """The assistant's next turn of one conversation or of several, each a list of turns with
+        `role` and `content`. Raises InvalidRequest."""
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        several: Any = [conversations] if one else conversations
+        return self._run([ChatPrompt(turns) for turns in several], params, progress)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[Completion]:
+        single = params is None or isinstance(params, SamplingParams)
+        every = [params or SamplingParams()] * len(prompts) if single else list(params)  # type: ignore[arg-type]
+        if len(every) != len(prompts):
+            raise InvalidRequest("params", f"{len(every)} for {len(prompts)} prompts")
+        written = []
+        for index, (prompt, asked) in enumerate(zip(prompts, every, strict=True)):
+            call = asked.to_call(prompt)  # type: ignore[union-attr]
+            try:
+                request = self._request(call, prompt)
+            except InvalidRequest as error:
+                name = f"prompt {index}: {call_field(error.field, call)}"
+                raise InvalidRequest(name, error.reason) from None
+            written.append(
+                _Writing(request, TextStream(self._text.tokenizer, request.prompt, call.stop))
+            )
+        engine = LocalEngine(self._replica, self._config.scheduler)
+        for one in written:
+            one.output = engine.submit(one.request)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeRemainingColumn(), disable=not progress) as bar:
+            task = bar.add_task("prompts", total=len(written))
+            left = list(written)
+            while left and engine.advance():
+                left = [one for one in left if not one.read(engine)]
+                bar.update(task, completed=len(written) - len(left))
+        return [one.completion() for one in written]
+
+    def _request(self, call: GenerateCall, prompt: Prompt) -> Request:
+        text = self._text
+        check_call(call, self._config, text.context_len)
+        match prompt:
+            case TokenPrompt(ids):
+                tokens = tuple(ids)
+            case TextPrompt(words):
+                tokens = text.encode(words)
+            case ChatPrompt():
+                tokens = text.encode_chat(prompt)
+        grammar = "" if call.structure is None else text.grammar(call.structure)
+        call = replace(call, timeout_s=_TEN_YEARS_S)
+        [request] = requests_of(call, prompt, tokens, text, self._config, grammar)
+        self._number += 1
+        return replace(request, id=str(self._number))
+
+
+@dataclass
+class _Writing:
+    """One prompt on its way."""
+
+    request: Request
+    stream: TextStream
+    output: Output = field(default_factory=Output)
+    text: str = ""
+    tokens: int = 0
+    """Those that the text has seen."""
+    stop: str | None = None
+
+    def read(self, engine: LocalEngine) -> bool:
+        """Make text of what is new; whether it has ended."""
+        piece = self.stream.push(self.output.tokens[self.tokens :])
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.stop = piece.stop
+        if self.stop is not None:
+            engine.cancel(self.request.id)
+            return True
+        return self.output.reason is not None
+
+    def completion(self) -> Completion:
+        reason = self.output.reason
+        if self.stop is None:
+            assert reason in (FinishReason.STOP, FinishReason.LENGTH), reason
+            piece = self.stream.finish()
+            self.text, self.stop = self.text + piece.text, piece.stop
+        return Completion(
+            text=self.text,
+            token_ids=self.output.tokens[: self.tokens],
+            prompt_token_ids=list(self.request.prompt),
+            finish_reason="stop" if self.stop is not None else str(reason),
+            usage=self.output.usage,
+            logprobs=self.output.logprobs[: self.tokens],
+            prompt_logprobs=self.output.prompt_logprobs,
+        )

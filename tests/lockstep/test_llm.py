@@ -1,0 +1,65 @@
+"""Proves: the model in this process writes what transformers writes, for texts, tokens and
+conversations, with every setting of a request; what is wrong is named with its prompt.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import lockstep
+from lockstep import LLM, SamplingParams
+from replicas.demo import TARGET_DIR
+from scheduler.errors import InvalidRequest
+from tests.reference import plain_greedy
+
+PROMPTS = ["def add(a, b):", "The list", "import os\n"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", device="cpu", torch_threads=1, kv_blocks=512, calibrate=False)
+
+
+def test_completions_are_those_of_transformers(llm: LLM) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    texts = llm.generate(PROMPTS, params, progress=False)
+    for one in texts:
+        assert one.token_ids == plain_greedy(model, one.prompt_token_ids, 24)
+        assert one.finish_reason == "length"
+    again = llm.generate([one.prompt_token_ids for one in texts], params, progress=False)
+    assert [one.text for one in again] == [one.text for one in texts]
+    stop = texts[0].text[5:8]
+    [cut] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=[stop]), progress=False)
+    assert (cut.text, cut.finish_reason) == (texts[0].text.partition(stop)[0], "stop")
+
+
+def test_each_prompt_has_its_own_settings(llm: LLM) -> None:
+    schema = json.dumps(
+        {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    )
+    every = [
+        SamplingParams(max_tokens=5, temperature=1, seed=1, logprobs=2),
+        SamplingParams(json_schema=schema.replace("}}", '}}, "additionalProperties": false')),
+        SamplingParams(choice=["yes", "no"], prompt_logprobs=0),
+    ]
+    first, second, third = llm.generate(PROMPTS, every, progress=False)
+    assert len(first.logprobs) == len(first.token_ids)
+    assert json.loads(second.text)["a"] in (1, 2)
+    assert third.text in ("yes", "no")
+    assert len(third.prompt_logprobs) == len(third.prompt_token_ids) - 1
+
+
+def test_what_is_wrong_is_named(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompt 1: temperature"):
+        llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(temperature=-1)])
+    with pytest.raises(InvalidRequest, match="messages"):
+        llm.chat([{"role": "user", "content": "hello"}], progress=False)
+    with pytest.raises(InvalidRequest, match="params"):
+        llm.generate(PROMPTS, [SamplingParams()])
+    with pytest.raises(AttributeError):
+        _ = lockstep.nothing
