@@ -23,7 +23,6 @@ class OracleDrafter:
 
     name = "oracle"
     taps: tuple[int, ...] = ()
-    rates = True
 
     def __init__(
         self,
@@ -68,8 +67,7 @@ class OracleDrafter:
         ]
         k = ask.k
         padded = [draft + [0] * (k - len(draft)) for draft in drafts]
-        rated = torch.rand((len(drafts), k)).log().cumsum(1) if ask.rate else None
-        return Proposal(torch.tensor(padded).t().contiguous(), lens, rated)
+        return Proposal(torch.tensor(padded).t().contiguous(), lens)
 
     def _draft(self, content: list[int], most: int) -> list[int]:
         draft: list[int] = []
@@ -96,7 +94,7 @@ class CostlyOracle:
     def __init__(self, oracle: OracleDrafter, worker: Drafter) -> None:
         self.oracle = oracle
         self._worker = worker
-        self.name, self.taps, self.rates = "oracle", worker.taps, False
+        self.name, self.taps = "oracle", worker.taps
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
         self.oracle.begin(row, tokens, salt, filled)

@@ -122,7 +122,6 @@ class Load:
             block_size=16,
             context_len=8192,
             vocab_size=1000,
-            trims_drafts=True,
         )
         for index in range(replicas):
             self._tell(ReplicaJoined(f"r{index}", spec))

@@ -229,14 +229,13 @@ class Latency(_message.Message):
     def __init__(self, tokens: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class CostEstimates(_message.Message):
-    __slots__ = ("draft_len", "steps", "step_s", "round_trip_s", "acceptance_greedy", "acceptance_sampled", "verified", "apart_positions", "slowdown", "draft", "step", "prefill")
+    __slots__ = ("draft_len", "steps", "step_s", "round_trip_s", "acceptance_greedy", "acceptance_sampled", "apart_positions", "slowdown", "draft", "step", "prefill")
     DRAFT_LEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_GREEDY_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_SAMPLED_FIELD_NUMBER: _ClassVar[int]
-    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     APART_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
@@ -248,13 +247,12 @@ class CostEstimates(_message.Message):
     round_trip_s: float
     acceptance_greedy: float
     acceptance_sampled: float
-    verified: float
     apart_positions: float
     slowdown: float
     draft: _containers.RepeatedCompositeFieldContainer[Latency]
     step: _containers.RepeatedCompositeFieldContainer[Latency]
     prefill: _containers.RepeatedCompositeFieldContainer[Latency]
-    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., verified: _Optional[float] = ..., apart_positions: _Optional[float] = ..., slowdown: _Optional[float] = ..., draft: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., step: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ...) -> None: ...
+    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., apart_positions: _Optional[float] = ..., slowdown: _Optional[float] = ..., draft: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., step: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("id", "draining", "residents", "batches_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "cost_estimates", "attention", "arithmetic", "drafter")

@@ -21,7 +21,6 @@ from torch.nn.functional import pad
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
 from replicas.sampling.choice import SamplingBatch, choose
-from replicas.sampling.selection import Selection, every_draft, select
 from replicas.stopwatch import Stopwatch
 
 _NO_TOKEN = -1
@@ -57,8 +56,6 @@ class StepRows:
     """Draft tokens per row, at most k."""
     sampling: SamplingBatch
     table: torch.Tensor  # [rows, blocks], int64
-    verify_tokens: int | None = None
-    """Draft tokens of all rows together that the target checks; None: all."""
     whole_drafts: bool = False
     """Check as many draft tokens as are asked for, though the drafter may have fewer."""
     hooks: RowHooks | None = None
@@ -73,8 +70,6 @@ class Outcome:
     drafted: Sequence[int]
     """Draft tokens that it had: the drafter may propose fewer than were asked for."""
     accepted: list[int]
-    checked: list[int]
-    """Draft tokens that the target saw."""
     positions_read: int
     """KV positions that the target's attention read, padding included."""
 
@@ -87,15 +82,20 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     tokens = torch.tensor(last, device=rows.table.device)[None]
     tokens = torch.cat((tokens, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
     starts = [len(content) - 1 for content in rows.contents]
-    layout = target.backend.step_layout(rows.table, starts, k + 1)
-    cells = _cells(rows, proposal)
-    window = layout.window(0, k + 1) if cells is None else layout.some(cells)
+    widths = _widths(rows, proposal)
+    if min(widths) <= k:
+        ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
+        window = target.backend.ranges_layout(rows.table, ranges)
+        positions = window.positions[: window.tokens, None]
+    else:
+        layout = target.backend.step_layout(rows.table, starts, k + 1)
+        window, positions = layout.window(0, k + 1), layout.positions
     chosen, taps = _verify(
-        target, drafter, rows, proposal, tokens, layout.positions, window, cells, watch
+        target, drafter, rows, proposal, tokens, positions, window, widths, watch
     )
-    outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
+    outcome = _outcome(rows, proposal, chosen, window.positions_read)
     if drafter is not None:
-        seen = _seen(rows, outcome, k, cells, taps)
+        seen = _seen(rows, outcome, k, widths, taps)
         if drafter.taps:  # work for the device
             with watch.section("draft"):
                 drafter.observe(seen)
@@ -119,18 +119,12 @@ def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stop
         draft_lens=rows.draft_lens,
         sampling=rows.sampling,
         table=rows.table,
-        rate=rows.verify_tokens is not None and drafter.rates,
         token_most=target.vocab,
     )
     proposal = drafter.propose(ask, watch)
     if rows.whole_drafts:
         return _whole(proposal, rows.draft_lens)
-    k = max(proposal.lens)
-    if k == proposal.tokens.shape[0]:
-        return proposal
-    rated = proposal.log_probabilities
-    rated = None if rated is None else rated[:, :k]
-    return Proposal(proposal.tokens[:k], proposal.lens, rated)
+    return Proposal(proposal.tokens[: max(proposal.lens)], proposal.lens)
 
 
 def _whole(proposal: Proposal, draft_lens: Sequence[int]) -> Proposal:
@@ -139,31 +133,29 @@ def _whole(proposal: Proposal, draft_lens: Sequence[int]) -> Proposal:
     return Proposal(pad(proposal.tokens, (0, 0, 0, missing)), draft_lens)
 
 
+def _widths(rows: StepRows, proposal: Proposal) -> list[int]:
+    """Tokens of each row in the check: all of its own, or as many as the widest row has."""
+    widths = [length + 1 for length in proposal.lens]
+    widest = max(widths)
+    # A device runs shapes that it knows, a host as many tokens as there are.
+    on_host = rows.table.device.type == "cpu"
+    if on_host and sum(widths) <= _RAGGED * len(widths) * widest:
+        return widths
+    return [widest] * len(widths)
+
+
 def _adjust(
     hooks: RowHooks,
     proposal: Proposal,
-    cells: Selection | None,
+    widths: Sequence[int],
     logits: torch.Tensor,  # [tokens of the check, vocab], row by row
 ) -> None:
     """Let requests change the logits of their rows."""
-    k = proposal.tokens.shape[0]
-    seen = proposal.lens if cells is None else cells.seen.tolist()
     first = 0
     for row, draft in enumerate(proposal.tokens.t().tolist()):
-        checked = min(proposal.lens[row], seen[row])
-        hooks.adjust(row, draft[:checked], logits[first : first + 1 + checked])
-        first += 1 + (k if cells is None else seen[row])
-
-
-def _cells(rows: StepRows, proposal: Proposal) -> Selection | None:
-    """Which tokens the target checks; None: as many of each row."""
-    lens, rated = proposal.lens, proposal.log_probabilities
-    if rows.verify_tokens is not None and rated is not None:
-        return select(rated, lens, min(rows.verify_tokens, sum(lens)))
-    # A device runs shapes that it knows, a host as many tokens as there are.
-    on_host = rows.table.device.type == "cpu"
-    ragged = sum(lens) + len(lens) <= _RAGGED * len(lens) * (1 + max(lens))
-    return every_draft(lens) if ragged and on_host else None
+        own = proposal.lens[row]
+        hooks.adjust(row, draft[:own], logits[first : first + 1 + own])
+        first += widths[row]
 
 
 def _verify(
@@ -172,30 +164,30 @@ def _verify(
     rows: StepRows,
     proposal: Proposal,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
-    positions: torch.Tensor,  # [rows, 1 + k], int64
+    positions: torch.Tensor,  # [rows, 1 + k], or [tokens of the check, 1], int64
     window: Layout,
-    cells: Selection | None,
+    widths: Sequence[int],
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
     numbers; and the hidden states that the drafter taps."""
-    whole, sampling = tokens.shape, rows.sampling
-    if cells is not None:  # each is a row of its own
-        sampling = sampling.take(cells.of_row)
-        tokens = tokens.reshape(-1, 1)[cells.cells]
-        positions = positions.reshape(-1, 1)[cells.cells]
+    sampling, inside = rows.sampling, None
+    checked = tokens
+    if min(widths) < tokens.shape[1]:  # each token is a row of its own
+        inside = torch.arange(tokens.shape[1]) < torch.tensor(widths)[:, None]
+        checked = tokens[inside][:, None]
+        sampling = sampling.take(inside.nonzero()[:, 0])
     wants = Wants(taps=() if drafter is None else drafter.taps)
     with watch.section("verify"):
-        out = target.forward(tokens.reshape(-1), window, wants)
+        out = target.forward(checked.reshape(-1), window, wants)
     assert out.logits is not None
     if rows.hooks is not None:
-        _adjust(rows.hooks, proposal, cells, out.logits)
-    logits = out.logits.view(*tokens.shape, -1)
+        _adjust(rows.hooks, proposal, widths, out.logits)
+    logits = out.logits.view(*checked.shape, -1)
     # Logits at position p choose the token of position p + 1.
     chosen = _of_numbers(choose(logits, sampling, positions + 1), logits, sampling)
-    if cells is not None:
-        seen = tokens.new_full((whole.numel(),), _NO_TOKEN)
-        chosen = seen.index_copy_(0, cells.cells, chosen[:, 0]).view(whole)
+    if inside is not None:
+        chosen = torch.full_like(tokens, _NO_TOKEN).masked_scatter_(inside, chosen)
     return chosen.tolist(), out.taps
 
 
@@ -222,19 +214,16 @@ def _of_numbers(
 def _outcome(
     rows: StepRows,
     proposal: Proposal,
-    cells: Selection | None,
     chosen: Sequence[Sequence[int]],
     positions_read: int,
 ) -> Outcome:
     """What the rows commit, within each row's own draft length."""
     drafted = proposal.tokens.t().tolist()
-    seen = proposal.lens if cells is None else cells.seen.tolist()
-    committed, accepted, checked = [], [], []
+    committed, accepted = [], []
     for row, draft_len in enumerate(proposal.lens):
         tokens = chosen[row]
-        limit = min(draft_len, seen[row])
         right = 0
-        while right < limit and drafted[row][right] == tokens[right]:
+        while right < draft_len and drafted[row][right] == tokens[right]:
             right += 1
         mine = list(tokens[: right + 1])
         if _NO_TOKEN in mine:
@@ -244,15 +233,14 @@ def _outcome(
             )
         committed.append(mine)
         accepted.append(right)
-        checked.append(limit)
-    return Outcome(committed, proposal.lens, accepted, checked, positions_read)
+    return Outcome(committed, proposal.lens, accepted, positions_read)
 
 
 def _seen(
     rows: StepRows,
     outcome: Outcome,
     k: int,
-    cells: Selection | None,
+    widths: Sequence[int],
     taps: list[torch.Tensor],  # each [tokens of the check, hidden]
 ) -> Seen:
     ranges = [
@@ -260,15 +248,14 @@ def _seen(
         for content, accepted in zip(rows.contents, outcome.accepted, strict=True)
     ]
     if taps:
-        kept = _kept(outcome.accepted, k, cells).to(taps[0].device)
+        kept = _kept(outcome.accepted, widths).to(taps[0].device)
         taps = [tap.index_select(0, kept) for tap in taps]
     return Seen(rows.ids, rows.contents, ranges, rows.table, outcome.committed, k, taps)
 
 
-def _kept(accepted: Sequence[int], k: int, cells: Selection | None) -> torch.Tensor:
+def _kept(accepted: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
     """The places of each row's last token and its accepted draft tokens, [kept], int64, among the
     tokens of the check."""
-    widths = [k + 1] * len(accepted) if cells is None else (cells.seen + 1).tolist()
     kept: list[int] = []
     first = 0
     for right, width in zip(accepted, widths, strict=True):

@@ -253,7 +253,7 @@ class Replica:
                 hooks = DecodingRows([resident.row_state(self.grammars) for resident in rows])
             for done in range(1, batch.steps + 1):  # noqa: B007, the count outlives the loop
                 caps = [
-                    min(row.draft_len, resident.tokens_left - 1) if batch.verify_tokens != 0 else 0
+                    min(row.draft_len, resident.tokens_left - 1)
                     for row, resident in zip(batch.rows, rows, strict=True)
                 ]
                 contents = [resident.content for resident in rows]
@@ -264,7 +264,6 @@ class Replica:
                     caps,
                     sampling,
                     table,
-                    batch.verify_tokens,
                     batch.trial,
                     hooks,
                 )
@@ -273,8 +272,7 @@ class Replica:
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tokens, accepted = outcome.committed[index], outcome.accepted[index]
-                    drafted, checked = outcome.drafted[index], outcome.checked[index]
-                    tally.note(caps[index], drafted, accepted, checked)
+                    tally.note(caps[index], outcome.drafted[index], accepted)
                     resident.commit(tokens)
                     ended |= resident.finished(tokens)
                 if ended or interrupted():
@@ -350,7 +348,6 @@ def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) 
         "drafter": said.method,
         "draft_len_max": most,
         "draft_len": None if said.adaptive else most,
-        "trims_drafts": drafter.rates,
     }
 
 

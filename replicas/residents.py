@@ -87,14 +87,13 @@ class Tally:
         self.asked_tokens = self.draft_tokens = 0
         self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
 
-    def note(self, asked: int, drafted: int, accepted: int, checked: int) -> None:
-        """Of a step: draft tokens asked for, drafted, right, and checked; where a verification
-        budget left some out nobody knows what became of them."""
+    def note(self, asked: int, drafted: int, accepted: int) -> None:
+        """Of a step: draft tokens asked for, drafted and right."""
         self.asked_tokens += asked
         self.draft_tokens += drafted
         for at in range(accepted):
             self.accepted_at[at] += 1
-        for at in range(min(accepted + 1, asked if checked == drafted else checked)):
+        for at in range(min(accepted + 1, asked)):
             self.tried_at[at] += 1
 
 

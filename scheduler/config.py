@@ -37,11 +37,6 @@ class SchedulerConfig(BaseModel):
         description="Most draft tokens per row and step that are chosen, or that a request may"
         " choose for itself; a request that asks for more gets so many.",
     )
-    trim_drafts: bool = Field(
-        default=False,
-        description="Verify only the draft tokens that the draft rates highest where that pays, by"
-        " measured times; with a fixed draft_len all are verified.",
-    )
     steps_per_batch_max: int = Field(
         default=8,
         ge=1,

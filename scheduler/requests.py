@@ -134,10 +134,6 @@ class Batch:
     steps: int = 1
     """At most so many steps; the replica ends the batch early once a row has finished, or when it
     is interrupted."""
-    verify_tokens: int | None = None
-    """Draft tokens of all rows together that the target checks per step, at least 0: those that
-    the draft itself believes in most, by its cumulated log-probability (TETRIS, arXiv 2502.15197).
-    A replica whose steps have fixed shapes rounds it up. None: all of them."""
     trial: bool = False
     """Rows draft as many tokens as they are told, any tokens where the drafter has none: the time
     is what counts."""
@@ -173,7 +169,7 @@ class RowResult:
     tried_at: tuple[int, ...] = ()
     """tried_at[j]: in how many steps draft token j was asked for and all before it were accepted,
     so that accepted_at[j] / tried_at[j] is the chance that asking for it gains a token. A token
-    that was asked for and not drafted counts, one that a verification budget left out does not."""
+    that was asked for and not drafted counts."""
     asked_tokens: int = 0
     """Draft tokens asked for: at most the row's draft length at every step, fewer near its limit.
     """
@@ -276,8 +272,6 @@ class ReplicaSpec:
     """How its layers compute, and whether a token's bits depend on the batch, for people."""
     fingerprint: str = ""
     """Of the target's weights, the dtype and what else decides output; empty: unknown."""
-    trims_drafts: bool = False
-    """Whether it obeys a batch's `verify_tokens`."""
     reads_apart: bool = False
     """Whether a row of a batch reads about as far as its own KV goes, not as far as the longest."""
     timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)

@@ -19,7 +19,7 @@ from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb
 
 _WATCH_S = 1.0
-_LEGEND = "k: draft tokens (verified); accepted: of greedy / sampled draft tokens"
+_LEGEND = "k: draft tokens; accepted: of greedy / sampled draft tokens"
 
 
 def print_status(server: Server, as_json: bool, watch: bool) -> int:
@@ -102,13 +102,12 @@ def _replicas(status: pb.StatusResponse) -> Table:
     table = _table("replica", "rows", "batches", "KV free", "k", "step", "accepted")
     for each in status.replicas:
         of = each.cost_estimates
-        trimmed = 0.0 < of.verified < 1.0  # an older server says 0
         table.add_row(
             each.id,
             str(each.residents),
             str(each.batches_in_flight),
             f"{each.kv_blocks_free / max(each.kv_blocks, 1):.0%} of {each.kv_blocks}",
-            f"{of.draft_len}" + (f" ({of.verified:.0%})" if trimmed else ""),
+            str(of.draft_len),
             f"{1000 * of.step_s:.1f} ms" if of.step_s else "-",
             f"{of.acceptance_greedy:.0%} / {of.acceptance_sampled:.0%}",
         )

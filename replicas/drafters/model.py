@@ -14,7 +14,7 @@ import torch
 from replicas.drafters.protocol import Ask, Proposal, Seen
 from replicas.models.paged_model import Model, Wants
 from replicas.models.prefill import fill
-from replicas.sampling.choice import guess, guess_and_rate
+from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch
 
 
@@ -23,7 +23,6 @@ class ModelDrafter:
     drafts."""
 
     taps: tuple[int, ...] = ()
-    rates = True
 
     def __init__(self, model: Model, name: str, pass_tokens: int) -> None:
         """`pass_tokens`: tokens of one prefill pass at most."""
@@ -70,7 +69,6 @@ class ModelDrafter:
         positions = layout.positions[:, 1:] + 1
         kept = torch.arange(1, 2 * rows, 2, device=device)
         tokens = torch.empty((k, rows), dtype=torch.int64, device=device)
-        rated = []
         for j in range(k):
             window = layout.window(j + 1 if j else 0, j + 2)
             with watch.section("draft"):
@@ -78,14 +76,9 @@ class ModelDrafter:
                 logits = model.forward(fed, window, wants).logits
             assert logits is not None
             logits = logits[:, :shared]  # of ids that both have
-            here = positions[:, j : j + 1]
-            if ask.rate:
-                tokens[j], one = guess_and_rate(logits, ask.sampling, here)
-                rated.append(one)
-            else:
-                tokens[j] = guess(logits, ask.sampling, here)
+            tokens[j] = guess(logits, ask.sampling, positions[:, j : j + 1])
             fed = tokens[j]
-        return Proposal(tokens, ask.draft_lens, torch.stack(rated, 1).cumsum(1) if rated else None)
+        return Proposal(tokens, ask.draft_lens)
 
     def _catch_up(self, ask: Ask, watch: Stopwatch) -> None:
         """Fill rows that steps without drafting left behind."""

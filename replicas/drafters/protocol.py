@@ -28,8 +28,6 @@ class Ask:
     """Draft tokens wanted per row, at most k."""
     sampling: SamplingBatch
     table: torch.Tensor  # [rows, blocks], int64
-    rate: bool = False
-    """Whether log-probabilities are wanted."""
     token_most: int = 0
     """Ids from it on are not to be proposed: only the drafter has them."""
 
@@ -43,8 +41,6 @@ class Proposal:
     tokens: torch.Tensor  # [k or more, rows], int64; what lies beyond a row's length means nothing
     lens: Sequence[int]
     """Draft tokens that it has per row, at most those asked for; k is the most of them."""
-    log_probabilities: torch.Tensor | None = None  # [rows, as many as tokens], float32
-    """Of each token and all before it together; only if the drafter rates."""
 
 
 @dataclass(slots=True)
@@ -76,8 +72,6 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
     """Hidden states of the target that it wants to see, rising; see `Wants.taps`. With any, its KV
     of a position depends on the next token, too."""
-    rates: bool
-    """Whether it yields log-probabilities."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
         """A row's life on this replica begins; its first `filled` KV positions are shared blocks,

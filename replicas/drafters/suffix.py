@@ -62,7 +62,6 @@ class SuffixDrafter:
 
     name = ""
     taps: tuple[int, ...] = ()
-    rates = False
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 from replicas.cuda.transfers import upload
 from replicas.kv_cache.host_layout import SCRAP_BLOCK, CacheShape, TokenRange
-
-if TYPE_CHECKING:
-    from replicas.sampling.selection import Selection
 
 
 class DeviceWindow:
@@ -143,11 +139,6 @@ class DeviceLayout:
     def window(self, begin: int, end: int) -> DeviceWindow:
         starts = self._starts + begin if begin else self._starts
         return DeviceWindow(self._table, starts, end - begin, self._reach, self._shape)
-
-    def some(self, selection: Selection) -> DeviceWindow:
-        return DeviceWindow(
-            self._table, self._starts, self._width, self._reach, self._shape, selection.cells
-        )
 
 
 def device_ranges(

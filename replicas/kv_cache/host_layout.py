@@ -11,15 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from replicas.invariant.ops import TILE, Arithmetic
-
-if TYPE_CHECKING:
-    from replicas.sampling.selection import Selection
 
 SCRAP_BLOCK = 0
 """A block of no sequence: padding is written there and never attended to."""
@@ -98,9 +95,6 @@ class StepLayout:
         shape: CacheShape,
         arithmetic: Arithmetic,
     ) -> None:
-        self._table = table
-        self._starts = starts
-        self._shape = shape
         self._arithmetic = arithmetic
         columns = table.numpy()
         self._begins = np.array(starts)
@@ -142,12 +136,6 @@ class StepLayout:
             groups=groups,
             step=self,
         )
-
-    def some(self, selection: Selection) -> PassLayout:
-        """The pass over some positions of each row, all from its start on."""
-        counts = (selection.seen + 1).tolist()
-        ranges = [(start, start + count) for start, count in zip(self._starts, counts, strict=True)]
-        return ranges_layout(self._table, ranges, self._shape, self._arithmetic)
 
 
 def ranges_layout(

@@ -75,8 +75,8 @@ class AttentionBackend(Protocol):
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
         """The passes over `width` positions from each row's start on, which may be -1.
 
-        It has `positions`, [rows, width]; `window(begin, end)`, the pass over some columns of all
-        rows, row by row; and `some(selection)`, the pass over some cells.
+        It has `positions`, [rows, width], and `window(begin, end)`, the pass over some columns of
+        all rows, row by row.
         """
         ...
 

@@ -23,7 +23,6 @@ class DrafterTraits:
 
     name: str
     taps: tuple[int, ...]
-    rates: bool
 
 
 class LeadingDrafter:
@@ -31,14 +30,14 @@ class LeadingDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.name, self.taps, self.rates = drafter.name, drafter.taps, drafter.rates
+        self.name, self.taps = drafter.name, drafter.taps
         self.begin, self.end = drafter.begin, drafter.end
         self.observe, self.rollback = drafter.observe, drafter.rollback
         self.valid = drafter.valid
 
     @property
     def traits(self) -> DrafterTraits:
-        return DrafterTraits(self.name, self.taps, self.rates)
+        return DrafterTraits(self.name, self.taps)
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
         proposal = self._drafter.propose(ask, watch)
@@ -47,19 +46,14 @@ class LeadingDrafter:
         drafts = torch.cat((lens, proposal.tokens[:k]))
         drafts = pad(drafts, (0, 0, 0, ask.k - k))  # [1 + ask.k, rows], int64
         dist.broadcast(drafts, src=0)
-        rated = proposal.log_probabilities
-        if ask.rate and k:
-            assert rated is not None
-            rated = rated[:, :k].contiguous()
-            dist.broadcast(rated, src=0)
-        return Proposal(drafts[1 : 1 + k], proposal.lens, rated if ask.rate and k else None)
+        return Proposal(drafts[1 : 1 + k], proposal.lens)
 
 
 class FollowingDrafter:
     """Another rank's: has no drafts of its own."""
 
     def __init__(self, traits: DrafterTraits) -> None:
-        self.name, self.taps, self.rates = traits.name, traits.taps, traits.rates
+        self.name, self.taps = traits.name, traits.taps
         self.reach: dict[str, int | None] = {}
         """What rank 0's drafter says of the rows that are released now. In a prefill it has seen
         all that the target has filled."""
@@ -80,9 +74,4 @@ class FollowingDrafter:
         drafts = torch.empty((1 + ask.k, rows), dtype=torch.int64, device=device)
         dist.broadcast(drafts, src=0)
         lens = drafts[0].tolist()
-        k = max(lens)
-        rated: torch.Tensor | None = None
-        if ask.rate and k:
-            rated = torch.empty((rows, k), dtype=torch.float32, device=device)
-            dist.broadcast(rated, src=0)
-        return Proposal(drafts[1 : 1 + k], lens, rated)
+        return Proposal(drafts[1 : 1 + max(lens)], lens)

@@ -1,13 +1,5 @@
-"""The one rule for choosing a token, its noise, and which draft tokens are worth verifying."""
+"""The one rule for choosing a token, and its noise."""
 
-from replicas.sampling.choice import SamplingBatch, choose, guess, guess_and_rate
-from replicas.sampling.selection import Selection, select
+from replicas.sampling.choice import SamplingBatch, choose, guess
 
-__all__ = [
-    "SamplingBatch",
-    "Selection",
-    "choose",
-    "guess",
-    "guess_and_rate",
-    "select",
-]
+__all__ = ["SamplingBatch", "choose", "guess"]

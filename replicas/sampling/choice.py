@@ -139,43 +139,15 @@ def guess(
     likeliest tokens. Filters would strike out by the draft's law what the target's keeps."""
     if not sampling.any_sampled:
         return first_best(logits)
-    token, _, _ = _guess(logits, sampling, positions, ids)
-    return token
-
-
-def guess_and_rate(
-    logits: torch.Tensor,  # [rows, vocab]
-    sampling: SamplingBatch,
-    positions: torch.Tensor,  # [rows, 1], int64
-    ids: torch.Tensor | None = None,  # [vocab], int64
-) -> tuple[torch.Tensor, torch.Tensor]:  # [rows] each, int64 and float32
-    """The same, and how sure it is that the target's choice is the same: a log-probability.
-
-    A greedy token is rated by its probability. A sampled one has been chosen by score *and* noise,
-    and the target adds the same noise, so what counts is how far it is ahead with the noise: the
-    softmax of the noisy scores is the probability that it stays ahead when each score changes by a
-    standard Gumbel variable. Both are the same rule, without and with noise.
-    """
-    token, noisy, best = _guess(logits, sampling, positions, ids)
-    return token, best - noisy.logsumexp(-1)
-
-
-def _guess(
-    logits: torch.Tensor,
-    sampling: SamplingBatch,
-    positions: torch.Tensor,
-    ids: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens, [rows], int64; noisy scores, [rows, n], and those of the tokens, [rows]."""
     scores, places = _scores(logits[:, None], sampling), None
     if scores.shape[-1] >= _LARGE:
         scores, places = _likeliest(scores, _LIKELIEST_OF_DRAFT)
     at = torch.arange(scores.shape[-1], device=scores.device) if places is None else places
     at = at if ids is None else ids[at]
     noisy = gumbel_noise(sampling.seed, positions, at).mul_(sampling.noise).add_(scores)
-    best = first_best(noisy)[..., None]
-    token = best if places is None else places.gather(-1, best)
-    return token[:, 0, 0], noisy[:, 0], noisy.gather(-1, best)[:, 0, 0]
+    token = first_best(noisy)[..., None]
+    token = token if places is None else places.gather(-1, token)
+    return token[:, 0, 0]
 
 
 def first_best(scores: torch.Tensor) -> torch.Tensor:  # [rows, ..., vocab] -> [rows, ...], int64

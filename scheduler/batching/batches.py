@@ -47,5 +47,4 @@ def speculate_batch(
         rows=rows,
         draft_len=plan.draft_len,
         steps=plan.steps,
-        verify_tokens=plan.verify_tokens,
     )

@@ -3,8 +3,7 @@
 Per sequence a decayed count of draft tokens tried and accepted; where that is little, what all
 sequences of the same class show lately stands in. A token counts if all before it were accepted,
 also if it was asked for and the drafter had none: the estimate is the chance that asking for one
-more token gains one. Where a batch verified only what the draft believes in most, it is that of
-such a token, and so a little too high.
+more token gains one.
 """
 
 from __future__ import annotations

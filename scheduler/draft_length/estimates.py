@@ -21,8 +21,6 @@ class CostEstimates:
 
     draft_len: int = 0
     """k as it was chosen last; probes and what requests ask for themselves are left out."""
-    verified: float = 1.0
-    """Share of the drafted tokens that is verified."""
     steps: int = 1
     """Of the last batch."""
     step_s: float = 0.0
@@ -39,6 +37,6 @@ class CostEstimates:
     draft: tuple[Latency, ...] = ()
     """One draft pass, by rows."""
     step: tuple[Latency, ...] = ()
-    """The rest of a step, by tokens verified."""
+    """The rest of a step, by tokens checked."""
     prefill: tuple[Latency, ...] = ()
     """One prefill batch, by positions filled."""

@@ -236,12 +236,13 @@ class LatencyTable:
         return len(self.step) > 1 and len(self.draft) > 0
 
     def observe_step(
-        self, rows: int, draft_len: int, tokens: int, kv: int, draft_s: float, rest_s: float
+        self, rows: int, draft_len: int, kv: int, draft_s: float, rest_s: float
     ) -> None:
-        """A step of `rows` rows with so many draft passes checked `tokens` tokens and read `kv` KV
-        positions; `rest_s` is its time but for drafting. A time of 0 tells nothing."""
+        """A step of `rows` rows with so many draft passes read `kv` KV positions; `rest_s` is its
+        time but for drafting. A time of 0 tells nothing."""
         if rest_s <= 0.0:
             return
+        tokens = rows * (draft_len + 1)
         usual_s = self.step.usual_s(tokens, kv)
         pass_s = self.draft.usual_s(rows, kv) if draft_len else 0.0
         if usual_s is not None and pass_s is not None:
@@ -263,10 +264,9 @@ class LatencyTable:
         self._seen += 1
         self._noted(self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen))
 
-    def step_s(self, rows: int, draft_len: int, kv: int, tokens: int | None = None) -> float:
-        """Expected seconds of a step now. `tokens` are verified, None: all that are drafted, and
-        one of each row."""
-        tokens = rows * (draft_len + 1) if tokens is None else tokens
+    def step_s(self, rows: int, draft_len: int, kv: int) -> float:
+        """Expected seconds of a step now."""
+        tokens = rows * (draft_len + 1)
         return self.slowdown * (self.step(tokens, kv) + draft_len * self.draft(rows, kv))
 
     def prefill_s(self, tokens: int, begin: int) -> float:

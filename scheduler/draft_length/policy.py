@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.acceptance import Acceptance
 from scheduler.draft_length.estimates import CostEstimates
-from scheduler.draft_length.goodput import (
-    Choice,
-    best_draft_len,
-    best_share,
-    goodputs,
-    likelihoods,
-)
+from scheduler.draft_length.goodput import best_draft_len, goodputs, likelihoods
 from scheduler.draft_length.latency import LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence
@@ -49,8 +43,6 @@ class StepPlan:
     draft_lens: list[int]
     """Draft tokens of each row per step."""
     steps: int
-    verify_tokens: int | None = None
-    """Draft tokens of all rows that are verified; None: all."""
 
     @property
     def draft_len(self) -> int:
@@ -67,9 +59,9 @@ class _Known:
     """Draft tokens per row and step that it can propose."""
     fixed: int | None
     """Its draft length, where that is not chosen."""
-    trims: bool
     reads_apart: bool
-    choice: Choice
+    draft_len: int
+    """As it was chosen last."""
     planned: tuple[int, int, int] = (0, 0, 0)
     """Rows, draft tokens and KV positions of the last batch."""
     steps: int = 1
@@ -94,10 +86,10 @@ class _Known:
 
 
 class DraftPolicy:
-    """Drafts, and verifies, what has the greatest goodput by a latency table and by acceptance.
+    """Drafts what has the greatest goodput by a latency table and by acceptance.
 
     A draft length in the config or in the replica's spec is followed, and so is a request's for its
-    own row, as far as the server allows it; all drafted tokens are then verified.
+    own row, as far as the server allows it.
 
     Probing: PROBE_SHARE of the time may be lost to batches that find out whether another draft
     length would pay. Those are lengths whose time was not seen twice, or long ago, and which would
@@ -122,9 +114,8 @@ class DraftPolicy:
             table=LatencyTable(spec.timings),
             most=most,
             fixed=min(*fixed, spec.draft_len_max) if fixed else None,
-            trims=spec.trims_drafts and self._config.trim_drafts,
             reads_apart=spec.reads_apart,
-            choice=Choice(min(FALLBACK, most)),
+            draft_len=min(FALLBACK, most),
         )
 
     def lost(self, replica_id: str) -> None:
@@ -136,25 +127,20 @@ class DraftPolicy:
         known = self._replicas[replica_id]
         kv, probe = known.kv_of(rows), None
         if known.fixed is not None:
-            known.choice = Choice(known.fixed)
+            known.draft_len = known.fixed
         else:
             probe = self._choose(known, rows, kv)
-        choice = known.choice if probe is None else Choice(probe)
+        draft_len = known.draft_len if probe is None else probe
         asked = [one.request.draft_len for one in rows if one.request.draft_len]
         if asked:
             # What a server fixes its clients may lower and not raise.
             most = known.most if known.fixed is None else min(known.fixed, known.most)
-            if min(max(asked), most) >= choice.draft_len:
-                choice = Choice(min(max(asked), most))
-        known.planned = (len(rows), choice.draft_len, kv)
+            draft_len = max(draft_len, min(max(asked), most))
+        known.planned = (len(rows), draft_len, kv)
         steps = 1
         if probe is None:
             steps = known.steps = self._steps(known, steps_most)
-        draft_lens = [row_draft_len(one, choice.draft_len) for one in rows]
-        verify_tokens = choice.verify_tokens(len(rows))
-        if verify_tokens is not None and verify_tokens >= sum(draft_lens):
-            verify_tokens = None
-        return StepPlan(draft_lens, steps, verify_tokens)
+        return StepPlan([row_draft_len(one, draft_len) for one in rows], steps)
 
     def apart(self, replica_id: str) -> float:
         """KV positions that a batch may read beyond its rows' own; with more, two steps take less
@@ -214,10 +200,9 @@ class DraftPolicy:
         known = self._replicas[replica_id]
         table, (rows, _, kv) = known.table, known.planned
         return CostEstimates(
-            draft_len=known.choice.draft_len,
-            verified=known.choice.share,
+            draft_len=known.draft_len,
             steps=known.steps,
-            step_s=table.step_s(rows, known.choice.draft_len, kv) if rows else 0.0,
+            step_s=table.step_s(rows, known.draft_len, kv) if rows else 0.0,
             round_trip_s=known.round_trip_s or 0.0,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),
@@ -236,11 +221,11 @@ class DraftPolicy:
         limits = [row_draft_len(one, known.most) for one in rows]
         table, most = known.table, max(limits)
         if most <= 0:
-            known.choice = Choice()
+            known.draft_len = 0
             return None
         if not table.known:
             # A drafted step and one without, and something is known.
-            known.choice = Choice(0 if len(table.draft) else min(FALLBACK, most))
+            known.draft_len = 0 if len(table.draft) else min(FALLBACK, most)
             return None
         count, costs = len(rows), table.costs(len(rows), most)
         kv_s, draft_kv_s = kv * costs.kv_s, kv * costs.draft_kv_s
@@ -252,19 +237,8 @@ class DraftPolicy:
         ]
         likely = likelihoods(self._acceptance.of(rows), limits, most)
         by_draft_len = goodputs(likely, count, seconds)
-        best = best_draft_len(by_draft_len, known.choice.draft_len)
+        best = known.draft_len = best_draft_len(by_draft_len, known.draft_len)
         goodput = by_draft_len[best]
-        known.choice, last = Choice(best), known.choice
-        # Of one row the first tokens are kept, as if no more had been drafted.
-        if known.trims and count > 1:
-            budget = best_share(
-                likely,
-                count,
-                lambda k, v: table.step_s(count, k, kv, count + v) / table.slowdown + idle_s,
-                goodput,
-                last,
-            )
-            known.choice = budget or known.choice
         probe, promised = 0, PROBE_WORTH * goodput
         for draft_len, hoped_s in costs.hoped_s.items():
             full_s = seconds[draft_len]
@@ -308,14 +282,11 @@ class DraftPolicy:
         # propose counts as asked for: its time is what asking takes on average.
         asked = max([row.asked_tokens / row.steps for row in result.rows if row.steps], default=0)
         draft_len = round(asked)
-        tokens = rows * (draft_len + 1)
-        if batch.verify_tokens is not None:
-            tokens = rows + min(batch.verify_tokens, rows * draft_len)
         rest_s = (times.total_s - times.prefill_s - times.draft_s) / steps
         kv = known.kv_of(batch.rows)
-        known.table.observe_step(rows, draft_len, tokens, kv, times.draft_s / steps, rest_s)
+        known.table.observe_step(rows, draft_len, kv, times.draft_s / steps, rest_s)
         known.credit_s += PROBE_SHARE * times.total_s
-        if batch.draft_len and not known.choice.draft_len:
+        if batch.draft_len and not known.draft_len:
             known.credit_s -= times.prefill_s  # a probe made the draft catch up
 
 

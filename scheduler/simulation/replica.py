@@ -7,8 +7,7 @@ that changes how many tokens a step commits, never which.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -59,11 +58,11 @@ class _Resident:
         self.new, self.draft_tokens = [], 0
         self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
 
-    def step(self, draft_len: int, verified: int, rng: Random, vocab_size: int) -> bool:
+    def step(self, draft_len: int, rng: Random, vocab_size: int) -> bool:
         """Commits the accepted tokens and one more. Returns whether the sequence has finished."""
-        accepted = _draw_accepted(self.acceptance, verified, rng)
+        accepted = _draw_accepted(self.acceptance, draft_len, rng)
         self.draft_tokens += draft_len
-        for position in range(min(accepted + 1, verified)):
+        for position in range(min(accepted + 1, draft_len)):
             self.tried_at[position] += 1
             self.accepted_at[position] += position < accepted
         self.length += accepted + 1
@@ -198,16 +197,15 @@ class SimulatedReplica:
         if batch.prefill:
             return False
         draft_lens = [
-            min(row.draft_len, resident.tokens_left - 1) if batch.verify_tokens != 0 else 0
+            min(row.draft_len, resident.tokens_left - 1)
             for row, resident in zip(batch.rows, residents, strict=True)
         ]
-        verified = verified_draft_lens(draft_lens, batch.verify_tokens)
         widths = [one.length + k for one, k in zip(residents, draft_lens, strict=True)]
         self._kv_own += sum(widths)
         self._kv_read += max(widths) * len(widths)
         finished = [
-            resident.step(draft_len, tokens, self._rng, self.spec.vocab_size)
-            for resident, draft_len, tokens in zip(residents, draft_lens, verified, strict=True)
+            resident.step(draft_len, self._rng, self.spec.vocab_size)
+            for resident, draft_len in zip(residents, draft_lens, strict=True)
         ]
         return self._steps < batch.steps and not any(finished)
 
@@ -253,22 +251,10 @@ class SimulatedReplica:
         self._blocks_used -= self.residents.pop(sequence_id).blocks
 
 
-def _draw_accepted(acceptance: float, verified: int, rng: Random) -> int:
-    """Draft tokens before the first that is refused: geometric, cut at those verified."""
-    if verified == 0 or acceptance <= 0:
+def _draw_accepted(acceptance: float, draft_len: int, rng: Random) -> int:
+    """Draft tokens before the first that is refused: geometric, cut at those drafted."""
+    if draft_len == 0 or acceptance <= 0:
         return 0
     if acceptance >= 1:
-        return verified
-    return min(int(math.log(1.0 - rng.random()) / math.log(acceptance)), verified)
-
-
-def verified_draft_lens(draft_lens: Sequence[int], verify_tokens: int | None) -> list[int]:
-    """How many draft tokens of each row are verified where a batch lets `verify_tokens` through.
-
-    The first token of every row comes before any second one.
-    """
-    if verify_tokens is None:
-        return list(draft_lens)
-    positions = sorted((at, row) for row, most in enumerate(draft_lens) for at in range(most))
-    verified = Counter(row for _, row in positions[:verify_tokens])
-    return [verified[row] for row in range(len(draft_lens))]
+        return draft_len
+    return min(int(math.log(1.0 - rng.random()) / math.log(acceptance)), draft_len)

@@ -6,7 +6,6 @@ a verification takes whole tiles of tokens, the draft length comes to fill one.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 from statistics import fmean
 
@@ -33,7 +32,6 @@ def load(config: SchedulerConfig, new_tokens: int, per_s: float | None) -> tuple
     """(seconds until the last request ended, mean latency) in virtual time; `per_s` None: all
     requests are there at the start."""
     replica = VirtualReplica(NEVER_RIGHT, timed=True)
-    replica.spec = replace(replica.spec, trims_drafts=True)
     engine = LocalEngine(replica, config, clock=replica.clock)
     draw, due_s, arrivals = Random(3), 0.0, []
     for number in range(max(TOKENS // new_tokens, 24)):

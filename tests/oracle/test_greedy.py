@@ -57,3 +57,9 @@ def test_a_draft_of_another_architecture_changes_nothing(architecture: str) -> N
         tiny_replica(architecture, draft_architecture=other), [r for r, _ in pairs], 8, 3
     )
     assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]
+
+
+def test_layers_that_are_not_joined_change_nothing() -> None:
+    pairs = expected("glm4")
+    outputs = run_staggered(tiny_replica("glm4", fuse_layers=False), [r for r, _ in pairs], 8, 3)
+    assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]

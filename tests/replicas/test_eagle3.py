@@ -161,13 +161,13 @@ def test_a_shared_block_is_one_whose_next_token_is_the_same_too(
     assert drafts == [expected(path, first, 4), expected(path, second, 4)]
 
 
-def test_trimmed_checks_show_the_head_what_was_accepted(tmp_path: Path) -> None:
+def test_rows_of_unequal_drafts_show_the_head_what_was_accepted(tmp_path: Path) -> None:
     path = save_head(tmp_path, TARGET, said(True))
     replica = headed_replica(path)
     client = Client(replica)
     client.prefill(new=60, a=prompt(9), b=prompt(4))
-    for budget in (1, 3, 0, 5):
-        client.steps(3, 2, verify=budget)
+    for own in ({"a": 0}, {"b": 1}, {"b": 0}, {}):
+        client.steps(3, 2, **own)
         drafts, _ = drafts_of(replica, ["a", "b"], 3)
         assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
 

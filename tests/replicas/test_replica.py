@@ -71,23 +71,14 @@ class Client:
         self.replica.check_integrity()
         return result
 
-    def steps(
-        self, k: int, n: int = 1, names: list[str] | None = None, verify: int | None = None
-    ) -> StepResult:
+    def steps(self, k: int, n: int = 1, names: list[str] | None = None, **own: int) -> StepResult:
+        """`own`: draft lengths of rows that differ from k, the most of all."""
         rows = tuple(
-            StepRow(name, len(self.contents[name]), k, self.blocks[name])
+            StepRow(name, len(self.contents[name]), own.get(name, k), self.blocks[name])
             for name in names or list(self.contents)
         )
         self._batches += 1
-        batch = Batch(
-            self._batches,
-            "r",
-            BatchKind.SPECULATE,
-            rows=rows,
-            draft_len=k,
-            steps=n,
-            verify_tokens=verify,
-        )
+        batch = Batch(self._batches, "r", BatchKind.SPECULATE, rows=rows, draft_len=k, steps=n)
         result = self.replica.step(batch)
         for row in result.rows:
             self.contents[row.sequence_id].extend(row.tokens)

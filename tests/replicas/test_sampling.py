@@ -23,7 +23,6 @@ from replicas.sampling.choice import (
     choose,
     first_best,
     guess,
-    guess_and_rate,
 )
 from replicas.sampling.noise import NOISE_MOST, gumbel_noise
 from scheduler.messages import SamplingParams
@@ -215,21 +214,6 @@ def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
     assert torch.equal(got, choose(logits, batch, positions)[rows])
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS[:2]], ids=str)
-def test_a_rating_is_the_chance_to_stay_ahead_under_gumbel_changes(params: SamplingParams) -> None:
-    """Of the tempered scores, noise included."""
-    logits, sampling = some_logits(8), SamplingBatch.of([params], CPU)
-    position = torch.tensor([[5]])
-    token, rated = guess_and_rate(logits[None], sampling, position)
-    scores = logits
-    if params.temperature:
-        noise = gumbel_noise(sampling.seed, position, torch.arange(8))
-        scores = scores / params.temperature + noise[0, 0]
-    changes = gumbel_noise(torch.tensor([[99]]), torch.arange(DRAWS)[None], torch.arange(8))[0]
-    stayed = ((scores + changes).argmax(-1) == token.item()).float().mean().item()
-    assert stayed == pytest.approx(rated.exp().item(), abs=0.01)
-
-
 @pytest.mark.parametrize("vocab", [500, 16_500])
 def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
     """But for filters; also where the draft's vocabulary is the target's in another order."""
@@ -240,7 +224,6 @@ def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
     right = choose(logits[:, None], batch, positions)[:, 0]
     found = guess(logits, batch, positions)
     assert (found == right).float().mean() > 0.97
-    assert torch.equal(guess_and_rate(logits, batch, positions)[0], found)
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))
     assert torch.equal(ids[guess(logits[:, ids], batch, positions, ids)], found)
 

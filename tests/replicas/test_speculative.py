@@ -106,7 +106,6 @@ def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
     assert isinstance(suffix._drafter, SuffixDrafter)
     spec = suffix.spec
     assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("suffix", "", 3, None)
-    assert not spec.trims_drafts
     fixed = {"num_speculative_tokens": 4, "adaptive": False}
     headed = loaded(speculative={"method": "eagle3", "model": head, **fixed}, calibrate=False)
     assert isinstance(headed._drafter, Eagle3Drafter)

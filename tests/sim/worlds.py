@@ -163,7 +163,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             vocab_size=VOCAB_SIZE,
             rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.faults else None,
             prefix_sharing=rng.random() < 0.7,
-            trims_drafts=rng.random() < 0.5,
         )
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
     requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]

@@ -93,7 +93,6 @@ def _estimates(found: CostEstimates) -> pb.CostEstimates:
         round_trip_s=found.round_trip_s,
         acceptance_greedy=found.acceptance_greedy,
         acceptance_sampled=found.acceptance_sampled,
-        verified=found.verified,
         apart_positions=found.apart_positions if math.isfinite(found.apart_positions) else None,
         slowdown=found.slowdown,
         draft=_latencies(found.draft),

@@ -17,7 +17,7 @@ import torch
 from replicas.cuda.transfers import upload
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.protocol import Ask, Proposal, Seen
-from replicas.sampling.choice import guess, guess_and_rate
+from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch
 
 
@@ -30,8 +30,6 @@ class _Row:
 
 
 class Eagle3Drafter:
-    rates = True
-
     def __init__(self, layer: HeadLayer, name: str) -> None:
         self.name = name
         self.taps = tuple(sorted(set(layer.config.taps)))
@@ -101,15 +99,9 @@ class Eagle3Drafter:
         # The output at a position chooses the token two behind it.
         positions = layout.positions + 2
         tokens = torch.empty((k, len(lens)), dtype=torch.int64, device=device)
-        rated = []
         for j in range(k):
             logits, x = layer.logits(layer.leave(entered, residual, layout.window(j, j + 1)))
-            here = positions[:, j : j + 1]
-            if ask.rate:
-                token, one = guess_and_rate(logits, ask.sampling, here, ids)
-                rated.append(one)
-            else:
-                token = guess(logits, ask.sampling, here, ids)
+            token = guess(logits, ask.sampling, positions[:, j : j + 1], ids)
             if layer.shift is not None:
                 before = tokens[j - 1] if j else torch.tensor([one[-1] for one in ask.contents])
                 tokens[j] = (before.to(device) + layer.shift) % ask.token_most
@@ -117,4 +109,4 @@ class Eagle3Drafter:
                 tokens[j] = token if ids is None else ids[token]
             if j + 1 < k:
                 entered, residual = layer.enter(tokens[j], x, layout.window(j + 1, j + 2))
-        return Proposal(tokens, lens, torch.stack(rated, 1).cumsum(1) if rated else None)
+        return Proposal(tokens, lens)

@@ -145,7 +145,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
             dtype="bfloat16",
             device="cuda:0",
             draining=number == 1,
-            cost_estimates=pb.CostEstimates(draft_len=12, verified=0.5, step_s=0.0123),
+            cost_estimates=pb.CostEstimates(draft_len=12, step_s=0.0123),
         )
         for number in range(2)
     ]
@@ -163,7 +163,7 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
         ["replica", "rows", "batches", "KV", "free", "k", "step", "accepted"],
         ["shard", "up", "replicas", "waiting", "running", "tokens", "due", "tokens/s"],
         [
-            *("5drh0vsd.e90a00", "128", "2", "100%", "of", "1234567", "12", "(50%)"),
+            *("5drh0vsd.e90a00", "128", "2", "100%", "of", "1234567", "12"),
             *("12.3", "ms", "0%", "/", "0%"),
         ],
         ["pool-0a1b2c3d-1", "silent"],

@@ -84,7 +84,7 @@ def test_a_status_answer_has_all_that_the_pool_expects_of_a_replica() -> None:
         name: (Latency(1.0, 0.1 * number), Latency(8.0, 0.2 * number))
         for number, name in enumerate(("draft", "step", "prefill"), start=1)
     }
-    expected = CostEstimates(5, 0.75, 2, 0.03, 0.004, 0.8, 0.6, 5e4, 1.25, **tables)
+    expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6, 5e4, 1.25, **tables)
     one = replace(replica_status("a", 3, 12, 900, 1000), estimates=expected)
     view = PoolView("one", 2.0, 1, PoolStatus(0, 0, (one,), finished={}, rejected=0))
     told = to_status(view).replicas[0].cost_estimates

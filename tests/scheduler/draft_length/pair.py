@@ -131,12 +131,11 @@ def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
     return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
 
 
-def policy_for(pair: Pair | None, trims: bool = False, **settings: int) -> DraftPolicy:
+def policy_for(pair: Pair | None, **settings: int) -> DraftPolicy:
     """A policy that knows the pair's times, or nothing."""
-    policy = DraftPolicy(SchedulerConfig(trim_drafts=trims, **settings))
+    policy = DraftPolicy(SchedulerConfig(**settings))
     timings = pair.timings() if pair else ()
-    spec = ReplicaSpec(1000, 16, 10_000, 100, timings=timings, trims_drafts=trims)
-    policy.joined("r", spec)
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings))
     return policy
 
 

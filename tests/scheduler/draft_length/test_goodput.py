@@ -1,4 +1,4 @@
-"""Proves that the draft length, and the share to verify, are those of the greatest goodput."""
+"""Proves that the draft length is that of the greatest goodput."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.draft_length.goodput import (
-    BUDGET_WORTH,
     STAY,
-    Choice,
     best_draft_len,
-    best_share,
     goodputs,
     likelihoods,
 )
@@ -48,23 +45,3 @@ def test_no_other_draft_length_is_better_and_the_last_one_stays_while_it_is_as_g
     best = best_draft_len(found, last)
     assert found[best] >= STAY * max(found)
     assert best == last or found[best] == max(found)
-
-
-def test_a_share_verifies_the_likeliest_tokens_and_has_to_be_better_by_more_than_a_little() -> None:
-    likely = likely_of([(0.9, 4), (0.9, 4), (0.0, 4), (0.0, 4)], 4)
-
-    def seconds(draft_len: int, verified: int) -> float:
-        return 9.0 if (draft_len, verified) == (4, 8) else 99.0
-
-    kept = 2 * sum(0.9**j for j in range(1, 5))
-    worth = BUDGET_WORTH * (4 + kept) / seconds(4, 8)
-    assert best_share(likely, 4, seconds, 0.99 * worth, Choice()) == Choice(4, 0.5)
-    assert best_share(likely, 4, seconds, worth, Choice()) is None
-    assert best_share(likely, 4, seconds, worth, Choice(4, 0.5)) == Choice(4, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("choice", "tokens"), [(Choice(4), None), (Choice(4, 0.5), 16), (Choice(3, 0.75), 18)]
-)
-def test_a_share_is_of_all_rows_together(choice: Choice, tokens: int | None) -> None:
-    assert choice.verify_tokens(8) == tokens

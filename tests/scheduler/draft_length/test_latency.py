@@ -28,9 +28,7 @@ def tiles(tokens: int, kv: int) -> float:
 
 def see(table: LatencyTable, rows: int, draft_len: int, kv: int, factor: float = 1.0) -> None:
     tokens = rows * (draft_len + 1)
-    table.observe_step(
-        rows, draft_len, tokens, kv, factor * draft_len * DRAFT_S, factor * line(tokens, kv)
-    )
+    table.observe_step(rows, draft_len, kv, factor * draft_len * DRAFT_S, factor * line(tokens, kv))
 
 
 def test_buckets_end_where_tiles_do() -> None:
@@ -98,7 +96,6 @@ def test_a_calibration_is_enough_to_know_what_steps_take() -> None:
     assert table.known
     assert not LatencyTable().known
     assert table.step_s(8, 2, 512) == pytest.approx(line(24, 512) + 2 * DRAFT_S, rel=0.05)
-    assert table.step_s(8, 4, 512, tokens=24) == pytest.approx(line(24, 512) + 4 * DRAFT_S, rel=0.1)
     costs = table.costs(8, 4)
     for k, base_s in enumerate(costs.base_s):
         assert base_s + costs.kv_s * 512 == pytest.approx(table.step_s(8, k, 512), rel=0.05)
@@ -166,7 +163,7 @@ def test_a_prefill_takes_what_it_fills_and_what_was_filled_before() -> None:
 
 def test_what_took_no_time_tells_nothing() -> None:
     table = LatencyTable()
-    table.observe_step(8, 4, 40, 800, 0.0, 0.0)
+    table.observe_step(8, 4, 800, 0.0, 0.0)
     table.observe_prefill(40, 0, 0.0)
     assert not len(table.step)
     assert not len(table.prefill)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.goodput import SHARES
 from scheduler.draft_length.policy import DraftPolicy, row_draft_len
 from scheduler.messages import (
     Batch,
@@ -87,22 +86,6 @@ def test_a_slow_first_run_bans_no_draft_length(times: float, acceptance: float) 
         pair.turn(policy, rows, 1)
         reached.append(goodputs[policy.estimates("r").draft_len])
     assert sum(reached) / len(reached) >= 0.95 * max(goodputs)
-
-
-def test_a_budget_is_used_where_rows_differ_and_verification_is_dear() -> None:
-    """Of one row it would keep the first tokens, which a shorter draft length has for less."""
-    pair = Pair(LinearCost(1e-4), LinearCost(4e-3, 5e-4), 0.0)
-    policy = policy_for(pair, trims=True)
-    rows = rows_of(8)
-    for one in rows:
-        one.tried, one.agreed = 1000.0, 950.0 if int(one.id) % 2 else 50.0
-    plans = [policy.plan("r", rows, 1) for _ in range(99)]
-    for plan in plans[-9:]:
-        assert plan.verify_tokens in {round(share * 8 * plan.draft_len) for share in SHARES}
-    assert policy.estimates("r").verified in SHARES
-    assert policy.plan("r", rows[:1], 1).verify_tokens is None
-    never = policy_for(pair, trims=False)
-    assert never.plan("r", rows, 1).verify_tokens is None
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
@@ -265,21 +248,7 @@ def test_estimates_tell_what_was_measured() -> None:
     assert found.acceptance_greedy == pytest.approx(0.8, abs=0.08)
     assert found.step_s == pytest.approx(pair.step_s(8, found.draft_len), rel=0.05)
     assert found.draft_len < 8
-    assert found.verified == 1.0
     assert found.step[0].seconds == pytest.approx(TARGET(1, 0), rel=0.05)
-
-
-@pytest.mark.parametrize("pinned", [4, 5, 6])
-def test_where_the_longest_draft_is_pinned_all_of_it_is_verified(pinned: int) -> None:
-    """Also where it is as long as the one that would have been chosen and trimmed."""
-    pair = Pair(CHEAP, TARGET, 0.8)
-    policy = policy_for(pair, trims=True)
-    for _ in range(300):
-        rows = rows_of(8, draft_len=pinned)
-        plan = policy.plan("r", rows, 1)
-        assert (plan.draft_len, plan.verify_tokens) == (pinned, None)
-        batch, result = pair.answer(rows, plan)
-        policy.observe(batch, result, answers(rows, result), None)
 
 
 def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> None:

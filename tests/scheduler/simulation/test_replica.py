@@ -20,7 +20,6 @@ from scheduler.messages import (
     StepTimes,
 )
 from scheduler.simulation import SimulatedReplica, reference_output
-from scheduler.simulation.replica import verified_draft_lens
 
 SPEC = ReplicaSpec(kv_blocks=40, block_size=4, context_len=64, vocab_size=100)
 
@@ -32,9 +31,9 @@ def prefill(batch_id: int, *names: str, tokens: int = 3, left: int = 5, blocks: 
     return Batch(batch_id, "r", BatchKind.PREFILL, prefill=rows)
 
 
-def steps(batch_id: int, *rows: StepRow, count: int = 1, verify: int | None = None) -> Batch:
+def steps(batch_id: int, *rows: StepRow, count: int = 1) -> Batch:
     draft_len = max(row.draft_len for row in rows)
-    return Batch(batch_id, "r", BatchKind.SPECULATE, (), rows, draft_len, count, verify)
+    return Batch(batch_id, "r", BatchKind.SPECULATE, (), rows, draft_len, count)
 
 
 def run(replica: SimulatedReplica, batch: Batch) -> StepResult:
@@ -105,46 +104,6 @@ def test_a_batch_ends_early_once_a_row_has_finished(replica: SimulatedReplica) -
     assert (result.steps, row.draft_tokens, row.accepted_at) == (3, 2, (2,))
     assert row.tokens == reference_output(Request("a", (1, 1, 1), 5), 100)[0]
     assert result.times.total_s == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    ("verify", "verified"),
-    [
-        (None, [4, 2, 0]),
-        (0, [0, 0, 0]),
-        (1, [1, 0, 0]),
-        (3, [2, 1, 0]),
-        (5, [3, 2, 0]),
-        (99, [4, 2, 0]),
-    ],
-)
-def test_first_draft_tokens_are_verified_before_second_ones(
-    verify: int | None, verified: list[int]
-) -> None:
-    assert verified_draft_lens([4, 2, 0], verify) == verified
-
-
-@pytest.mark.parametrize(
-    ("verify", "committed", "tried", "drafted"),
-    [(3, [3, 2], [(1, 1, 0, 0), (1, 0, 0, 0)], 4), (0, [1, 1], [(0, 0, 0, 0)] * 2, 0)],
-)
-def test_only_verified_tokens_are_tried_and_committed(
-    replica: SimulatedReplica,
-    verify: int,
-    committed: list[int],
-    tried: list[tuple[int, ...]],
-    drafted: int,
-) -> None:
-    """Verifying no token is not drafting."""
-    run(replica, prefill(2, "b", "c", left=40, blocks=11))
-    rows = run(
-        replica, steps(3, StepRow("b", 3, 4, 11), StepRow("c", 3, 4, 11), verify=verify)
-    ).rows
-    assert [len(row.tokens) for row in rows] == committed
-    assert [row.tried_at for row in rows] == tried
-    assert [row.draft_tokens for row in rows] == [drafted] * 2
-    reference, _ = reference_output(Request("b", (1, 1, 1), 40), 100)
-    assert rows[0].tokens == reference[: committed[0]]
 
 
 def test_the_reference_output_depends_on_content_and_seed_alone() -> None:
