@@ -36,7 +36,7 @@ from scheduler.errors import InvalidRequest
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     router = APIRouter()
-    model_name = service.config.replica.target
+    model_name = service.config.model_name
     started = int(time.time())
 
     @router.get("/v1/models")
