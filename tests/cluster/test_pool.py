@@ -342,23 +342,18 @@ async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
         assert not w.wire.actor._frontends
 
 
-def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
+async def test_a_deadline_ends_a_request_with_its_tokens_so_far() -> None:
     ahead_s = 0.0
-
-    async def test() -> None:
-        nonlocal ahead_s
-        async with world(clock=lambda: time.monotonic() + ahead_s) as w:
-            await w.add_replica(step_s=0.02)
-            live = w.submit([3, 4], 400, timeout_s=100.0)
-            await w.until(lambda: bool(live.tokens))
-            ahead_s = 101.0
-            await finish([live])
-            assert live.finish is not None
-            assert live.finish.reason is FinishReason.DEADLINE
-            assert live.tokens
-            assert live.tokens == perfect([3, 4], len(live.tokens))
-
-    asyncio.run(test())
+    async with world(clock=lambda: time.monotonic() + ahead_s) as w:
+        await w.add_replica(step_s=0.02)
+        live = w.submit([3, 4], 400, timeout_s=100.0)
+        await w.until(lambda: bool(live.tokens))
+        ahead_s = 101.0
+        await finish([live])
+        assert live.finish is not None
+        assert live.finish.reason is FinishReason.DEADLINE
+        assert live.tokens
+        assert live.tokens == perfect([3, 4], len(live.tokens))
 
 
 def half_dead(wire: Wire) -> Callable[[], int]:
