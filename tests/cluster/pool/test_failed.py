@@ -13,7 +13,10 @@ import pytest
 from scheduler.messages import Event, FinishReason, StepDone, Submit
 from scheduler.scheduler import Scheduler
 from tests.cluster.fakes import perfect
-from tests.cluster.test_pool import prompts, world
+from tests.cluster.pool.rig import (
+    prompts,
+    shards,
+)
 
 POISON = 313
 
@@ -50,9 +53,7 @@ async def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
         ends += 1
         made.wire.restart()
 
-    async with world(abort=abort) as made:
-        await made.add_replica()
-        await made.add_replica()
+    async with shards(2, abort=abort) as made:
         asked = prompts(8)
         lives = [made.submit(prompt, 40) for prompt in asked]
         guilty = made.submit([5, POISON, 6], 40)
