@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measured import MeasuredWay, side_by_side
+from benchmarks.oracle import OracleDrafter, oracle_replica
 from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Seen, SuffixDrafter
@@ -73,25 +74,28 @@ def asked(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[Request]]:
     return requests
 
 
-def replica_of(args: argparse.Namespace, speculative: dict[str, Any]) -> Replica:
-    return Replica.load(
-        ReplicaConfig(
-            target=args.target,
-            speculative=speculative,
-            device="cpu",
-            context_len=args.context_len,
-            kv_blocks=args.batches[-1] * args.context_len // 16,
-            prefix_sharing=False,
-        )
+def replica_config(args: argparse.Namespace, speculative: dict[str, Any]) -> ReplicaConfig:
+    return ReplicaConfig(
+        target=args.target,
+        speculative=speculative,
+        device="cpu",
+        context_len=args.context_len,
+        kv_blocks=args.batches[-1] * args.context_len // 16,
+        prefix_sharing=False,
     )
 
 
-def identical_to_transformers(
-    args: argparse.Namespace, requests: Sequence[Request], outputs: Sequence[Sequence[int]]
-) -> int:
-    model = AutoModelForCausalLM.from_pretrained(resolve(args.target), dtype=torch.float32)
-    same = 0
-    for request, output in zip(requests, outputs, strict=True):
+def replica_of(args: argparse.Namespace, speculative: dict[str, Any]) -> Replica:
+    return Replica.load(replica_config(args, speculative))
+
+
+def generated(target: str, requests: Sequence[Request]) -> list[list[int]]:
+    """By transformers' `generate`, one by one."""
+    model = AutoModelForCausalLM.from_pretrained(
+        resolve(target, weights="float32"), dtype=torch.float32
+    )
+    outputs = []
+    for request in requests:
         ids = torch.tensor([request.prompt])
         made = model.generate(
             ids,
@@ -101,8 +105,8 @@ def identical_to_transformers(
             eos_token_id=list(request.stop_token_ids),
             pad_token_id=request.stop_token_ids[0],
         )
-        same += made[0, len(request.prompt) :].tolist() == list(output)
-    return same
+        outputs.append(made[0, len(request.prompt) :].tolist())
+    return outputs
 
 
 def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dict[str, float]:
@@ -149,6 +153,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--fixed", type=int, default=4, help="Draft tokens of the fixed way.")
     parser.add_argument("--head", help="EAGLE-3 head to run, too; planted:head is never right.")
+    parser.add_argument(
+        "--oracle",
+        type=float,
+        help="Acceptance of an oracle drafter that costs what the head does.",
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--references", type=int, default=2, help="Outputs of generate to compare.")
     parser.add_argument("--seed", type=int, default=0)
@@ -156,6 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     kinds = asked(args, tokenizer)
+    oracle: OracleDrafter | None = None
     replicas = {
         PLAIN: replica_of(args, {"method": "none"}),
         "suffix, k chosen": replica_of(args, {"method": "suffix"}),
@@ -164,6 +174,9 @@ def main() -> None:
     if args.head is not None:
         head = {"method": "eagle3", "model": args.head}
         replicas["head, k chosen"] = replica_of(args, head)
+        if args.oracle is not None:
+            made = oracle_replica(replica_config(args, head), args.oracle)
+            replicas["oracle, k chosen"], oracle = made
     figures: dict[str, Any] = {"settings": vars(args), "ratios": [], "runs": []}
     outputs: list[list[int]] = []
     for kind, requests in kinds.items():
@@ -176,6 +189,9 @@ def main() -> None:
                 ways[name] = FreshWay(replica, config)
             expected = ways[PLAIN](some)
             outputs += expected
+            if oracle is not None:
+                pairs = zip(some, expected, strict=True)
+                oracle.learn([[*request.prompt, *tokens] for request, tokens in pairs])
             contenders = side_by_side(ways, some, args.rounds, expected)
             by_name = {one.name: one for one in contenders}
             for name in list(ways)[1:]:
@@ -205,7 +221,8 @@ def main() -> None:
     few = [one for requests in kinds.values() for one in requests[: args.references]]
     config = SchedulerConfig(rows_max=8, draft_len=None)
     drafted = FreshWay(replicas["suffix, k chosen"], config)(few)
-    same = identical_to_transformers(args, few, drafted)
+    plainly = generated(args.target, few)
+    same = sum(one == other for one, other in zip(plainly, drafted, strict=True))
     figures["identical to generate"] = [same, len(few)]
     print(f"identical to transformers' generate: {same} of {len(few)}")
     figures |= suffix_alone([*outputs, *(one.prompt for one in few)])

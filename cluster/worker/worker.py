@@ -119,7 +119,6 @@ class Worker:
         self._stream: Stream | None = None
         """That of the present membership."""
         self.replica_id = ""
-        self.tokens_committed = 0
 
     async def start(self) -> None:
         """Load the models, then serve until `close`. Raises what loading raises."""
@@ -280,7 +279,6 @@ class Worker:
                 result = StepFailed(result.replica_id, result.batch_id, str(error))
             else:
                 self._failures[batch.kind] = 0
-                self.tokens_committed += sum(len(row.tokens) for row in result.rows)
                 return
         self._failures[batch.kind] += 1
         self._stream.send(FailureNote(result.batch_id, result.message))

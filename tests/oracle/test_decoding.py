@@ -17,6 +17,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine, Output
 from replicas.decoding import Grammars, grammar_of
 from replicas.drafters import Drafter
@@ -25,7 +26,6 @@ from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.messages import Batch, Request, SamplingParams, StepResult
-from tests.oracle.drafter import OracleDrafter
 from tests.oracle.worlds import mixed_requests, run_staggered
 from tests.tiny_pairs import VOCAB, target_model, tiny_replica
 

@@ -19,6 +19,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
+from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters import Drafter, SuffixDrafter
@@ -26,7 +27,6 @@ from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Batch, BatchKind, Request, StepResult
-from tests.oracle.drafter import OracleDrafter
 from tests.oracle.test_prefix import conversations
 from tests.oracle.worlds import sampled
 from tests.reference import plain_greedy

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine, Output
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Batch, BatchKind, Request, StepResult
-from tests.oracle.drafter import OracleDrafter
 from tests.oracle.worlds import sampled, world
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, tiny_replica
 

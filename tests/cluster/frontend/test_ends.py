@@ -66,40 +66,33 @@ async def streamed(
 @pytest.mark.parametrize(
     "stops", [[], ["ENDLESS"], ["ENDE"], ["\U0001f98a!"]], ids=["none", "never", "last", "fox"]
 )
-def test_what_was_cut_and_continued_is_what_was_never_cut(
+async def test_what_was_cut_and_continued_is_what_was_never_cut(
     stops: list[str], reason: FinishReason
 ) -> None:
-    async def test() -> None:
-        async with frontend(replicas=0) as made:
-            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=stops)
-            whole, tokens, _ = await streamed(made, request, TOKENS, FinishReason.LENGTH)
-            assert whole == (ANSWER[:-4] if stops == ["ENDE"] else ANSWER)
-            for cut in range(1, len(tokens)):
-                first, taken, context = await streamed(made, request, TOKENS[:cut], reason)
-                assert context.code not in (None, StatusCode.OK)
-                assert taken == TOKENS[:cut]
-                assert whole.startswith(first)
-                again = pb.GenerateRequest()
-                again.CopyFrom(request)
-                again.committed_token_ids.extend(taken)
-                rest, more, _ = await streamed(made, again, TOKENS[cut:], FinishReason.LENGTH)
-                assert (first + rest, taken + more) == (whole, tokens)
-
-    asyncio.run(test())
+    async with frontend(replicas=0) as made:
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=stops)
+        whole, tokens, _ = await streamed(made, request, TOKENS, FinishReason.LENGTH)
+        assert whole == (ANSWER[:-4] if stops == ["ENDE"] else ANSWER)
+        for cut in range(1, len(tokens)):
+            first, taken, context = await streamed(made, request, TOKENS[:cut], reason)
+            assert context.code not in (None, StatusCode.OK)
+            assert taken == TOKENS[:cut]
+            assert whole.startswith(first)
+            again = pb.GenerateRequest()
+            again.CopyFrom(request)
+            again.committed_token_ids.extend(taken)
+            rest, more, _ = await streamed(made, again, TOKENS[cut:], FinishReason.LENGTH)
+            assert (first + rest, taken + more) == (whole, tokens)
 
 
-def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
+async def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
     cut = tokenizer().encode("a \U0001f98a").ids[:-1]
-
-    async def test() -> None:
-        async with frontend(replicas=0) as made:
-            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(cut))
-            text, _, context = await streamed(made, request, cut, FinishReason.LENGTH)
-            assert context.code is None
-            assert text == tokenizer().decode(PROMPT_IDS + cut)[len(PROMPT) :]
-            assert text.endswith("\ufffd")
-
-    asyncio.run(test())
+    async with frontend(replicas=0) as made:
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(cut))
+        text, _, context = await streamed(made, request, cut, FinishReason.LENGTH)
+        assert context.code is None
+        assert text == tokenizer().decode(PROMPT_IDS + cut)[len(PROMPT) :]
+        assert text.endswith("\ufffd")
 
 
 # --------------------------------------------------------------------------- what is counted
@@ -137,88 +130,76 @@ async def call(made: GrpcApi, streaming: bool, context: Context) -> None:
         (FinishReason.FAILED, "INTERNAL"),
     ],
 )
-def test_a_finish_counts_with_the_status_that_the_client_got(
+async def test_a_finish_counts_with_the_status_that_the_client_got(
     reason: FinishReason, status: str, streaming: bool
 ) -> None:
-    async def test() -> None:
-        async with counting() as (made, counted):
-            context = Context()
-            task = asyncio.ensure_future(call(made, streaming, context))
-            ends(made, await asked(made), reason)
-            await task
-            assert counted == [status] == [(context.code or StatusCode.OK).name]
-
-    asyncio.run(test())
+    async with counting() as (made, counted):
+        context = Context()
+        task = asyncio.ensure_future(call(made, streaming, context))
+        ends(made, await asked(made), reason)
+        await task
+        assert counted == [status] == [(context.code or StatusCode.OK).name]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("code", list(RejectCode))
-def test_a_refusal_by_the_pool_counts_with_its_status(code: RejectCode, streaming: bool) -> None:
-    async def test() -> None:
-        async with counting() as (made, counted):
-            context = Context()
-            task = asyncio.ensure_future(call(made, streaming, context))
-            live = await asked(made)
-            made.service._router.sessions[0]._live.pop(live.pool_id)
-            live.reject = Reject(live.pool_id, code, "prompt", "no")
-            live.end()
-            await task
-            assert context.code is not None
-            assert counted == [context.code.name]
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
-    async def test() -> None:
-        async with counting() as (made, counted):
-            context = Context()
-            task = asyncio.ensure_future(call(made, streaming, context))
-            await asked(made)
-            made.service._router.sessions[0]._give_up()
-            await task
-            assert context.code is StatusCode.UNAVAILABLE
-            assert counted == ["UNAVAILABLE"]
-
-    asyncio.run(test())
+async def test_a_refusal_by_the_pool_counts_with_its_status(
+    code: RejectCode, streaming: bool
+) -> None:
+    async with counting() as (made, counted):
+        context = Context()
+        task = asyncio.ensure_future(call(made, streaming, context))
+        live = await asked(made)
+        made.service._router.sessions[0]._live.pop(live.pool_id)
+        live.reject = Reject(live.pool_id, code, "prompt", "no")
+        live.end()
+        await task
+        assert context.code is not None
+        assert counted == [context.code.name]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_stop_string_counts_as_served(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
+    async with counting() as (made, counted):
+        context = Context()
+        task = asyncio.ensure_future(call(made, streaming, context))
+        await asked(made)
+        made.service._router.sessions[0]._give_up()
+        await task
+        assert context.code is StatusCode.UNAVAILABLE
+        assert counted == ["UNAVAILABLE"]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_stop_string_counts_as_served(
+    streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
-
-    async def test() -> None:
-        async with counting() as (made, counted):
-            context = Context()
-            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=["says"])
-            task = asyncio.ensure_future(
-                stream(made, request, context) if streaming else made.Generate(request, context)
-            )
-            live = await asked(made)
-            live.tokens.extend(TOKENS)
-            live.changed.set()
-            # The pool knows it as what the frontend has cancelled.
-            await task
-            assert live.finish is not None
-            assert live.finish.reason is FinishReason.CANCELLED
-            assert context.code is None
-            assert counted == ["OK"]
-
-    asyncio.run(test())
+    async with counting() as (made, counted):
+        context = Context()
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=["says"])
+        task = asyncio.ensure_future(
+            stream(made, request, context) if streaming else made.Generate(request, context)
+        )
+        live = await asked(made)
+        live.tokens.extend(TOKENS)
+        live.changed.set()
+        # The pool knows it as what the frontend has cancelled.
+        await task
+        assert live.finish is not None
+        assert live.finish.reason is FinishReason.CANCELLED
+        assert context.code is None
+        assert counted == ["OK"]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_client_that_leaves_counts_as_cancelled(streaming: bool) -> None:
-    async def test() -> None:
-        async with counting() as (made, counted):
-            task = asyncio.ensure_future(call(made, streaming, Context()))
-            await asked(made)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert counted == ["CANCELLED"]
-
-    asyncio.run(test())
+async def test_a_client_that_leaves_counts_as_cancelled(streaming: bool) -> None:
+    async with counting() as (made, counted):
+        task = asyncio.ensure_future(call(made, streaming, Context()))
+        await asked(made)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert counted == ["CANCELLED"]
 
 
 # --------------------------------------------------------------------------- others' turns
@@ -226,7 +207,7 @@ def test_a_client_that_leaves_counts_as_cancelled(streaming: bool) -> None:
 
 @pytest.mark.parametrize("given", ["committed", "at once"])
 @pytest.mark.parametrize("stop", [[], ["END"]], ids=["whole", "stop"])
-def test_many_tokens_become_text_with_others_turns_between(
+async def test_many_tokens_become_text_with_others_turns_between(
     given: str, stop: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = (tokenizer().encode("so it goes, ").ids * 100)[:200] + TOKENS
@@ -245,33 +226,30 @@ def test_many_tokens_become_text_with_others_turns_between(
             turns += 1
             await asyncio.sleep(0)
 
-    async def test() -> None:
-        monkeypatch.setattr("cluster.frontend.answer._SLICE_TOKENS", 16)
-        monkeypatch.setattr(TextStream, "push", recorded)
-        async with frontend(replicas=0) as made:
-            other = asyncio.ensure_future(others())
-            committed = tokens if given == "committed" else []
-            request = pb.GenerateRequest(
-                prompt=PROMPT, max_new_tokens=300, committed_token_ids=committed, stop=stop
-            )
-            task = asyncio.ensure_future(made.Generate(request, Context()))
-            if given == "at once":
-                live = await asked(made)
-                live.tokens.extend(tokens)
-                live.changed.set()
-            # Committed tokens with a stop string in them end before the pool has been asked.
-            if not stop:
-                ends(made, await asked(made), FinishReason.LENGTH)
-            answer = await task
-            other.cancel()
-            monkeypatch.undo()
-            expected = TextStream(tokenizer(), PROMPT_IDS, stop).push(tokens)
-            assert sum(size for size, _ in pushed) - 16 < expected.tokens
-            if given == "at once":
-                assert answer.text == expected.text
-                assert list(answer.token_ids) == tokens[: expected.tokens]
-
-    asyncio.run(test())
+    monkeypatch.setattr("cluster.frontend.answer._SLICE_TOKENS", 16)
+    monkeypatch.setattr(TextStream, "push", recorded)
+    async with frontend(replicas=0) as made:
+        other = asyncio.ensure_future(others())
+        committed = tokens if given == "committed" else []
+        request = pb.GenerateRequest(
+            prompt=PROMPT, max_new_tokens=300, committed_token_ids=committed, stop=stop
+        )
+        task = asyncio.ensure_future(made.Generate(request, Context()))
+        if given == "at once":
+            live = await asked(made)
+            live.tokens.extend(tokens)
+            live.changed.set()
+        # Committed tokens with a stop string in them end before the pool has been asked.
+        if not stop:
+            ends(made, await asked(made), FinishReason.LENGTH)
+        answer = await task
+        other.cancel()
+        monkeypatch.undo()
+        expected = TextStream(tokenizer(), PROMPT_IDS, stop).push(tokens)
+        assert sum(size for size, _ in pushed) - 16 < expected.tokens
+        if given == "at once":
+            assert answer.text == expected.text
+            assert list(answer.token_ids) == tokens[: expected.tokens]
     assert len(pushed) > 12
     assert max(size for size, _ in pushed) == 16
     assert len({turn for _, turn in pushed}) == len(pushed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +26,14 @@ from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
-from tests.cluster.test_pool import CONFIG, world
-from tests.cluster.test_shards import PROMPTS, Stuck, check, shards
-from tests.cluster.wire import Wire
+from tests.cluster.pool.rig import (
+    CONFIG,
+    PROMPTS,
+    Stuck,
+    check,
+    shards,
+)
+from tests.cluster.wire import Wire, until
 
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
@@ -136,7 +140,7 @@ async def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
 
 
 async def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
-    async with world() as w:
+    async with shards(0) as w:
         old = w.submit(PROMPT_IDS, 4)
         await until(lambda: bool(w.wire.actor._owners))
         w.wire.restart()
@@ -206,16 +210,9 @@ def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.pool.stopping.ray", SimpleNamespace(get=get, wait=wait_all))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(100):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.usefixtures("ray_calls")
 async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
     """Though the shard that it moves to had nothing to do when it was told to stop."""
-
     async with shards(0, 0) as s:
         for shard in (0, 1):
             await s.add_replica(shard, FakeReplica(step_s=0.04))
@@ -227,18 +224,18 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
         await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
         assert handles[there].asked
         [replica_id] = s.wires[here].actor._workers
-        [runner] = [one for one in s.runners if one.replica_id == replica_id]
+        [runner] = [one for one in s.workers if one.replica_id == replica_id]
         runner._member.cancel()
         await stopping
         assert live.ended.is_set()
         assert live.shard == there
-        await check([live], 200)
+        await check([live])
 
 
 @pytest.mark.usefixtures("ray_calls")
 async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
     stands_at_s: list[float] = []
-    async with world(clock=lambda: stands_at_s[0] if stands_at_s else time.monotonic()) as w:
+    async with shards(0, clock=lambda: stands_at_s[0] if stands_at_s else time.monotonic()) as w:
         await w.add_replica(step_s=0.02)
         live = w.submit(PROMPT_IDS, 100)
         await until(lambda: len(live.tokens) > 1)
@@ -310,7 +307,7 @@ async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothin
         await asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S)
         # What it had went on in the other one, which was told of it meanwhile.
         assert all(live.ended.is_set() for live in lives)
-        await check(lives, 100)
+        await check(lives)
         assert handles[0].asked == 1
 
 
@@ -326,7 +323,7 @@ async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
         assert not stopping.done()
         assert not live.ended.is_set()
         s.wires[0].loss = 0.0
-        await check([live], 20)
+        await check([live])
         await stopping
 
 
