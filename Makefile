@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-steps test-schedules lint format protos demo-pair bench bench-scheduler simulate worlds explore chaos soak clean
+.PHONY: help setup demo serve test test-fast test-steps test-schedules lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -98,6 +98,10 @@ worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
 
 explore: $(SETUP)  ## property tests on other examples each time; what they print replays a failure
 	$(BIN)/python -m pytest -m 'not ray' --hypothesis-profile explore
+
+fuzz: SEED ?= 0
+fuzz: $(SETUP)  ## 25,000 drawn requests, sound and broken, against both APIs: SEED=0
+	$(BIN)/python -m tests.cluster.frontend.fuzz_http --seed $(SEED)
 
 chaos: SEED ?= 1
 chaos: MINUTES ?= 2

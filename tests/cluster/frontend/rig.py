@@ -56,6 +56,7 @@ async def frontend(
     replicas: int = 1,
     load: Callable[[], HostedReplica] | None = None,
     text: TargetText | None = None,
+    bound_s: float = 100.0,
 ) -> AsyncIterator[GrpcApi]:
     """`load` and `text`: of a real replica, in place of the fake ones."""
     pool = Wire(config)
@@ -63,7 +64,7 @@ async def frontend(
     runners = [Worker(config, load, [pool], f"r{n}") for n in range(replicas)]
     text = text or load_fake_text(ReplicaConfig())
     made = GrpcApi(FrontendService(config, [pool], text, "frontend"))
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(bound_s):
         for runner in runners:
             await runner.start()
         while len(pool.actor._workers) < replicas:
