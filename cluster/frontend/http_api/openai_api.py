@@ -36,7 +36,7 @@ from scheduler.errors import InvalidRequest
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     router = APIRouter()
-    model_name = service.config.replica.target
+    model_name = service.config.model_name
     served = {
         "id": model_name,
         "object": "model",
