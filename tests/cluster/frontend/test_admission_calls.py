@@ -23,8 +23,9 @@ from protos import lockstep_pb2 as pb
 from scheduler.messages import Batch, Priority, Request, StepResult
 from tests.cluster.fakes import FakeReplica, perfect, tokenizer
 from tests.cluster.frontend import rig
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream, until
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
 from tests.cluster.frontend.test_http import http
+from tests.cluster.wire import until
 
 AWAY = "ipv4:192.0.2.7:5000"
 REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=8)

@@ -19,9 +19,10 @@ from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend, until
+from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
 from tests.cluster.frontend.test_http import Answer, http
+from tests.cluster.wire import until
 
 MODEL = "tiny"
 TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
