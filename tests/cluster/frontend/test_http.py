@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from google.protobuf.json_format import ParseDict
 
 from cluster.config import from_args
-from cluster.frontend.admission.keys import add
+from cluster.frontend.admission.keys import add, hash_of
 from cluster.frontend.http_api.app import http_app
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
@@ -246,6 +246,23 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
         for path in ("/healthz", "/readyz"):
             probe = await http(app, path=path, headers={"host": "pod-7.cluster"})
             assert probe.status == 200
+
+
+async def test_the_one_key_and_the_name_of_the_model() -> None:
+    auth = {"api_key_sha256": hash_of("ours")}
+    config = from_args({"auth": auth, "server": {"served_model_name": "name"}})
+    async with frontend(config=config) as made:
+        app = http_app(made.service)
+        for key, status in (("ours", 200), ("theirs", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await http(app, BODY, headers=headers)).status == status
+        headers = {"authorization": "Bearer ours"}
+        models = json.loads((await http(app, path="/v1/models", headers=headers)).body)
+        assert [model["id"] for model in models["data"]] == ["name"]
+        for name, status in (("name", 200), ("tiny", 404)):
+            body = json.dumps({"model": name, "prompt": "x", "max_tokens": 1}).encode()
+            answer = await http(app, body, path="/v1/completions", headers=headers)
+            assert answer.status == status
 
 
 async def test_with_keys_any_name_may_be_used_and_no_foreign_page(tmp_path: Path) -> None:
