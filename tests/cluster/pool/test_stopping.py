@@ -19,13 +19,12 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.config import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, pool_of, stream
 from tests.cluster.pool.rig import (
     CONFIG,
     PROMPTS,
@@ -43,14 +42,8 @@ SLOW_BEATS = from_args({"pool": {"gather_ms": 2, "beat_s": 1000.0, "lease_s": 30
 SILENT_S = silence_s(CONFIG.pool.beat_s)
 
 
-def pool_of(made: GrpcApi) -> PoolActor:
-    [pool] = made.service._router._pools
-    assert isinstance(pool, Wire)
-    return pool.actor
-
-
 async def stop(made: GrpcApi, cut: bool = False) -> int:
-    reply = await pool_of(made).stop_accepting(60.0, cut)
+    reply = await pool_of(made).actor.stop_accepting(60.0, cut)
     await made.service._router.stopping.wait()
     return reply.unfinished
 
@@ -70,12 +63,8 @@ async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
             at_the_door = Context()
             await made.Generate(LONG, at_the_door)
             assert at_the_door.details == STOPPING
-        for refused in (Context(), Context()):
-            await made.Generate(LONG, refused)
+        for refused in await both(made, LONG):
             assert (refused.code, refused.details) == (StatusCode.UNAVAILABLE, STOPPING)
-        streamed = Context()
-        assert await stream(made, LONG, streamed) == [pb.GenerateChunk()]
-        assert (streamed.code, streamed.details) == (StatusCode.UNAVAILABLE, STOPPING)
         chunks = await running
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         assert tokens == perfect(PROMPT_IDS, 300)
@@ -161,7 +150,7 @@ async def test_a_stop_that_was_never_finished_heals() -> None:
         await stop(made)
         assert not await made.service.ready()
         # The stop is good for a minute from when it was last told.
-        pool_of(made)._clock = lambda: time.monotonic() + 61.0
+        pool_of(made).actor._clock = lambda: time.monotonic() + 61.0
         while made.service._router.stopping.is_set():
             await asyncio.sleep(0.05)
         assert await made.service.ready()
