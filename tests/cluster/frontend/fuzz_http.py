@@ -95,7 +95,7 @@ async def each(asked: Sequence[T], ask: Callable[[T], Coroutine[Any, Any, str]])
             except Exception as error:
                 said = f"raises {type(error).__name__}"
         told[said] += 1
-        if said.startswith(("5", "hangs", "raises")):
+        if said.startswith(("5", "hangs", "raises", "400 ")):
             print(said, request, file=sys.stderr)
 
     async with asyncio.TaskGroup() as group:
@@ -124,11 +124,12 @@ def long_streams(kind: type[AnyRequest]) -> Any:
     )
 
 
-async def over_http(app: FastAPI, body: Body) -> str:
-    """The status; of a stream that ends with an error, also that."""
+async def over_http(app: FastAPI, body: Body, named: bool = False) -> str:
+    """The status; of a stream that ends with an error, also that; `named`: of a 400 the field."""
     answer = await http(app, body[1] or b" ", path=body[0])
     broken = answer.status == 200 and b'data: {"error"' in answer.body
-    return f"{answer.status}" + (" then an error" if broken else "")
+    param = json.loads(answer.body)["error"]["param"] if answer.status == 400 else ""
+    return f"{answer.status}" + (" then an error" if broken else f" {param}" if named else "")
 
 
 async def over_grpc(made: GrpcApi, request: pb.GenerateRequest) -> str:
@@ -179,8 +180,8 @@ async def fuzz(broken: int, well_formed: int, grpc: int, disconnects: int, seed:
 
     begun_s = time.monotonic()
     asked = bodies(draw.well_formed, well_formed, seed)
-    told = await rounds(asked, lambda made, app, one: over_http(app, one))
-    report("well-formed over HTTP", told, lambda said: said == "200", begun_s)
+    told = await rounds(asked, lambda made, app, one: over_http(app, one, named=True))
+    report("well-formed over HTTP", told, lambda said: said.strip() == "200", begun_s)
     begun_s = time.monotonic()
     asked = bodies(long_streams, disconnects, seed)
     told = await rounds(asked, lambda made, app, one: left_early(app, one))

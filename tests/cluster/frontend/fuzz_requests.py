@@ -113,6 +113,12 @@ RANGES: Mapping[str, Values] = {
 """What the schema says no more of than a type, or a server's limits make narrower."""
 
 
+NOT_WITH_A_STRUCTURE = (
+    *("ignore_eos", "committed_token_ids", "min_tokens", "bad_words"),
+    *("stop_token_ids", "logit_bias"),
+)
+
+
 def of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
     """Values of a JSON schema as pydantic writes it."""
     if "$ref" in schema:
@@ -181,8 +187,7 @@ def well_formed(kind: type[AnyRequest]) -> Values:
         continued = bool(fields.get("committed_token_ids"))
         several = fields.get("n", 1) > 1 or isinstance(fields.get("prompt"), list)
         return bound < 2 and not (
-            (bound and (fields.get("ignore_eos") or continued or fields.get("bad_words")))
-            or (bound and (fields.get("stop_token_ids") or fields.get("logit_bias")))
+            (bound and any(fields.get(name) for name in NOT_WITH_A_STRUCTURE))
             or (continued and (several or "seed" not in fields or fields.get("max_tokens", 0) < 8))
             or (fields.get("tool_choice") == "required" and fields.get("stream") is None)
         )
