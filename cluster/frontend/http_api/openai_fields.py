@@ -6,8 +6,6 @@ import json
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
@@ -15,13 +13,8 @@ from pydantic import (
 )
 
 from cluster.frontend.calls import Structure
+from cluster.frontend.http_api.body import Strict
 from cluster.frontend.http_api.openai_tools import CallTurn
-
-
-class Strict(BaseModel):
-    """Takes what it names and nothing else."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class StreamOptions(Strict):

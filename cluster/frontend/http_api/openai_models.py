@@ -21,11 +21,11 @@ from cluster.frontend.calls import (
     TextPrompt,
     TokenPrompt,
 )
+from cluster.frontend.http_api.body import Strict
 from cluster.frontend.http_api.openai_fields import (
     Message,
     ResponseFormat,
     StreamOptions,
-    Strict,
     StructuredOutputs,
 )
 from cluster.frontend.http_api.openai_tools import (

@@ -8,26 +8,25 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
 
 from cluster.frontend.calls import ChatPrompt, TextPrompt
-from cluster.frontend.http_api.body import BodyReader
+from cluster.frontend.http_api.body import BodyReader, Strict
 from cluster.frontend.http_api.errors import caller_of, refusal_response
-from cluster.frontend.http_api.openai_fields import Message, Strict
+from cluster.frontend.http_api.openai_fields import Message
 from cluster.frontend.http_api.openai_models import validated
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 from scheduler.errors import InvalidRequest
 
 
-class Tokenize(Strict, BaseModel):
+class Tokenize(Strict):
     prompt: str | None = None
     messages: list[Message] | None = None
     model: str = ""
     return_token_strs: bool = False
 
 
-class Detokenize(Strict, BaseModel):
+class Detokenize(Strict):
     tokens: list[int]
     model: str = ""
 

@@ -182,8 +182,8 @@ class Handle:
                 call.set_exception(RayError())
 
 
-@pytest.fixture
-def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's blocking calls on the futures of a `Handle`."""
 
     def get(reply: Future[Any], timeout: float) -> Any:
@@ -199,7 +199,6 @@ def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.pool.stopping.ray", SimpleNamespace(get=get, wait=wait_all))
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
     """Though the shard that it moves to had nothing to do when it was told to stop."""
     async with shards(0, 0) as s:
@@ -221,7 +220,6 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
         await check([live])
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
     stands_at_s: list[float] = []
     async with shards(0, clock=lambda: stands_at_s[0] if stands_at_s else time.monotonic()) as w:
@@ -245,7 +243,6 @@ async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> 
         assert live.tokens == perfect(PROMPT_IDS, 100)
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
     async with shards(0, 0) as s:
         for shard in (0, 1):
@@ -263,7 +260,6 @@ async def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
             assert live.unreachable
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 3600.0)
     async with shards(0, 1) as s:
@@ -285,7 +281,6 @@ async def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPat
         assert all(live.unreachable for live in lives if live.shard == 0)
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothing_left() -> None:
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 100) for prompt in PROMPTS]
@@ -300,7 +295,6 @@ async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothin
         assert handles[0].asked == 1
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
     async with shards(1, 0) as s:
         live = s.submit(PROMPTS[0], 20)
@@ -316,7 +310,6 @@ async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
         await stopping
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_pools_of_which_none_answers_are_waited_for_to_the_end() -> None:
     async with shards(1, 1) as s:
         handles = [Handle(wire) for wire in s.wires]
