@@ -128,9 +128,6 @@ class ReplicaDeployment:
     def check_health(self) -> None:
         self._worker.check()
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"tokens_committed": float(self._worker.tokens_committed)}
-
     async def __del__(self) -> None:
         if hasattr(self, "_worker"):
             await self._worker.close()

@@ -126,6 +126,12 @@ class FrontendConfig(_Settings):
 class ServerConfig(_Settings):
     """Where Serve's proxies listen. Its gRPC proxy always listens on all interfaces."""
 
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name of the model in OpenAI's API; null takes the target's name as given.",
+    )
+
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
     http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the HTTP proxy.")
@@ -142,7 +148,7 @@ class ServerConfig(_Settings):
 
 
 class AuthConfig(_Settings):
-    """Who is served. Without either setting: calls from the server's own machine."""
+    """Who is served. Without any of these settings: calls from the server's own machine."""
 
     keys_file: str | None = Field(
         None,
@@ -150,14 +156,26 @@ class AuthConfig(_Settings):
         description="File of API keys on the machine of every frontend, absolute path; see "
         "`lockstep keys`. With it every request needs a key.",
     )
+    api_key_sha256: str | None = Field(
+        None,
+        pattern="^[0-9a-f]{64}$",
+        description="SHA-256 in hex of the one API key, where there is no file of keys; `lockstep "
+        "serve --api-key` sets it.",
+    )
     allow_anyone: bool = Field(
         False, description="Serve every caller that reaches a port, without any key."
     )
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether every request needs a key."""
+        return self.keys_file is not None or self.api_key_sha256 is not None
+
     @model_validator(mode="after")
-    def _not_both(self) -> Self:
-        if self.keys_file is not None and self.allow_anyone:
-            raise ValueError("keys_file and allow_anyone contradict each other")
+    def _one_of_them(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} contradict each other")
         return self
 
 
@@ -242,6 +260,11 @@ class ClusterConfig(_Settings):
     @property
     def replicas_max(self) -> int:
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
+
+    @property
+    def model_name(self) -> str:
+        """What clients of OpenAI's API call the model."""
+        return self.server.served_model_name or self.replica.target
 
     @property
     def planned_replica(self) -> ReplicaConfig:

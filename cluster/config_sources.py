@@ -51,14 +51,16 @@ def api_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> s
     """
     if path is None:
         key = environment.get("LOCKSTEP_API_KEY", "").strip()
-        if not key:
-            return None
-    elif not (key := path.read_text(encoding="utf-8").strip()):
-        raise ConfigError(f"{path}: holds no API key")
+        return checked_key(key, "LOCKSTEP_API_KEY") if key else None
+    return checked_key(path.read_text(encoding="utf-8").strip(), str(path))
+
+
+def checked_key(key: str, source: str) -> str:
+    """Raises `ConfigError`, which names the source, for a key that no header can carry."""
+    if not key:
+        raise ConfigError(f"{source}: holds no API key")
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(
-            f"{path or 'LOCKSTEP_API_KEY'}: an API key is one word of printable ASCII"
-        )
+        raise ConfigError(f"{source}: an API key is one word of printable ASCII")
     return key
 
 

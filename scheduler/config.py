@@ -16,7 +16,13 @@ class SchedulerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rows_max: int = Field(default=8, ge=1, le=1024, description="Rows of a batch (the batch size).")
+    rows_max: int = Field(
+        default=8,
+        ge=1,
+        le=1024,
+        description="Rows of a batch (the batch size): sequences that one step of a replica"
+        " computes; more wait for their turn.",
+    )
     apart_positions: int | None = Field(
         default=None,
         ge=0,

@@ -26,9 +26,19 @@ from cluster.config_sources import api_key, from_file, overridden, server_addres
 from cluster.sentences import joined
 
 Command = Callable[..., None]
+ALIASES: Mapping[str, str] = {
+    "replica.context_len": "--max-model-len",
+    "replica.gpu_share": "--gpu-memory-utilization",
+    "replica.tensor_parallel": "--tensor-parallel-size",
+    "scheduler.rows_max": "--max-num-seqs",
+    "server.http_host": "--host",
+    "server.http_port": "--port",
+}
+"""Other servers' flags for the same settings."""
 ENGINE = ("replica", "scheduler")
 """Sections of the config that say how one replica computes."""
 _SHORT = {place: short for short, place in SHORT_NAMES.items()}
+_FILES = ("keys_file", "chat_template")
 _METAVARS = {int: "N", float: "X", ByteSize: "SIZE"}
 
 
@@ -50,12 +60,12 @@ class Flag:
         """What typer makes the option from; None where it is not given."""
         type_ = type_of(self.info)
         kind: Any = str
-        name: str = self.name
+        names = [self.name, *filter(None, [ALIASES.get(self.path)])]
         metavar: str | None = self._metavar()
         if type_ is bool:
-            kind, name, metavar = bool, f"{self.name}/--no-{self.name.removeprefix('--')}", None
+            kind, names, metavar = bool, [f"{self.name}/--no-{self.name.removeprefix('--')}"], None
         panel = f"Settings of the {self.section or 'cluster'}"
-        option = typer.Option(name, help=self._help(), rich_help_panel=panel, metavar=metavar)
+        option = typer.Option(*names, help=self._help(), rich_help_panel=panel, metavar=metavar)
         return _keyword(self.path.replace(".", "_"), Annotated[kind | None, option])
 
     def value(self, text: Any) -> Any:
@@ -75,7 +85,7 @@ class Flag:
         if get_origin(type_of(self.info)) is tuple:
             return [part.strip() for part in text.split(",") if part.strip()]
         # A server is another process, with another working directory.
-        return str(Path(text).resolve()) if self.field == "keys_file" else text
+        return str(Path(text).resolve()) if self.field in _FILES else text
 
     def _metavar(self) -> str:
         type_ = type_of(self.info)

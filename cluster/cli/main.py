@@ -13,6 +13,7 @@ from cluster.cli.flags import ENGINE, SectionedCommand, with_request, with_serve
 from cluster.cli.keys import keys
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, from_args
+from cluster.config_sources import overridden
 
 main = typer.Typer(
     name="lockstep",
@@ -50,13 +51,36 @@ def _main(
 @with_settings("", *ENGINE, "server", "auth")
 def serve(
     settings: Any,
+    model: Annotated[str | None, typer.Argument(help="The target, as --target.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The one key that every request needs. Others on this machine can read a command"
+            " line; LOCKSTEP_API_KEY does the same, where no --keys-file and no --allow-anyone is"
+            " given."
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a target on the hub.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(hidden=True)] = None,
     verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
+    from cluster.cli.serve import at_revision, with_key
     from cluster.frontend.admission.control import check_doors
     from cluster.frontend.admission.keys import read
 
+    if seed is not None:
+        raise typer.BadParameter("--seed: a server has none, each request has a seed of its own")
     try:
+        if model is not None:
+            settings = overridden(settings, {"replica": {"target": model}})
+        if revision is not None:
+            settings = at_revision(settings, revision)
+        if settings.replica.chat_template is not None:
+            Path(settings.replica.chat_template).read_text(encoding="utf-8")
+        settings = with_key(settings, api_key)
         check_doors(settings)
         if settings.auth.keys_file is not None:
             read(Path(settings.auth.keys_file))

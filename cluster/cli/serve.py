@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 from cluster.cli.terminal import Terminal
 from cluster.client import Client
 from cluster.config import ClusterConfig
+from cluster.config_sources import api_key, checked_key, overridden
+from cluster.frontend.admission.keys import hash_of
 
 if TYPE_CHECKING:
     from cluster.app import ClusterRun
@@ -27,6 +30,29 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
     """
     with Terminal(verbose) as terminal:
         return _serve(config, terminal)
+
+
+def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
+    """The settings with a revision of the target, which keeps its name for clients."""
+    given = {
+        "replica": {"target": f"{config.replica.target}@{revision}"},
+        "server": {"served_model_name": config.model_name},
+    }
+    return overridden(config, given)
+
+
+def with_key(config: ClusterConfig, given: str | None) -> ClusterConfig:
+    """The settings with the hash of the one key, `given` or from LOCKSTEP_API_KEY.
+
+    Takes the key out of the environment, which Ray's processes get. Raises ConfigError.
+    """
+    key = None if given is None else checked_key(given, "--api-key")
+    if key is None and not (config.auth.has_keys or config.auth.allow_anyone):
+        key = api_key(None)
+    os.environ.pop("LOCKSTEP_API_KEY", None)
+    if key is None:
+        return config
+    return overridden(config, {"auth": {"api_key_sha256": hash_of(key)}})
 
 
 def _serve(config: ClusterConfig, terminal: Terminal) -> int:

@@ -117,3 +117,10 @@ class Wire:
         if actor is not self.actor or self.draw() < self.loss:
             raise PoolUnreachable("the reply was lost")
         return reply
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what takes a moment, on a machine that may do a hundred other things."""
+    async with asyncio.timeout(100):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -68,14 +68,14 @@ def check_doors(config: ClusterConfig) -> None:
     """Raises `ConfigError` for a server that would listen to a network without API keys."""
     host, auth = config.server.http_host, config.auth
     if (
-        auth.keys_file is None
+        not auth.has_keys
         and not auth.allow_anyone
         and not (host == "localhost" or is_loopback(host))
     ):
         raise ConfigError(
             f"server.http_host: other machines can reach {host}, but without API keys only this "
-            "one is served; set auth.keys_file (--keys-file), or auth.allow_anyone "
-            "(--allow-anyone) if everybody who reaches the port may come in"
+            "one is served; set auth.keys_file (--keys-file) or give --api-key, or "
+            "auth.allow_anyone (--allow-anyone) if everybody who reaches the port may come in"
         )
 
 
@@ -152,14 +152,16 @@ class AdmissionControl:
         self._share = frontend.number
         self._per_address = frontend.requests_per_client_max
         self._clock = clock
-        self._keys = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
+        self._file = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
+        sha256 = auth.api_key_sha256
+        self._one_key = () if sha256 is None else (KeyEntry(name="api-key", sha256=sha256),)
         self._known: tuple[KeyEntry, ...] = ()
         self._tenants: dict[str, _Tenant] = {}
         self._addresses: dict[str, _Tenant] = {}
 
     def check(self, caller: Caller) -> KeyEntry | None:
         """The key that came with the call; None without keys. Raises Unauthenticated."""
-        if self._keys is None:
+        if not self._auth.has_keys:
             if not (self._auth.allow_anyone or caller.on_loopback):
                 raise Unauthenticated(
                     "without API keys only calls from the server's own machine are served; make "
@@ -167,7 +169,8 @@ class AdmissionControl:
                     "with --allow-anyone"
                 )
             return None
-        entry = find(self._keys.entries(), _bearer(caller.authorization))
+        entries = self._file.entries() if self._file else self._one_key
+        entry = find(entries, _bearer(caller.authorization))
         if entry is None:
             raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
         return entry

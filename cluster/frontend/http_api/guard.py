@@ -29,7 +29,7 @@ class HttpGuard:
         self._app = app
         server = config.server
         # A page has no key, so with keys any name may be used.
-        self._hosts = None if config.auth.keys_file is not None else server.http_hosts
+        self._hosts = None if config.auth.has_keys else server.http_hosts
         self._origins = server.http_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

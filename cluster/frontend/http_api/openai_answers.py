@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from cluster.frontend.calls import Delta, SequenceEnd
@@ -13,7 +14,7 @@ from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.http_api.openai_tools import ToolCall, ToolReader, tool_format
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import TokenLogprobs
-from scheduler.messages import FinishReason
+from scheduler.messages import FinishReason, Usage
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
@@ -100,7 +101,7 @@ class OpenAIAnswer:
                 said["prompt_logprobs"] = self._prompt_logprobs(one, end)
             choices.append(self._choice(index, said, end, one))
         kind = "chat.completion" if self._chat else "text_completion"
-        return self._object(kind, choices) | {"usage": self.usage(ends)}
+        return self._object(kind, choices) | self._costs(ends)
 
     def events(self, delta: Delta, one: Written, first: bool) -> Iterator[dict[str, Any]]:
         """Of one sequence; `first`: its first ones. What the client has already is left out."""
@@ -138,7 +139,7 @@ class OpenAIAnswer:
             yield self._chunk(delta.index, said, delta.end, one)
 
     def usage_event(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
-        return self._object(self._chunk_kind, []) | {"usage": self.usage(ends)}
+        return self._object(self._chunk_kind, []) | self._costs(ends)
 
     def usage(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""
@@ -161,6 +162,15 @@ class OpenAIAnswer:
         }
 
     # ------------------------------------------------------------------ parts
+
+    def _costs(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
+        """The usage, and for a single sequence that had drafts how speculation went."""
+        costs: dict[str, Any] = {"usage": self.usage(ends)}
+        if len(ends) == 1:
+            [end] = ends.values()
+            if end.usage.draft_tokens:
+                costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
+        return costs
 
     def _said(
         self,
@@ -282,3 +292,17 @@ class OpenAIAnswer:
             "model": self.asked.model,
             "choices": choices,
         }
+
+
+def _speculation(usage: Usage) -> dict[str, Any]:
+    """In vLLM's shape, which benchmarks read. A step always emits a token besides the accepted."""
+    reached = (usage.steps, *usage.accepted_at, 0)
+    return {
+        "mean_acceptance_length": (usage.steps + usage.accepted_tokens) / usage.steps,
+        "draft_acceptance_rate": usage.accepted_tokens / usage.draft_tokens,
+        # Entry j: the steps that accepted exactly j tokens.
+        "acceptance_histogram": [at_least - more for at_least, more in pairwise(reached)],
+        "num_accepted_draft_tokens": usage.accepted_tokens,
+        "num_draft_tokens": usage.draft_tokens,
+        "num_spec_steps": usage.steps,
+    }

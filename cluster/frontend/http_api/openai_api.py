@@ -36,8 +36,18 @@ from scheduler.errors import InvalidRequest
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     router = APIRouter()
-    model_name = service.config.replica.target
-    started = int(time.time())
+    model_name = service.config.model_name
+    served = {
+        "id": model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "lockstep",
+    }
+
+    def check_model(name: str) -> None:
+        if name != model_name:
+            message = f"model: {name!r} is not served here, {model_name!r} is"
+            raise Refused(Refusal(StatusCode.NOT_FOUND, message, field="model"))
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -45,8 +55,17 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
             service.check_caller(caller_of(request))
         except Refused as refused:
             return refusal_response(refused.refusal)
-        model = {"id": model_name, "object": "model", "created": started, "owned_by": "lockstep"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [served]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        try:
+            service.check_caller(caller_of(request))
+            with service.refusals():
+                check_model(name)
+        except Refused as refused:
+            return refusal_response(refused.refusal)
+        return JSONResponse(served)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -62,9 +81,7 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
             service.check_caller(caller)
             with service.refusals():
                 asked = await bodies.read(request, partial(parse_request, kind))
-                if asked.model != model_name:
-                    message = f"model: {asked.model!r} is not served here, {model_name!r} is"
-                    raise Refused(Refusal(StatusCode.NOT_FOUND, message, field="model"))
+                check_model(asked.model)
             shape = OpenAIAnswer(asked, service.text)
             with service.refusals():
                 name = request.headers.get("x-request-id") or shape.id

@@ -4,6 +4,7 @@ sentence with the flag, the value and what is allowed."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from cluster.cli import serve as cli_serve
 from cluster.cli.main import main
 from cluster.config import ClusterConfig
+from cluster.frontend.admission.keys import hash_of
 
 RUN = CliRunner()
 
@@ -56,12 +58,45 @@ def test_flags_go_before_a_file_and_leave_the_rest_of_it(
     assert config.auth.keys_file == str(tmp_path / "keys.yaml")
 
 
+def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> None:
+    flags = [
+        *("org/model", "--host", "127.0.0.2", "--port", "8001", "--max-model-len", "512"),
+        *("--max-num-seqs", "3", "--tensor-parallel-size", "2", "--served-model-name", "ours"),
+        *("--gpu-memory-utilization", "0.5"),
+    ]
+    assert RUN.invoke(main, ["serve", *flags]).exit_code == 0
+    (config,) = served
+    assert (config.server.http_host, config.server.http_port) == ("127.0.0.2", 8001)
+    assert (config.replica.context_len, config.scheduler.rows_max) == (512, 3)
+    assert (config.replica.tensor_parallel, config.replica.gpu_share) == (2, 0.5)
+    assert (config.replica.target, config.model_name) == ("org/model", "ours")
+
+
+def test_a_revision_is_part_of_the_target_and_not_of_its_name(served: list[ClusterConfig]) -> None:
+    assert RUN.invoke(main, ["serve", "org/model", "--revision", "v1"]).exit_code == 0
+    (config,) = served
+    assert (config.replica.target, config.model_name) == ("org/model@v1", "org/model")
+
+
+def test_of_a_key_the_settings_have_the_hash(
+    served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert RUN.invoke(main, ["serve", "--api-key", "one"]).exit_code == 0
+    monkeypatch.setenv("LOCKSTEP_API_KEY", "two")
+    assert RUN.invoke(main, ["serve", "--host", "0.0.0.0"]).exit_code == 0
+    assert "LOCKSTEP_API_KEY" not in os.environ
+    monkeypatch.setenv("LOCKSTEP_API_KEY", "two")
+    assert RUN.invoke(main, ["serve", "--allow-anyone"]).exit_code == 0
+    hashes = [config.auth.api_key_sha256 for config in served]
+    assert hashes == [hash_of("one"), hash_of("two"), None]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--batch-size", "0"], "--batch-size: must be at least 1, is '0'"),
         (["--draft-len", "x"], "--draft-len: must be a whole number, is 'x'"),
-        (["--dtype", "int8"], "--dtype: must be 'float32', 'bfloat16' or 'float16', is 'int8'"),
+        (["--dtype", "int8"], "--dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', is"),
         (["--memory", "much"], "--memory: must be a size in bytes, as 512MiB, is 'much'"),
         (["--autoscaling-config", "{"], "--autoscaling-config: not JSON: "),
         (["--pool-config", "3"], "--pool-config: must be a mapping, is 3"),
@@ -74,6 +109,9 @@ def test_flags_go_before_a_file_and_leave_the_rest_of_it(
         (["--replicas", "0", "--dtype", "x"], "--replicas: must be at least 1, is '0'; --dtype: "),
         (["--deterministic", "--attention", "flex"], "deterministic output needs an attention"),
         (["--http-host", "0.0.0.0"], "--allow-anyone"),
+        (["--seed", "1"], "each request has a seed of its own"),
+        (["--api-key", "a b"], "--api-key: an API key is one word"),
+        (["--api-key", "a", "--allow-anyone"], "api_key_sha256 and allow_anyone contradict"),
     ],
 )
 def test_a_wrong_value_is_a_sentence(

@@ -4,7 +4,6 @@ stream that breaks again and again reads like one that did not.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -22,29 +21,25 @@ from tests.cluster.scripted import ACTOR_DIED, QUICK, joined
 
 
 @pytest.mark.parametrize("which", ["no stop", "a stop that comes", "a stop that only begins"])
-def test_the_frontend_continues_behind_every_token(which: str) -> None:
+async def test_the_frontend_continues_behind_every_token(which: str) -> None:
     """Text and tokens after each cut, the one before the first token and the one after the last."""
-
-    async def test() -> None:
-        async with frontend() as made:
-            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=40)
-            text = (await made.Generate(request, Context())).text
-            if which == "a stop that comes":
-                request.stop.append(text[10:16])
-            if which == "a stop that only begins":
-                request.stop.extend([text[10:14] + "never", text[-3:] + "never"])
-            whole = await made.Generate(request, Context())
-            for cut in range(len(whole.token_ids) + 1):
-                given = TextStream(tokenizer(), PROMPT_IDS, tuple(request.stop))
-                before = given.push(whole.token_ids[:cut]).text
-                again = pb.GenerateRequest()
-                again.CopyFrom(request)
-                again.committed_token_ids.extend(whole.token_ids[:cut])
-                after, tokens = joined(await stream(made, again, Context()))
-                assert before + after == whole.text
-                assert tokens == list(whole.token_ids[cut:])
-
-    asyncio.run(test())
+    async with frontend() as made:
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=40)
+        text = (await made.Generate(request, Context())).text
+        if which == "a stop that comes":
+            request.stop.append(text[10:16])
+        if which == "a stop that only begins":
+            request.stop.extend([text[10:14] + "never", text[-3:] + "never"])
+        whole = await made.Generate(request, Context())
+        for cut in range(len(whole.token_ids) + 1):
+            given = TextStream(tokenizer(), PROMPT_IDS, tuple(request.stop))
+            before = given.push(whole.token_ids[:cut]).text
+            again = pb.GenerateRequest()
+            again.CopyFrom(request)
+            again.committed_token_ids.extend(whole.token_ids[:cut])
+            after, tokens = joined(await stream(made, again, Context()))
+            assert before + after == whole.text
+            assert tokens == list(whole.token_ids[cut:])
 
 
 class BrokenFrontend(lockstep_pb2_grpc.LockstepServicer):
@@ -75,30 +70,27 @@ class BrokenFrontend(lockstep_pb2_grpc.LockstepServicer):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_client_and_frontend_together_lose_and_repeat_nothing(temperature: float) -> None:
-    async def test() -> None:
-        async with frontend(step_s=0.002) as made:
-            server = grpc.aio.server()
-            broken = BrokenFrontend(made, [0, 3, 1, 2, 0, 4])
-            lockstep_pb2_grpc.add_LockstepServicer_to_server(broken, server)
-            port = server.add_insecure_port("127.0.0.1:0")
-            await server.start()
-            async with AsyncClient(f"127.0.0.1:{port}", retry=QUICK) as client:
-                request = pb.GenerateRequest(
-                    prompt=PROMPT,
-                    max_new_tokens=200,
-                    temperature=temperature,
-                    stop=["qqqq"],
-                    request_id="mine",
-                )
-                chunks = [chunk async for chunk in client.stream(request)]
-            if temperature:
-                request.seed = chunks[0].seed
-            whole = await made.Generate(request, Context())
-            assert joined(chunks) == (whole.text, list(whole.token_ids))
-            end = chunks[-1].end
-            assert end.recovered == broken.fruitful >= 2
-            assert end.usage.completion_tokens == 200
-            await server.stop(None)
-
-    asyncio.run(test())
+async def test_client_and_frontend_together_lose_and_repeat_nothing(temperature: float) -> None:
+    async with frontend(step_s=0.002) as made:
+        server = grpc.aio.server()
+        broken = BrokenFrontend(made, [0, 3, 1, 2, 0, 4])
+        lockstep_pb2_grpc.add_LockstepServicer_to_server(broken, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with AsyncClient(f"127.0.0.1:{port}", retry=QUICK) as client:
+            request = pb.GenerateRequest(
+                prompt=PROMPT,
+                max_new_tokens=200,
+                temperature=temperature,
+                stop=["qqqq"],
+                request_id="mine",
+            )
+            chunks = [chunk async for chunk in client.stream(request)]
+        if temperature:
+            request.seed = chunks[0].seed
+        whole = await made.Generate(request, Context())
+        assert joined(chunks) == (whole.text, list(whole.token_ids))
+        end = chunks[-1].end
+        assert end.recovered == broken.fruitful >= 2
+        assert end.usage.completion_tokens == 200
+        await server.stop(None)

@@ -23,8 +23,9 @@ from protos import lockstep_pb2 as pb
 from scheduler.messages import Batch, Priority, Request, StepResult
 from tests.cluster.fakes import FakeReplica, perfect, tokenizer
 from tests.cluster.frontend import rig
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream, until
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, stream
 from tests.cluster.frontend.test_http import http
+from tests.cluster.wire import until
 
 AWAY = "ipv4:192.0.2.7:5000"
 REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=8)
@@ -41,209 +42,152 @@ def keyed(path: Path, **sections: Any) -> ClusterConfig:
 
 async def calls(made: GrpcApi, **caller: str) -> list[Context]:
     """The context after each RPC that needs to know who calls."""
-    unary, streamed, status = (Context(**caller) for _ in range(3))
-    await made.Generate(REQUEST, unary)
-    await stream(made, REQUEST, streamed)
+    status = Context(**caller)
     await made.Status(pb.StatusRequest(), status)
-    return [unary, streamed, status]
+    return [*await both(made, REQUEST, **caller), status]
 
 
 # --------------------------------------------------------------------------- who
 
 
-def test_without_keys_only_this_machine_is_served_and_health_is_open() -> None:
-    async def test() -> None:
-        async with frontend() as made:
-            assert {context.code for context in await calls(made)} == {None}
-            for context in await calls(made, peer=AWAY):
-                assert context.code is StatusCode.UNAUTHENTICATED
-                assert "lockstep keys add" in context.details
-            away = Context(peer=AWAY)
-            health = await made.Check(health_pb2.HealthCheckRequest(), away)
-            assert (away.code, health.status) == (None, health.SERVING)
-
-    asyncio.run(test())
+async def test_without_keys_only_this_machine_is_served_and_health_is_open() -> None:
+    async with frontend() as made:
+        assert {context.code for context in await calls(made)} == {None}
+        for context in await calls(made, peer=AWAY):
+            assert context.code is StatusCode.UNAUTHENTICATED
+            assert "lockstep keys add" in context.details
+        away = Context(peer=AWAY)
+        health = await made.Check(health_pb2.HealthCheckRequest(), away)
+        assert (away.code, health.status) == (None, health.SERVING)
 
 
-def test_anyone_is_served_if_the_settings_say_so() -> None:
-    async def test() -> None:
-        async with frontend(config=from_args({"allow_anyone": True})) as made:
-            assert {context.code for context in await calls(made, peer=AWAY)} == {None}
-
-    asyncio.run(test())
-
-
-def test_with_keys_only_who_has_one_is_served_from_wherever_he_calls(keys: Path) -> None:
+async def test_with_keys_only_who_has_one_is_served_from_wherever_he_calls(keys: Path) -> None:
     key = add(keys, "alice")
-
-    async def test() -> None:
-        async with frontend(config=keyed(keys)) as made:
-            good = await calls(made, authorization=f"Bearer {key}", peer=AWAY)
-            assert {context.code for context in good} == {None}
-            for authorization in (None, f"Bearer {key}x", key):
-                for context in await calls(made, authorization=authorization):
-                    assert context.code is StatusCode.UNAUTHENTICATED
-                    assert key not in context.details
-            health = await made.Check(health_pb2.HealthCheckRequest(), Context(peer=AWAY))
-            assert health.status == health.SERVING
-
-    asyncio.run(test())
-
-
-def test_who_is_not_known_learns_nothing_of_his_request(keys: Path) -> None:
-    add(keys, "alice")
-
-    async def test() -> None:
-        async with frontend(config=keyed(keys)) as made:
-            for request in (pb.GenerateRequest(), pb.GenerateRequest(prompt="x", top_k=-1)):
-                context = Context()
-                await made.Generate(request, context)
+    async with frontend(config=keyed(keys)) as made:
+        good = await calls(made, authorization=f"Bearer {key}", peer=AWAY)
+        assert {context.code for context in good} == {None}
+        for authorization in (None, f"Bearer {key}x", key):
+            for context in await calls(made, authorization=authorization):
                 assert context.code is StatusCode.UNAUTHENTICATED
+                assert key not in context.details
+        health = await made.Check(health_pb2.HealthCheckRequest(), Context(peer=AWAY))
+        assert health.status == health.SERVING
 
-    asyncio.run(test())
+
+async def test_who_is_not_known_learns_nothing_of_his_request(keys: Path) -> None:
+    add(keys, "alice")
+    async with frontend(config=keyed(keys)) as made:
+        for request in (pb.GenerateRequest(), pb.GenerateRequest(prompt="x", top_k=-1)):
+            context = Context()
+            await made.Generate(request, context)
+            assert context.code is StatusCode.UNAUTHENTICATED
 
 
 # --------------------------------------------------------------------------- what for
 
 
-def test_class_and_tenant_go_to_the_pool(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_class_and_tenant_go_to_the_pool(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = add(keys, "alice", "high")
     sent: list[Request] = []
-
-    async def test() -> None:
-        async with frontend(config=keyed(keys)) as made:
-            submit = made.service._router.submit
-            monkeypatch.setattr(
-                made.service._router, "submit", lambda r, t: (sent.append(r), submit(r, t))[1]
-            )
-            for priority in pb.Priority.values():
-                request = pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=priority)
-                context = Context(f"Bearer {key}")
-                await made.Generate(request, context)
-                assert context.code is None
-        assert {request.tenant for request in sent} == {"alice"}
-        assert [request.priority for request in sent] == [
-            Priority.NORMAL,  # unspecified
-            Priority.HIGH,
-            Priority.NORMAL,
-            Priority.LOW,
-        ]
-
-    asyncio.run(test())
-
-
-def test_a_class_above_the_keys_is_denied_by_name(keys: Path) -> None:
-    key = add(keys, "alice", "normal")
-
-    async def test() -> None:
-        async with frontend(config=keyed(keys)) as made:
+    async with frontend(config=keyed(keys)) as made:
+        submit = made.service._router.submit
+        monkeypatch.setattr(
+            made.service._router, "submit", lambda r, t: (sent.append(r), submit(r, t))[1]
+        )
+        for priority in pb.Priority.values():
+            request = pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=priority)
             context = Context(f"Bearer {key}")
-            request = pb.GenerateRequest(prompt="x", priority=pb.PRIORITY_HIGH)
             await made.Generate(request, context)
-            assert context.code is StatusCode.PERMISSION_DENIED
-            assert context.details.startswith("priority: ")
-
-    asyncio.run(test())
+            assert context.code is None
+    assert {request.tenant for request in sent} == {"alice"}
+    assert [request.priority for request in sent] == [
+        Priority.NORMAL,  # unspecified
+        Priority.HIGH,
+        Priority.NORMAL,
+        Priority.LOW,
+    ]
 
 
 # --------------------------------------------------------------------------- how much
 
 
-def test_a_request_pays_for_what_it_used(keys: Path) -> None:
+async def test_a_request_pays_for_what_it_used(keys: Path) -> None:
     key = add(keys, "alice", tokens_per_minute=1000)
-
-    async def test() -> None:
-        async with frontend(config=keyed(keys)) as made:
-            stop = perfect(PROMPT_IDS, 8)[3]
-            request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, stop_token_ids=[stop])
-            used = 0
-            for call in (made.Generate, lambda r, c: stream(made, r, c)):
-                context = Context(f"Bearer {key}")
-                await call(request, context)
-                assert context.code is None
-                used += len(PROMPT_IDS) + perfect(PROMPT_IDS, 8).index(stop) + 1
-            use = made.service._admission._tenants["alice"]
-            assert use.in_flight == 0
-            assert use.bucket is not None
-            level = use.bucket._level
-            # The bucket fills meanwhile, by less than 17 tokens a second.
-            assert 1000 - used <= level + 1e-6
-            assert level < 1000 or used < 40
-
-    asyncio.run(test())
+    async with frontend(config=keyed(keys)) as made:
+        stop = perfect(PROMPT_IDS, 8)[3]
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, stop_token_ids=[stop])
+        used = 0
+        for call in (made.Generate, lambda r, c: stream(made, r, c)):
+            context = Context(f"Bearer {key}")
+            await call(request, context)
+            assert context.code is None
+            used += len(PROMPT_IDS) + perfect(PROMPT_IDS, 8).index(stop) + 1
+        use = made.service._admission._tenants["alice"]
+        assert use.in_flight == 0
+        assert use.bucket is not None
+        level = use.bucket._level
+        # The bucket fills meanwhile, by less than 17 tokens a second.
+        assert 1000 - used <= level + 1e-6
+        assert level < 1000 or used < 40
 
 
-def test_a_used_up_rate_is_refused_with_the_time_to_come_back(keys: Path) -> None:
+async def test_a_used_up_rate_is_refused_with_the_time_to_come_back(keys: Path) -> None:
     key = add(keys, "alice", tokens_per_minute=120)
-
-    async def test() -> None:
-        async with frontend(step_s=0.05, config=keyed(keys)) as made:
-            big = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=110)
-            first = asyncio.ensure_future(made.Generate(big, Context(f"Bearer {key}")))
-            await until(lambda: made.service._router.unfinished == 1)
-            unary, streamed = Context(f"Bearer {key}"), Context(f"Bearer {key}")
-            await made.Generate(big, unary)
-            await stream(made, big, streamed)
-            for context in (unary, streamed):
-                assert context.code is StatusCode.RESOURCE_EXHAUSTED
-                assert "alice" in context.details
-                assert 40 <= int(context.trailing["retry-after"]) <= 60
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            assert made.service._admission._tenants["alice"].in_flight == 0
-
-    asyncio.run(test())
+    async with frontend(step_s=0.05, config=keyed(keys)) as made:
+        big = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=110)
+        first = asyncio.ensure_future(made.Generate(big, Context(f"Bearer {key}")))
+        await until(lambda: made.service._router.unfinished == 1)
+        for context in await both(made, big, authorization=f"Bearer {key}"):
+            assert context.code is StatusCode.RESOURCE_EXHAUSTED
+            assert "alice" in context.details
+            assert 40 <= int(context.trailing["retry-after"]) <= 60
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert made.service._admission._tenants["alice"].in_flight == 0
 
 
 @pytest.mark.parametrize("with_key", [True, False])
-def test_too_many_at_once_are_refused_and_every_end_makes_place(keys: Path, with_key: bool) -> None:
+async def test_too_many_at_once_are_refused_and_every_end_makes_place(
+    keys: Path, with_key: bool
+) -> None:
     key = add(keys, "alice", requests_max=2)
     limit = {"frontend": {"requests_per_client_max": 2}}
     config = keyed(keys) if with_key else from_args(limit)
     authorization = f"Bearer {key}" if with_key else None
+    async with frontend(step_s=0.02, config=config) as made:
+        uses = made.service._admission._tenants if with_key else made.service._admission._addresses
 
-    async def test() -> None:
-        async with frontend(step_s=0.02, config=config) as made:
-            uses = (
-                made.service._admission._tenants if with_key else made.service._admission._addresses
+        def in_flight() -> int:
+            return sum(use.in_flight for use in uses.values())
+
+        long = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
+        ends = [
+            # cancelled, refused by name, past its deadline, ended by a stop string, served
+            (long, True),
+            (pb.GenerateRequest(prompt=PROMPT, top_k=-1), False),
+            (pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=0.1), False),
+            (pb.GenerateRequest(prompt=PROMPT, max_new_tokens=60, stop=["a", "e"]), False),
+            (REQUEST, False),
+        ]
+        for request, cancel in ends * 2:
+            held = asyncio.ensure_future(made.Generate(long, Context(authorization)))
+            last = asyncio.ensure_future(
+                stream(made, long if cancel else request, Context(authorization))
             )
-
-            def in_flight() -> int:
-                return sum(use.in_flight for use in uses.values())
-
-            long = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
-            ends = [
-                # cancelled, refused by name, past its deadline, ended by a stop string, served
-                (long, True),
-                (pb.GenerateRequest(prompt=PROMPT, top_k=-1), False),
-                (pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=0.1), False),
-                (pb.GenerateRequest(prompt=PROMPT, max_new_tokens=60, stop=["a", "e"]), False),
-                (REQUEST, False),
-            ]
-            for request, cancel in ends * 2:
-                held = [
-                    asyncio.ensure_future(made.Generate(long, Context(authorization)))
-                    for _ in range(1)
-                ]
-                last = asyncio.ensure_future(
-                    stream(made, long if cancel else request, Context(authorization))
-                )
-                if cancel:
-                    await until(lambda: in_flight() == 2)
-                    context = Context(authorization)
-                    await made.Generate(REQUEST, context)
-                    assert context.code is StatusCode.RESOURCE_EXHAUSTED
-                    assert int(context.trailing["retry-after"]) >= 1
-                    last.cancel()
-                await asyncio.gather(last, return_exceptions=True)
-                held[0].cancel()
-                await asyncio.gather(*held, return_exceptions=True)
-            door = made.service._admission
-            if with_key:
-                assert door._tenants["alice"].in_flight == 0
-            assert door._addresses == {}
-
-    asyncio.run(test())
+            if cancel:
+                await until(lambda: in_flight() == 2)
+                context = Context(authorization)
+                await made.Generate(REQUEST, context)
+                assert context.code is StatusCode.RESOURCE_EXHAUSTED
+                assert int(context.trailing["retry-after"]) >= 1
+                last.cancel()
+            await asyncio.gather(last, return_exceptions=True)
+            held.cancel()
+            await asyncio.gather(held, return_exceptions=True)
+        door = made.service._admission
+        if with_key:
+            assert door._tenants["alice"].in_flight == 0
+        assert door._addresses == {}
 
 
 # --------------------------------------------------------------------------- logs and figures
@@ -261,7 +205,7 @@ MINE = "it's\nmine"
 
 
 @pytest.mark.parametrize("breaking", [False, True])
-def test_no_log_holds_what_a_client_said_or_was_told(
+async def test_no_log_holds_what_a_client_said_or_was_told(
     breaking: bool, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At any level, from any logger: texts, token ids, keys. Of each request that has ended there
@@ -287,24 +231,20 @@ def test_no_log_holds_what_a_client_said_or_was_told(
         f'{{"{MARK}":1}}',
     ]
     answers: list[list[int]] = []
-
-    async def test() -> None:
-        patient = {"failures_max": 1000}
-        async with frontend(config=keyed(keys, actors=patient)) as made:
-            for authorization in (f"Bearer {key}", f"Bearer {key}{MARK}"):
-                for request in requests:
-                    answer = await made.Generate(request, Context(authorization))
-                    answers.append(list(answer.token_ids))
-                    await stream(made, request, Context(authorization))
-                for body in bodies:
-                    app = http_app(made.service)
-                    await http(app, body.encode(), headers={"authorization": authorization})
-            call = asyncio.ensure_future(stream(made, requests[0], Context(f"Bearer {key}")))
-            await asyncio.sleep(0)
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-
-    asyncio.run(test())
+    patient = {"failures_max": 1000}
+    async with frontend(config=keyed(keys, actors=patient)) as made:
+        for authorization in (f"Bearer {key}", f"Bearer {key}{MARK}"):
+            for request in requests:
+                answer = await made.Generate(request, Context(authorization))
+                answers.append(list(answer.token_ids))
+                await stream(made, request, Context(authorization))
+            for body in bodies:
+                app = http_app(made.service)
+                await http(app, body.encode(), headers={"authorization": authorization})
+        call = asyncio.ensure_future(stream(made, requests[0], Context(f"Bearer {key}")))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
     assert any(answers) is not breaking
     told = [", ".join(map(str, tokens[:4])) for tokens in answers if tokens]
     for record in caplog.records:
@@ -323,25 +263,21 @@ def test_no_log_holds_what_a_client_said_or_was_told(
     assert sum(f"id={MINE!r} status=CANCELLED" in line for line in lines) == 1
 
 
-def test_refused_calls_are_counted_by_status(keys: Path) -> None:
+async def test_refused_calls_are_counted_by_status(keys: Path) -> None:
     key = add(keys, "alice", tokens_per_minute=15)
     counted: list[str] = []
-
-    async def test() -> None:
-        async with frontend(config=keyed(keys)) as made:
-            made.service._meter._sink = lambda name, value, tags: (
-                counted.append(tags["status"]) if name == "lockstep_calls_refused" else None
-            )
-            good = f"Bearer {key}"
-            await made.Generate(REQUEST, Context())
-            await made.Status(pb.StatusRequest(), Context())
-            await made.Generate(pb.GenerateRequest(), Context(good))
-            await stream(made, pb.GenerateRequest(prompt="x", priority=1), Context(good))
-            await made.Generate(REQUEST, Context(good))
-            await stream(made, REQUEST, Context(good))
-            await http(http_app(made.service), b"{}")
-
-    asyncio.run(test())
+    async with frontend(config=keyed(keys)) as made:
+        made.service._meter._sink = lambda name, value, tags: (
+            counted.append(tags["status"]) if name == "lockstep_calls_refused" else None
+        )
+        good = f"Bearer {key}"
+        await made.Generate(REQUEST, Context())
+        await made.Status(pb.StatusRequest(), Context())
+        await made.Generate(pb.GenerateRequest(), Context(good))
+        await stream(made, pb.GenerateRequest(prompt="x", priority=1), Context(good))
+        await made.Generate(REQUEST, Context(good))
+        await stream(made, REQUEST, Context(good))
+        await http(http_app(made.service), b"{}")
     assert counted == [
         "UNAUTHENTICATED",
         "UNAUTHENTICATED",

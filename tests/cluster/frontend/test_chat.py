@@ -5,15 +5,16 @@ errors that name the field.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from grpc import StatusCode
 from transformers import PreTrainedTokenizerFast
 
 from cluster.frontend.calls import ChatPrompt
+from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
@@ -38,20 +39,25 @@ def messages(turns: Sequence[tuple[str, str]]) -> list[pb.ChatMessage]:
     return [pb.ChatMessage(role=role, content=content) for role, content in turns]
 
 
-def test_a_conversation_is_answered_like_the_tokens_of_its_template() -> None:
-    async def test() -> None:
-        async with frontend() as made:
-            made.service._text = TEXT
-            asked = pb.GenerateRequest(messages=messages(TURNS), max_new_tokens=30)
-            answer = await made.Generate(asked, Context())
-            rendered = "".join(f"<s>{role}: {content}\n" for role, content in TURNS)
-            ids = ENCODER(rendered + "<s>assistant:", add_special_tokens=False)["input_ids"]
-            plain = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids), max_new_tokens=30)
-            same = await made.Generate(plain, Context())
-            assert (answer.text, answer.token_ids) == (same.text, same.token_ids)
-            assert answer.end.usage.prompt_tokens == len(ids)
+def test_a_template_of_a_file_takes_the_place_of_the_targets(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages[0].content }}")
+    text = TargetText.load(ReplicaConfig(target="tiny", chat_template=str(path)))
+    prompt = ChatPrompt([{"role": "user", "content": "hello there"}])
+    assert text.encode_chat(prompt) == text.encode("hello there")
 
-    asyncio.run(test())
+
+async def test_a_conversation_is_answered_like_the_tokens_of_its_template() -> None:
+    async with frontend() as made:
+        made.service._text = TEXT
+        asked = pb.GenerateRequest(messages=messages(TURNS), max_new_tokens=30)
+        answer = await made.Generate(asked, Context())
+        rendered = "".join(f"<s>{role}: {content}\n" for role, content in TURNS)
+        ids = ENCODER(rendered + "<s>assistant:", add_special_tokens=False)["input_ids"]
+        plain = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids), max_new_tokens=30)
+        same = await made.Generate(plain, Context())
+        assert (answer.text, answer.token_ids) == (same.text, same.token_ids)
+        assert answer.end.usage.prompt_tokens == len(ids)
 
 
 def test_the_tokenizers_own_end_of_text_ends_a_turn() -> None:
@@ -75,14 +81,13 @@ def test_a_target_without_a_template_says_what_to_send() -> None:
     ],
     ids=["role", "empty", "both", "turns", "bytes"],
 )
-def test_a_bad_conversation_is_refused_by_name(request_: pb.GenerateRequest, reason: str) -> None:
-    async def test() -> None:
-        async with frontend(replicas=0) as made:
-            made.service._text = TEXT
-            context = Context()
-            await made.Generate(request_, context)
-            assert context.code is StatusCode.INVALID_ARGUMENT
-            assert context.details.startswith("messages: ")
-            assert reason in context.details
-
-    asyncio.run(test())
+async def test_a_bad_conversation_is_refused_by_name(
+    request_: pb.GenerateRequest, reason: str
+) -> None:
+    async with frontend(replicas=0) as made:
+        made.service._text = TEXT
+        context = Context()
+        await made.Generate(request_, context)
+        assert context.code is StatusCode.INVALID_ARGUMENT
+        assert context.details.startswith("messages: ")
+        assert reason in context.details

@@ -67,7 +67,7 @@ async def served() -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
 async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
     answer = await post(app, "completions", **fields)
     assert answer.status == 200, answer.body
-    choices = json.loads(answer.body)["choices"]
+    choices = answer.json["choices"]
     assert len(choices) == 1
     return dict(choices[0])
 
@@ -85,125 +85,106 @@ SAME = [
 ]
 
 
-def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
+async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
     """And other ones than without them, so that none is ignored."""
-
-    async def test() -> None:
-        async with served() as (made, app):
-            plain = (await whole(app, prompt=PROMPT, max_tokens=24, temperature=0))["text"]
-            for fields, http_fields in SAME:
-                asked = ParseDict(fields, pb.GenerateRequest(prompt=PROMPT, max_new_tokens=24))
-                answer = await made.Generate(asked, Context())
-                options = http_fields or fields
-                said = await whole(
-                    app,
-                    prompt=PROMPT,
-                    max_tokens=24,
-                    temperature=0,
-                    return_token_ids=True,
-                    **options,
-                )
-                assert said["token_ids"] == list(answer.token_ids), fields
-                assert said["text"] == answer.text
-                if fields != {"min_tokens": 20}:
-                    assert said["text"] != plain, fields
-            named = {name for fields, _ in SAME for name in fields} | {
-                "logprobs",
-                "prompt_logprobs",
-            }
-            known = {
-                field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.number > 20
-            }
-            assert known == named, "each field of decoding stands in the table"
-
-    asyncio.run(test())
-
-
-def test_log_probabilities_are_those_of_transformers_on_both_edges() -> None:
-    async def test() -> None:
-        async with served() as (made, app):
-            fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 3}
-            said = await whole(app, **fields, echo=True, return_token_ids=True)
-            ids = said["prompt_token_ids"] + said["token_ids"]
-            plain = log_softmax(ids)
-            told = said["logprobs"]
-            assert len(told["tokens"]) == len(ids)
-            assert "".join(told["tokens"]) == said["text"]
-            assert said["text"].startswith(PROMPT)
-            assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-            for place, (token, logprob, top, offset) in enumerate(
-                zip(
-                    told["tokens"],
-                    told["token_logprobs"],
-                    told["top_logprobs"],
-                    told["text_offset"],
-                    strict=True,
-                )
-            ):
-                assert said["text"][offset:].startswith(token)
-                if place == 0:
-                    continue
-                assert logprob == pytest.approx(float(plain[place - 1, ids[place]]), abs=1e-4)
-                # As lm-eval finds out whether the token is the greedy one.
-                greedy = int(plain[place - 1].argmax()) == ids[place]
-                assert (max(top.values()) == logprob) == greedy
-                assert top[token] == logprob
-            asked = pb.GenerateRequest(
-                prompt=PROMPT, max_new_tokens=12, logprobs=3, prompt_logprobs=3
-            )
+    async with served() as (made, app):
+        plain = (await whole(app, prompt=PROMPT, max_tokens=24, temperature=0))["text"]
+        for fields, http_fields in SAME:
+            asked = ParseDict(fields, pb.GenerateRequest(prompt=PROMPT, max_new_tokens=24))
             answer = await made.Generate(asked, Context())
-            both = [*answer.end.prompt_logprobs, *answer.logprobs]
-            assert [one.logprob for one in both] == told["token_logprobs"][1:]
-            chunks = [chunk async for chunk in made.GenerateStream(asked, Context())]
-            assert [one for chunk in chunks for one in chunk.logprobs] == list(answer.logprobs)
-            streamed = await post(app, "completions", **fields, stream=True)
-            events = [
-                json.loads(line.partition("data: ")[2])
-                for line in streamed.body.decode().split("\n\n")[:-2]
-            ]
-            parts = [event["choices"][0]["logprobs"] for event in events]
-            new = told["token_logprobs"][len(said["prompt_token_ids"]) :]
-            assert [one for part in parts for one in part["token_logprobs"]] == new
-            of_prompt = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
-            assert of_prompt["prompt_logprobs"][0] is None
-            values = [next(iter(one.values())) for one in of_prompt["prompt_logprobs"][1:]]
-            count = len(said["prompt_token_ids"])
-            assert [one["logprob"] for one in values] == told["token_logprobs"][1:count]
-            assert [one["decoded_token"] for one in values] == told["tokens"][1:count]
+            options = http_fields or fields
+            said = await whole(
+                app,
+                prompt=PROMPT,
+                max_tokens=24,
+                temperature=0,
+                return_token_ids=True,
+                **options,
+            )
+            assert said["token_ids"] == list(answer.token_ids), fields
+            assert said["text"] == answer.text
+            if fields != {"min_tokens": 20}:
+                assert said["text"] != plain, fields
+        named = {name for fields, _ in SAME for name in fields} | {
+            "logprobs",
+            "prompt_logprobs",
+        }
+        known = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.number > 20}
+        assert known == named, "each field of decoding stands in the table"
 
-    asyncio.run(test())
+
+async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> None:
+    async with served() as (made, app):
+        fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 3}
+        said = await whole(app, **fields, echo=True, return_token_ids=True)
+        ids = said["prompt_token_ids"] + said["token_ids"]
+        plain = log_softmax(ids)
+        told = said["logprobs"]
+        assert len(told["tokens"]) == len(ids)
+        assert "".join(told["tokens"]) == said["text"]
+        assert said["text"].startswith(PROMPT)
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        for place, (token, logprob, top, offset) in enumerate(
+            zip(
+                told["tokens"],
+                told["token_logprobs"],
+                told["top_logprobs"],
+                told["text_offset"],
+                strict=True,
+            )
+        ):
+            assert said["text"][offset:].startswith(token)
+            if place == 0:
+                continue
+            assert logprob == pytest.approx(float(plain[place - 1, ids[place]]), abs=1e-4)
+            # As lm-eval finds out whether the token is the greedy one.
+            greedy = int(plain[place - 1].argmax()) == ids[place]
+            assert (max(top.values()) == logprob) == greedy
+            assert top[token] == logprob
+        asked = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=12, logprobs=3, prompt_logprobs=3)
+        answer = await made.Generate(asked, Context())
+        both = [*answer.end.prompt_logprobs, *answer.logprobs]
+        assert [one.logprob for one in both] == told["token_logprobs"][1:]
+        chunks = [chunk async for chunk in made.GenerateStream(asked, Context())]
+        assert [one for chunk in chunks for one in chunk.logprobs] == list(answer.logprobs)
+        streamed = await post(app, "completions", **fields, stream=True)
+        events = [
+            json.loads(line.partition("data: ")[2])
+            for line in streamed.body.decode().split("\n\n")[:-2]
+        ]
+        parts = [event["choices"][0]["logprobs"] for event in events]
+        new = told["token_logprobs"][len(said["prompt_token_ids"]) :]
+        assert [one for part in parts for one in part["token_logprobs"]] == new
+        of_prompt = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
+        assert of_prompt["prompt_logprobs"][0] is None
+        values = [next(iter(one.values())) for one in of_prompt["prompt_logprobs"][1:]]
+        count = len(said["prompt_token_ids"])
+        assert [one["logprob"] for one in values] == told["token_logprobs"][1:count]
+        assert [one["decoded_token"] for one in values] == told["tokens"][1:count]
 
 
-def test_structured_answers_are_what_was_asked_for() -> None:
+async def test_structured_answers_are_what_was_asked_for() -> None:
     """Sampled, several at once; those that end within the limit."""
-
-    async def test() -> None:
-        async with served() as (_made, app):
-            fields = {"prompt": "x = ", "max_tokens": 60, "n": 6, "temperature": 1, "seed": 3}
-            shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-            answers = await asyncio.gather(
-                post(app, "completions", **fields, response_format=shape),
-                post(app, "completions", **fields, structured_outputs={"regex": "[ab]+c"}),
-                post(app, "completions", **fields, structured_outputs={"choice": ["ja", "nein"]}),
-            )
-            jsons, matches, choices = (
-                [
-                    one["text"]
-                    for one in json.loads(answer.body)["choices"]
-                    if one["finish_reason"] == "stop"
-                ]
-                for answer in answers
-            )
-            assert jsons
-            assert matches
-            assert len(choices) == 6
-            for one in jsons:
-                made = json.loads(one)
-                assert list(made) == ["name", "size"]
-                assert len(made["name"]) <= 8
-                assert 0 <= made["size"] <= 99
-                assert one == json.dumps(made, ensure_ascii=False) or "\\" in one
-            assert all(re.fullmatch("[ab]+c", one) for one in matches)
-            assert set(choices) <= {"ja", "nein"}
-
-    asyncio.run(test())
+    async with served() as (_made, app):
+        fields = {"prompt": "x = ", "max_tokens": 60, "n": 6, "temperature": 1, "seed": 3}
+        shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+        answers = await asyncio.gather(
+            post(app, "completions", **fields, response_format=shape),
+            post(app, "completions", **fields, structured_outputs={"regex": "[ab]+c"}),
+            post(app, "completions", **fields, structured_outputs={"choice": ["ja", "nein"]}),
+        )
+        jsons, matches, choices = (
+            [one["text"] for one in answer.json["choices"] if one["finish_reason"] == "stop"]
+            for answer in answers
+        )
+        assert jsons
+        assert matches
+        assert len(choices) == 6
+        for one in jsons:
+            made = json.loads(one)
+            assert list(made) == ["name", "size"]
+            assert len(made["name"]) <= 8
+            assert 0 <= made["size"] <= 99
+            assert one == json.dumps(made, ensure_ascii=False) or "\\" in one
+        assert all(re.fullmatch("[ab]+c", one) for one in matches)
+        assert set(choices) <= {"ja", "nein"}

@@ -5,7 +5,6 @@ says, whole and streamed, and comes back to the template as it went; what cannot
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from copy import copy
@@ -18,7 +17,7 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_tools import ToolFormat, ToolReader, tool_format
 from replicas.replica import Replica
 from tests.cluster.frontend.rig import CONFIG, frontend
-from tests.cluster.frontend.test_openai import error, events, post
+from tests.cluster.frontend.test_openai import events, post
 from tests.cluster.frontend.test_openai_decoding import PAIR, text
 
 HERMES_TEMPLATE = (
@@ -93,61 +92,58 @@ def test_a_template_says_its_format() -> None:
 
 
 @pytest.mark.parametrize("template", [HERMES_TEMPLATE, LLAMA_TEMPLATE])
-def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
-    async def test() -> None:
-        encoder = copy(text().encoder)
-        encoder.chat_template = template
-        config = CONFIG.model_copy(update={"replica": PAIR})
-        spoken = replace(text(), encoder=encoder)
-        load = lambda: Replica.load(PAIR)  # noqa: E731
-        async with frontend(config=config, load=load, text=spoken) as made:
-            app = http_app(made.service)
-            fields: dict[str, Any] = {
-                "messages": ASKED,
-                "tools": TOOLS,
-                "max_tokens": 60,
-                "temperature": 1,
-                "seed": 4,
-                "parallel_tool_calls": False,
-            }
-            named = {"type": "function", "function": {"name": "weather"}}
-            for choice in ("required", named):
-                body = await post(app, "chat/completions", **fields, n=4, tool_choice=choice)
-                choices = json.loads(body.body)["choices"]
-                for one in choices:
-                    assert one["finish_reason"] == "tool_calls"
-                    assert one["message"]["content"] is None
-                    [call] = one["message"]["tool_calls"]
-                    given = json.loads(call["function"]["arguments"])
-                    assert choice == "required" or call["function"]["name"] == "weather"
-                    if call["function"]["name"] == "weather":
-                        assert given["city"] in ("Rome", "Oslo")
-                        assert given["days"] in (1, 2, 3)
-            streamed = await post(app, "chat/completions", **fields, tool_choice=named, stream=True)
-            deltas = [event["choices"][0]["delta"] for event in events(streamed)]
-            [call_delta] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-            assert call_delta[0]["function"] == choices[0]["message"]["tool_calls"][0]["function"]
-            assert all(not delta.get("content") for delta in deltas)
-            # The conversation goes on with what the call gave.
-            turn = choices[0]["message"]
-            result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
-            more = await post(
-                app,
-                "chat/completions",
-                messages=[*ASKED, turn, result],
-                max_tokens=4,
-                tools=TOOLS,
-                tool_choice="none",
-            )
-            assert more.status == 200, more.body
-            # A strict tool binds what is called, but not whether.
-            strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
-            free = await post(app, "chat/completions", **(fields | {"tools": strict}), n=4)
-            for one in json.loads(free.body)["choices"]:
-                for call in one["message"].get("tool_calls", []):
-                    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
-
-    asyncio.run(test())
+async def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
+    encoder = copy(text().encoder)
+    encoder.chat_template = template
+    config = CONFIG.model_copy(update={"replica": PAIR})
+    spoken = replace(text(), encoder=encoder)
+    load = lambda: Replica.load(PAIR)  # noqa: E731
+    async with frontend(config=config, load=load, text=spoken) as made:
+        app = http_app(made.service)
+        fields: dict[str, Any] = {
+            "messages": ASKED,
+            "tools": TOOLS,
+            "max_tokens": 60,
+            "temperature": 1,
+            "seed": 4,
+            "parallel_tool_calls": False,
+        }
+        named = {"type": "function", "function": {"name": "weather"}}
+        for choice in ("required", named):
+            body = await post(app, "chat/completions", **fields, n=4, tool_choice=choice)
+            choices = body.json["choices"]
+            for one in choices:
+                assert one["finish_reason"] == "tool_calls"
+                assert one["message"]["content"] is None
+                [call] = one["message"]["tool_calls"]
+                given = json.loads(call["function"]["arguments"])
+                assert choice == "required" or call["function"]["name"] == "weather"
+                if call["function"]["name"] == "weather":
+                    assert given["city"] in ("Rome", "Oslo")
+                    assert given["days"] in (1, 2, 3)
+        streamed = await post(app, "chat/completions", **fields, tool_choice=named, stream=True)
+        deltas = [event["choices"][0]["delta"] for event in events(streamed)]
+        [call_delta] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert call_delta[0]["function"] == choices[0]["message"]["tool_calls"][0]["function"]
+        assert all(not delta.get("content") for delta in deltas)
+        # The conversation goes on with what the call gave.
+        turn = choices[0]["message"]
+        result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
+        more = await post(
+            app,
+            "chat/completions",
+            messages=[*ASKED, turn, result],
+            max_tokens=4,
+            tools=TOOLS,
+            tool_choice="none",
+        )
+        assert more.status == 200, more.body
+        # A strict tool binds what is called, but not whether.
+        strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
+        free = await post(app, "chat/completions", **(fields | {"tools": strict}), n=4)
+        for one in free.json["choices"]:
+            for call in one["message"].get("tool_calls", []):
+                assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
 
 
 @pytest.mark.parametrize(
@@ -160,17 +156,12 @@ def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str) -> None:
-    async def test() -> None:
-        encoder = copy(text().encoder)
-        encoder.chat_template = HERMES_TEMPLATE
-        config = CONFIG.model_copy(update={"replica": PAIR})
-        spoken = replace(text(), encoder=encoder)
-        async with frontend(config=config, replicas=0, text=spoken) as made:
-            answer = await post(
-                http_app(made.service), "chat/completions", messages=ASKED, **fields
-            )
-            assert answer.status == 400
-            assert error(answer)["param"] == param
-
-    asyncio.run(test())
+async def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str) -> None:
+    encoder = copy(text().encoder)
+    encoder.chat_template = HERMES_TEMPLATE
+    config = CONFIG.model_copy(update={"replica": PAIR})
+    spoken = replace(text(), encoder=encoder)
+    async with frontend(config=config, replicas=0, text=spoken) as made:
+        answer = await post(http_app(made.service), "chat/completions", messages=ASKED, **fields)
+        assert answer.status == 400
+        assert answer.error["param"] == param

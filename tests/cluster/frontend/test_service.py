@@ -19,7 +19,8 @@ from cluster.frontend.calls import Delta, GenerateCall, TextPrompt, TokenPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 from scheduler.messages import FinishReason
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, frontend, until
+from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, frontend
+from tests.cluster.wire import until
 
 HERE = Caller(address="127.0.0.1")
 CALL = GenerateCall(
@@ -48,88 +49,75 @@ def text_and_tokens(deltas: list[Delta]) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stop", [(), ("e",)], ids=["whole", "stop"])
-def test_every_sequence_is_the_one_of_a_call_of_its_own(stream: bool, stop: tuple[str]) -> None:
-    async def test() -> None:
-        async with frontend(step_s=0.001) as made:
-            service = made.service
-            call = replace(CALL, stream=stream, stop=stop)
-            whole = await answers(service, call)
-            assert sorted(whole) == list(range(6))
-            for index, deltas in whole.items():
-                prompt, choice = divmod(index, 3)
-                seed = (2**63 - 2 + choice) % 2**63
-                single = replace(call, prompts=(call.prompts[prompt],), choices=1, seed=seed)
-                assert text_and_tokens(deltas) == text_and_tokens(
-                    (await answers(service, single))[0]
-                )
-                assert [delta.end is not None for delta in deltas] == [False] * (
-                    len(deltas) - 1
-                ) + [True]
-                assert deltas[-1].end is not None
-                assert deltas[-1].end.seed == seed
-                assert stream or len(deltas) == 1
-
-    asyncio.run(test())
+async def test_every_sequence_is_the_one_of_a_call_of_its_own(
+    stream: bool, stop: tuple[str]
+) -> None:
+    async with frontend(step_s=0.001) as made:
+        service = made.service
+        call = replace(CALL, stream=stream, stop=stop)
+        whole = await answers(service, call)
+        assert sorted(whole) == list(range(6))
+        for index, deltas in whole.items():
+            prompt, choice = divmod(index, 3)
+            seed = (2**63 - 2 + choice) % 2**63
+            single = replace(call, prompts=(call.prompts[prompt],), choices=1, seed=seed)
+            assert text_and_tokens(deltas) == text_and_tokens((await answers(service, single))[0])
+            assert [delta.end is not None for delta in deltas] == [False] * (len(deltas) - 1) + [
+                True
+            ]
+            assert deltas[-1].end is not None
+            assert deltas[-1].end.seed == seed
+            assert stream or len(deltas) == 1
 
 
-def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> None:
+async def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     caller = Caller((f"Bearer {add(path, 'alice', tokens_per_minute=10**6, requests_max=4)}",))
     prompts = (TextPrompt(PROMPT),)
-
-    async def test() -> None:
-        config = from_args({"auth": {"keys_file": str(path)}})
-        async with frontend(step_s=0.05, config=config) as made:
-            service = made.service
-            call = replace(CALL, caller=caller, prompts=prompts, max_new_tokens=400)
-            running = asyncio.ensure_future(answers(service, call))
-            await until(lambda: service._router.unfinished == 3)
-            use = service._admission._tenants["alice"]
-            assert use.bucket is not None
-            assert use.bucket._level < 10**6 - 3 * 400
-            for choices, code in (
-                (2, StatusCode.RESOURCE_EXHAUSTED),
-                (5, StatusCode.PERMISSION_DENIED),
-            ):
-                with pytest.raises(Refused) as refused:
-                    await answers(service, replace(call, choices=choices))
-                assert refused.value.refusal.code is code
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            assert use.in_flight == 0
-            await until(lambda: not service._router.unfinished)
-
-    asyncio.run(test())
+    config = from_args({"auth": {"keys_file": str(path)}})
+    async with frontend(step_s=0.05, config=config) as made:
+        service = made.service
+        call = replace(CALL, caller=caller, prompts=prompts, max_new_tokens=400)
+        running = asyncio.ensure_future(answers(service, call))
+        await until(lambda: service._router.unfinished == 3)
+        use = service._admission._tenants["alice"]
+        assert use.bucket is not None
+        assert use.bucket._level < 10**6 - 3 * 400
+        for choices, code in (
+            (2, StatusCode.RESOURCE_EXHAUSTED),
+            (5, StatusCode.PERMISSION_DENIED),
+        ):
+            with pytest.raises(Refused) as refused:
+                await answers(service, replace(call, choices=choices))
+            assert refused.value.refusal.code is code
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert use.in_flight == 0
+        await until(lambda: not service._router.unfinished)
 
 
-def test_one_sequence_that_is_not_served_in_full_ends_the_call() -> None:
-    async def test() -> None:
-        async with frontend(step_s=0.02) as made:
-            service = made.service
-            call = replace(CALL, max_new_tokens=400, stream=True, timeout_s=0.2)
-            deltas = await answers(service, call)
-            ends = [delta.end for got in deltas.values() for delta in got if delta.end]
-            assert [end.reason for end in ends] == [FinishReason.DEADLINE]
-            assert ends[0].refusal is not None
-            assert ends[0].refusal.code is StatusCode.DEADLINE_EXCEEDED
-            await until(lambda: not service._router.unfinished)
-
-    asyncio.run(test())
+async def test_one_sequence_that_is_not_served_in_full_ends_the_call() -> None:
+    async with frontend(step_s=0.02) as made:
+        service = made.service
+        call = replace(CALL, max_new_tokens=400, stream=True, timeout_s=0.2)
+        deltas = await answers(service, call)
+        ends = [delta.end for got in deltas.values() for delta in got if delta.end]
+        assert [end.reason for end in ends] == [FinishReason.DEADLINE]
+        assert ends[0].refusal is not None
+        assert ends[0].refusal.code is StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: not service._router.unfinished)
 
 
-def test_one_sequence_that_is_wrong_submits_none() -> None:
-    async def test() -> None:
-        async with frontend(replicas=0) as made:
-            for call, field in (
-                (replace(CALL, prompts=(TextPrompt(PROMPT), TokenPrompt([9999]))), "prompt"),
-                (replace(CALL, choices=0), "n"),
-                (replace(CALL, choices=CONFIG.frontend.sequences_max), "n"),
-                (replace(CALL, committed_token_ids=[5]), "committed_token_ids"),
-            ):
-                with pytest.raises(Refused) as refused:
-                    await answers(made.service, call)
-                assert refused.value.refusal.code is StatusCode.INVALID_ARGUMENT
-                assert refused.value.refusal.field == field
-                assert made.service._router.unfinished == 0
-
-    asyncio.run(test())
+async def test_one_sequence_that_is_wrong_submits_none() -> None:
+    async with frontend(replicas=0) as made:
+        for call, field in (
+            (replace(CALL, prompts=(TextPrompt(PROMPT), TokenPrompt([9999]))), "prompt"),
+            (replace(CALL, choices=0), "n"),
+            (replace(CALL, choices=CONFIG.frontend.sequences_max), "n"),
+            (replace(CALL, committed_token_ids=[5]), "committed_token_ids"),
+        ):
+            with pytest.raises(Refused) as refused:
+                await answers(made.service, call)
+            assert refused.value.refusal.code is StatusCode.INVALID_ARGUMENT
+            assert refused.value.refusal.field == field
+            assert made.service._router.unfinished == 0

@@ -6,7 +6,6 @@ Pool, worker and session run in one event loop, without Ray.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
@@ -14,7 +13,10 @@ import pytest
 from scheduler.messages import Event, FinishReason, StepDone, Submit
 from scheduler.scheduler import Scheduler
 from tests.cluster.fakes import perfect
-from tests.cluster.test_pool import prompts, world
+from tests.cluster.pool.rig import (
+    prompts,
+    shards,
+)
 
 POISON = 313
 
@@ -30,7 +32,7 @@ def breaks_at_its_results(event: Event, live: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("breaks", [breaks_at_its_submit, breaks_at_its_results])
-def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
+async def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
     breaks: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = Scheduler.step
@@ -44,32 +46,26 @@ def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
 
     monkeypatch.setattr(Scheduler, "step", planted)
     caplog.set_level(logging.CRITICAL, "lockstep.pool")
+    ends = 0
 
-    async def test() -> None:
-        ends = 0
+    def abort() -> None:
+        nonlocal ends
+        ends += 1
+        made.wire.restart()
 
-        def abort() -> None:
-            nonlocal ends
-            ends += 1
-            made.wire.restart()
-
-        async with world(abort=abort) as made:
-            await made.add_replica()
-            await made.add_replica()
-            asked = prompts(8)
-            lives = [made.submit(prompt, 40) for prompt in asked]
-            guilty = made.submit([5, POISON, 6], 40)
-            for live in (*lives, guilty):
-                await live.ended.wait()
-            assert guilty.finish is not None
-            assert guilty.finish.reason is FinishReason.FAILED
-            for prompt, live in zip(asked, lives, strict=True):
-                assert live.tokens == perfect(prompt, 40)
-            assert ends == 3
-        last = [record.getMessage() for record in caplog.records]
-        assert len(last) == 3
-        for line, name in zip(last, poisoned, strict=False):
-            assert name in line
-            assert str(POISON) not in line.replace(name, "")
-
-    asyncio.run(test())
+    async with shards(2, abort=abort) as made:
+        asked = prompts(8)
+        lives = [made.submit(prompt, 40) for prompt in asked]
+        guilty = made.submit([5, POISON, 6], 40)
+        for live in (*lives, guilty):
+            await live.ended.wait()
+        assert guilty.finish is not None
+        assert guilty.finish.reason is FinishReason.FAILED
+        for prompt, live in zip(asked, lives, strict=True):
+            assert live.tokens == perfect(prompt, 40)
+        assert ends == 3
+    last = [record.getMessage() for record in caplog.records]
+    assert len(last) == 3
+    for line, name in zip(last, poisoned, strict=False):
+        assert name in line
+        assert str(POISON) not in line.replace(name, "")

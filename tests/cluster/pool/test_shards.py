@@ -7,125 +7,38 @@ Pools, replicas and session run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
-from cluster.config import ClusterConfig, from_args
+from cluster.config import from_args
 from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.in_flight import InFlightRequest
 from cluster.pool import shard_router
-from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import PoolUnreachable, PoolView
-from cluster.pool.shard_router import ShardRouter
-from cluster.worker.worker import Worker, _Stop
 from scheduler.errors import InvalidRequest
-from scheduler.messages import Batch, BatchKind, FinishReason, Request, StepResult, Usage
-from scheduler.state.replica import Replica
-from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.test_pool import CONFIG, TIMEOUT_S, half_dead
-from tests.cluster.wire import Wire
-
-MOVE_S = 0.1
-BOUND_S = 100.0
-"""For what happens at once, on a machine that does a hundred other things."""
-NAMES = ("shard-a", "shard-b")
-PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
-
-
-class Stuck(FakeReplica):
-    """Ends no batch before it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.let_go = threading.Event()
-
-    def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
-        if batch.kind is BatchKind.SPECULATE:
-            self.let_go.wait(timeout=120)
-        return super().step(batch, interrupted)
-
-
-class Shards:
-    """Two pools that can be killed, one frontend's sessions to both, and replicas."""
-
-    def __init__(self, config: ClusterConfig = CONFIG) -> None:
-        self.wires = [Wire(config, seed=seed) for seed in range(2)]
-        beat_s = config.pool.beat_s
-        self.router = ShardRouter(
-            self.wires, NAMES, "frontend", beat_s, MOVE_S, unreachable_s=1000.0
-        )
-        self.runners: list[Worker] = []
-
-    async def add_replica(self, shard: int, fake: FakeReplica | None = None) -> Worker:
-        name = f"replica{len(self.runners)}"
-        hosted = fake or FakeReplica(step_s=0.002)
-        runner = Worker(CONFIG, lambda: hosted, self.wires, name, shard=shard)
-        await runner.start()
-        self.runners.append(runner)
-        return runner
-
-    def submit(self, prompt: list[int], count: int) -> InFlightRequest:
-        return self.router.submit(Request("x", tuple(prompt), count), TIMEOUT_S)
-
-    async def until_serving(self, *serving: int) -> None:
-        """And all pools have answered lately, as one that stood still with its world has not."""
-        wanted = [(each, True) for each in serving]
-        sessions = self.router.sessions
-        await until(
-            lambda: [(session.load.serving, session.load.answers) for session in sessions] == wanted
-        )
-
-    def live(self) -> list[int]:
-        return [wire.actor._scheduler.snapshot().live for wire in self.wires]
-
-
-@asynccontextmanager
-async def shards(*replicas: int, config: ClusterConfig = CONFIG) -> AsyncIterator[Shards]:
-    """With so many replicas in each shard."""
-    made = Shards(config)
-    made.router.start()
-    try:
-        async with asyncio.timeout(100):
-            for shard, count in enumerate(replicas):
-                for _ in range(count):
-                    await made.add_replica(shard)
-            await made.until_serving(*replicas)
-            yield made
-    finally:
-        for wire in made.wires:
-            wire.loss = 0.0
-        await made.router.close()
-        for runner in made.runners:
-            runner._member.cancel()
-            runner._jobs.put(_Stop())
-        for wire in made.wires:
-            wire.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(BOUND_S):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def check(lives: list[InFlightRequest], count: int) -> None:
-    """All have ended, each with the tokens of an undisturbed run."""
-    for prompt, live in zip(PROMPTS, lives, strict=False):
-        await live.ended.wait()
-        assert live.finish is not None, (live.reject, live.unreachable)
-        assert live.finish.reason is FinishReason.LENGTH
-        assert live.tokens == perfect(prompt, count)
+from scheduler.messages import FinishReason, Request, Usage
+from tests.cluster.fakes import FakeReplica
+from tests.cluster.pool.rig import (
+    CONFIG,
+    MOVE_S,
+    NAMES,
+    PROMPTS,
+    TIMEOUT_S,
+    Cluster,
+    Stuck,
+    check,
+    half_dead,
+    shards,
+)
+from tests.cluster.wire import Wire, until
 
 
 async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
     async with shards(1, 3) as s:
         lives = [s.submit(prompt, 40) for prompt in PROMPTS]
         assert [sum(live.shard == n for live in lives) for n in (0, 1)] == [6, 18]
-        await check(lives, 40)
+        await check(lives)
         assert s.live() == [0, 0]
 
 
@@ -133,7 +46,7 @@ async def test_a_request_that_cannot_be_sent_is_refused_with_its_field() -> None
     async with shards(1, 1) as s:
         with pytest.raises(InvalidRequest, match="decoding"):
             s.router.submit(Request("x", (5, 6), 9, decoding=object()), TIMEOUT_S)
-        await check([s.submit(PROMPTS[0], 9)], 9)
+        await check([s.submit(PROMPTS[0], 9)])
 
 
 async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
@@ -148,20 +61,13 @@ async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
         assert [session._unconfirmed_tokens for session in s.router.sessions] == [0, 0]
 
 
-async def test_a_shard_without_replicas_gets_nothing() -> None:
-    async with shards(0, 1) as s:
-        lives = [s.submit(prompt, 20) for prompt in PROMPTS]
-        assert {live.shard for live in lives} == {1}
-        await check(lives, 20)
-
-
 async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 200) for prompt in PROMPTS]
         left = [live for live in lives if live.shard == 0]
         await until(lambda: any(live.tokens for live in left))
-        s.runners[0]._member.cancel()
-        await check(lives, 200)
+        s.workers[0]._member.cancel()
+        await check(lives)
         assert {live.shard for live in lives} == {1}
         assert any(live.tokens and live.recovered for live in left)
         moved = [live for live in left if live.earlier]
@@ -183,7 +89,7 @@ async def test_requests_that_came_before_any_replica_go_where_the_first_one_is()
         await asyncio.sleep(3 * MOVE_S)
         assert {live.shard for live in lives} == {0, 1}, "nowhere to go yet"
         await s.add_replica(1)
-        await check(lives, 20)
+        await check(lives)
         assert {live.shard for live in lives} == {1}
 
 
@@ -191,12 +97,12 @@ async def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing
     async with shards(2, 0) as s:
         lives = [s.submit(prompt, 200) for prompt in PROMPTS]
         await asyncio.sleep(0.05)
-        s.runners[1].move_to(1)
+        s.workers[1].move_to(1)
         await s.until_serving(1, 1)
         later = [s.submit(prompt, 40) for prompt in PROMPTS]
         assert 1 in {live.shard for live in later}
-        await check(lives, 200)
-        await check(later, 40)
+        await check(lives)
+        await check(later)
         assert all(
             not wire.actor._workers[each].draining
             for wire in s.wires
@@ -208,11 +114,11 @@ async def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 100) for prompt in PROMPTS]
         await asyncio.sleep(0.02)
-        s.runners[1].move_to(0)
+        s.workers[1].move_to(0)
         async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-            await s.runners[1].close()
+            await s.workers[1].close()
         await s.until_serving(1, 0)
-        await check(lives, 100)
+        await check(lives)
 
 
 async def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
@@ -225,8 +131,8 @@ async def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
         assert {live.shard for live in lives} == {0, 1}
         new = s.submit(PROMPTS[0], 20)
         assert new.shard == 1
-        await check(lives, 150)
-        await check([new], 20)
+        await check(lives)
+        await check([new])
         assert {live.shard for live in lives} == {1}
         with pytest.raises(PoolUnreachable):
             await s.wires[0].status()
@@ -240,7 +146,7 @@ async def test_requests_leave_a_pool_that_only_says_it_lives() -> None:
         lives = [s.submit(prompt, 150) for prompt in PROMPTS]
         assert {live.shard for live in lives} == {0, 1}
         half_dead(s.wires[0])
-        await check(lives, 150)
+        await check(lives)
         assert {live.shard for live in lives} == {1}
         s.router.check()
 
@@ -252,7 +158,7 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
             await s.add_replica(shard, FakeReplica(step_s=0.1))
         await s.until_serving(1, 1)
         lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-        s.runners[0]._member.cancel()
+        s.workers[0]._member.cancel()
         await until(lambda: {live.shard for live in lives} == {1})
         for live in lives:
             s.router.cancel(live)
@@ -266,7 +172,7 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
 async def test_all_shards_look_like_one_pool() -> None:
     async with shards(1, 2) as s:
         lives = [s.submit(prompt, 20) for prompt in PROMPTS]
-        await check(lives, 20)
+        await check(lives)
         status = to_status(await s.router.status())
         assert len(status.replicas) == 3
         assert status.requests_finished == len(PROMPTS)
@@ -288,9 +194,7 @@ async def test_one_shard_that_stops_stops_the_server() -> None:
         await asyncio.sleep(3 * CONFIG.pool.beat_s)
         assert s.router.stopping.is_set()
         await s.wires[1].actor.stop_accepting(0.0)
-        async with asyncio.timeout(BOUND_S):
-            while s.router.stopping.is_set():
-                await asyncio.sleep(0.01)
+        await until(lambda: not s.router.stopping.is_set())
 
 
 def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
@@ -305,18 +209,17 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
     as often as one may."""
     stuck: list[Stuck] = []
 
-    async def add_replica(s: Shards, shard: int) -> None:
+    async def add_replica(s: Cluster, shard: int) -> None:
         stuck.append(Stuck())
         await s.add_replica(shard, stuck[-1])
 
-    async def kill(s: Shards, live: InFlightRequest) -> None:
+    async def kill(s: Cluster, live: InFlightRequest) -> None:
         """The only replica of the shard that holds the request dies, in a batch with it."""
         actor = s.wires[live.shard].actor
-        async with asyncio.timeout(BOUND_S):
-            while not any(len(replica.pipeline) for replica in _replicas(actor)):
-                await asyncio.sleep(0.001)
+        replicas = actor._scheduler._pool.replicas
+        await until(lambda: any(len(replica.pipeline) for replica in replicas.values()))
         [replica_id] = actor._workers
-        [runner] = [one for one in s.runners if one.replica_id == replica_id]
+        [runner] = [one for one in s.workers if one.replica_id == replica_id]
         runner._member.cancel()
         actor._lose_worker(replica_id, "has died", blamed=True)
 
@@ -328,9 +231,7 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         for deaths, shard in enumerate((1, 0), start=1):
             await kill(s, deadly)
             await add_replica(s, shard)
-            async with asyncio.timeout(BOUND_S):
-                while deadly.shard != shard:
-                    await asyncio.sleep(0.01)
+            await until(lambda shard=shard: deadly.shard == shard)
             assert deadly.record.deaths == deaths
         await kill(s, deadly)
         await deadly.ended.wait()
@@ -340,13 +241,9 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         # A request that has killed nothing is served by the next one.
         other = s.submit(PROMPTS[0], 20)
         await s.add_replica(1)
-        await check([other], 20)
+        await check([other])
         for one in stuck:
             one.let_go.set()
-
-
-def _replicas(actor: PoolActor) -> list[Replica]:
-    return list(actor._scheduler._pool.replicas.values())
 
 
 class Hanging:
@@ -380,9 +277,8 @@ async def test_a_shard_that_hangs_is_named_and_delays_none(
         assert silent == ["shard-a"]
         assert to_status(view).ready
         hanging.let_go.set()
-        async with asyncio.timeout(BOUND_S):
-            while (await s.router.status()).silent:
-                await asyncio.sleep(0.001)
+        while (await s.router.status()).silent:
+            await asyncio.sleep(0.001)
 
 
 async def test_without_an_answer_the_first_is_waited_for(

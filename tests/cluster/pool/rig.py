@@ -1,0 +1,168 @@
+"""Pools, their replicas and the sessions of one frontend, in one event loop without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from cluster.config import ClusterConfig, from_args
+from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.session import PoolSession
+from cluster.pool.shard_router import ShardRouter
+from cluster.transport.stream import Stream, StreamKind
+from cluster.worker.worker import Worker, _Stop
+from scheduler.messages import FinishReason, Request
+from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.wire import Wire, until
+
+CONFIG = from_args(
+    {
+        "scheduler": {"rows_max": 4},
+        "pool": {"lease_s": 0.5, "beat_s": 0.1, "tick_s": 0.01, "gather_ms": 2},
+        "actors": {"drain_s": 20},
+    }
+)
+TIMEOUT_S = 60.0
+MOVE_S = 0.1
+NAMES = ("shard-a", "shard-b")
+PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
+
+
+class Stuck(FakeReplica):
+    """Ends no batch before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def step(self, batch: Any, *rest: Any) -> Any:
+        self.let_go.wait(120)
+        return super().step(batch, *rest)
+
+
+class Cluster:
+    """Pools that can be lost or replaced, one frontend's sessions to all of them, and replicas."""
+
+    def __init__(
+        self, shards: int, config: ClusterConfig, loss: float, seed: int, **options: Any
+    ) -> None:
+        self.config = config
+        self.wires = [Wire(config, loss, seed + shard, **options) for shard in range(shards)]
+        self.router = ShardRouter(
+            self.wires,
+            NAMES[:shards],
+            "frontend",
+            config.pool.beat_s,
+            MOVE_S,
+            unreachable_s=1000.0,
+        )
+        self.workers: list[Worker] = []
+        self.fakes: list[FakeReplica] = []
+
+    @property
+    def wire(self) -> Wire:
+        return self.wires[0]
+
+    @property
+    def session(self) -> PoolSession:
+        return self.router.sessions[0]
+
+    async def add_replica(
+        self, shard: int = 0, fake: FakeReplica | None = None, step_s: float = 0.002, **options: Any
+    ) -> Worker:
+        hosted = fake or FakeReplica(step_s, **options)
+        name = f"replica{len(self.workers)}"
+        worker = Worker(self.config, lambda: hosted, self.wires, name, process=hosted, shard=shard)
+        await worker.start()
+        self.fakes.append(hosted)
+        self.workers.append(worker)
+        return worker
+
+    def submit(self, prompt: list[int], count: int, **options: Any) -> InFlightRequest:
+        timeout_s = options.pop("timeout_s", TIMEOUT_S)
+        return self.router.submit(Request("x", tuple(prompt), count, **options), timeout_s)
+
+    async def until_serving(self, *serving: int) -> None:
+        """And all pools have answered lately, as one that stood still with its world has not."""
+        wanted = [(each, True) for each in serving]
+        sessions = self.router.sessions
+        await until(
+            lambda: [(session.load.serving, session.load.answers) for session in sessions] == wanted
+        )
+
+    def live(self) -> list[int]:
+        return [wire.actor._scheduler.snapshot().live for wire in self.wires]
+
+    def reserved_blocks(self) -> int:
+        replicas = self.wire.actor._scheduler.snapshot().replicas
+        return sum(replica.kv_blocks_used for replica in replicas)
+
+
+@asynccontextmanager
+async def shards(
+    *replicas: int,
+    config: ClusterConfig = CONFIG,
+    loss: float = 0.0,
+    seed: int = 0,
+    **options: Any,
+) -> AsyncIterator[Cluster]:
+    """With so many replicas in each shard."""
+    made = Cluster(len(replicas), config, loss, seed, **options)
+    made.router.start()
+    try:
+        async with asyncio.timeout(100):
+            for shard, count in enumerate(replicas):
+                for _ in range(count):
+                    await made.add_replica(shard)
+            if any(replicas):
+                await made.until_serving(*replicas)
+            yield made
+    finally:
+        for wire in made.wires:
+            wire.loss = 0.0
+        await made.router.close()
+        for worker in made.workers:
+            worker._member.cancel()
+            worker._jobs.put(_Stop())
+        for wire in made.wires:
+            wire.close()
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, 90) for _ in range(draw.randint(1, 30))] for _ in range(count)]
+
+
+async def check(lives: list[InFlightRequest]) -> None:
+    """All end, each with the tokens of an undisturbed run."""
+    for live in lives:
+        await live.ended.wait()
+        assert live.finish is not None, (live.reject, live.unreachable)
+        assert live.finish.reason is FinishReason.LENGTH
+        assert live.tokens == perfect(live.request.prompt, live.request.max_new_tokens)
+
+
+def half_dead(wire: Wire) -> Callable[[], int]:
+    """From now on the pool lets every peer in, and ends every stream at once; returns a count."""
+    calls = 0
+
+    async def connect(kind: StreamKind, _name: str) -> Stream:
+        nonlocal calls
+        calls += 1
+        if calls > 500:
+            raise RuntimeError("called again and again without a pause")
+
+        async def eof() -> Any:
+            return grpc.aio.EOF
+
+        return Stream(kind.called, eof, asyncio.sleep)
+
+    wire.connect = connect  # type: ignore[method-assign]
+    wire.break_streams()
+    return lambda: calls

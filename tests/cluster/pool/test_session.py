@@ -1,0 +1,289 @@
+"""Proves: through lost calls, lost replies, dying replicas and a restarting pool, every request
+ends exactly once with the tokens of a perfect world, and nothing stays behind.
+
+Pool actor, workers and session run in one event loop, without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.actor import PoolActor
+from cluster.pool.peers import WorkerPeer
+from cluster.pool.protocol import FRONTEND
+from cluster.transport.stream import Stream
+from scheduler.messages import FinishReason
+from tests.cluster.fakes import FakeReplica
+from tests.cluster.pool.rig import (
+    CONFIG,
+    check,
+    half_dead,
+    prompts,
+    shards,
+)
+from tests.cluster.wire import until
+
+
+async def test_many_requests_on_two_replicas() -> None:
+    async with shards(2) as w:
+        requests = [w.submit(prompt, 20) for prompt in prompts(40)]
+        await check(requests)
+        used = {name for live in requests for name in live.finish.usage.replicas}  # type: ignore[union-attr]
+        assert len(used) == 2
+        await until(lambda: w.reserved_blocks() == 0)
+        await until(lambda: not any(fake.residents for fake in w.fakes))
+        w.wire.actor._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_lost_calls_and_replies_change_no_token(seed: int) -> None:
+    async with shards(2, loss=0.05, seed=seed) as w:
+        requests = [w.submit(prompt, 25) for prompt in prompts(12, seed)]
+        await check(requests)
+
+
+async def test_a_restarted_pool_is_told_everything_again() -> None:
+    async with shards(0) as w:
+        await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 200) for prompt in prompts(6)]
+        for _ in range(2):
+            await until(lambda: all(len(live.tokens) > 5 for live in requests))
+            w.wire.restart()
+        await check(requests)
+        assert all(live.finish.usage.recovered >= 1 for live in requests)  # type: ignore[union-attr]
+        await until(lambda: not w.fakes[0].residents)
+
+
+@pytest.mark.parametrize("lost", ["stream", "lease"])
+async def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str) -> None:
+    """The pool lives on; only the session is over, with its stream or by its lease."""
+    async with shards(0) as w:
+        await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 120) for prompt in prompts(6)]
+        await until(lambda: all(len(live.tokens) > 20 for live in requests))
+        if lost == "stream":
+            w.wire.break_streams()
+        else:
+            w.wire.actor._lose_frontend(w.session._session, "is silent")
+        await check(requests)
+        for live in requests:
+            assert live.finish is not None
+            usage = live.finish.usage
+            # Each step commits what it accepts and one token, in whichever session.
+            assert usage.steps + usage.accepted_tokens >= 120
+            assert usage.recovered == 1
+            assert usage.completion_tokens == 120
+        assert len(w.wire.actor._frontends) == 1
+
+
+async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
+    config = CONFIG.model_copy(
+        update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}
+    )
+    async with shards(0, config=config) as w:
+        first = await w.add_replica(step_s=0.01)
+        requests: list[InFlightRequest] = []
+        for prompt in prompts(6):
+            requests.append(w.submit(prompt, 300))
+            await until(lambda: bool(requests[-1].tokens))
+        first._member.cancel()
+        w.wire.restart()
+        await until(lambda: w.wire.actor._scheduler.snapshot().waiting == 6)
+        await w.add_replica()
+        await check(requests)
+
+
+async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_first_token() -> None:
+    async with shards(0) as w:
+        large = await w.add_replica(prefill_s=2.0)
+        live = w.submit([5, 6], 300)
+        await until(lambda: live.checked)
+        large._member.cancel()
+        w.wire.restart()
+        # By this one alone it would be refused.
+        await w.add_replica(kv_blocks=4)
+        pool = w.wire.actor._scheduler
+        await until(lambda: bool(pool.snapshot().waiting) or live.ended.is_set())
+        assert live.reject is None
+        assert (live.recovered, live.tokens) == (1, [])
+        await w.add_replica()
+        await check([live])
+
+
+async def test_a_pool_that_itself_stood_still_takes_no_peer_for_lost() -> None:
+    now_s = 0.0
+    actor = PoolActor(CONFIG, clock=lambda: now_s)
+    stream = Stream(FRONTEND.calling, asyncio.Event().wait, asyncio.sleep)
+    await actor.join("r", FakeReplica().spec, None)
+    serving = asyncio.create_task(actor.serve_frontend("f", stream))
+    await asyncio.sleep(0)
+    now_s += 10 * CONFIG.pool.lease_s
+    actor.tick()
+    assert (set(actor._workers), set(actor._frontends)) == ({"r"}, {"f"})
+    # Nor does that make anybody's silence good for ever.
+    for _ in range(12):
+        now_s += CONFIG.pool.lease_s / 10
+        actor.tick()
+    assert (set(actor._workers), set(actor._frontends)) == (set(), set())
+    assert actor._ticker is not None
+    actor._ticker.cancel()
+    serving.cancel()
+
+
+async def test_a_frontend_that_was_lost_starts_over() -> None:
+    async with shards(0) as w:
+        await w.add_replica(step_s=0.01)
+        first = [w.submit(prompt, 200) for prompt in prompts(3)]
+        await until(lambda: all(len(live.tokens) > 5 for live in first))
+        w.wire.flows.clear()
+        await until(lambda: not w.wire.actor._frontends)
+        second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
+        w.wire.flows.set()
+        await check(first + second)
+        assert {live.recovered for live in first} == {1}
+
+
+async def test_a_silent_replica_loses_its_residents_to_another() -> None:
+    async with shards(0) as w:
+        dying = await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 60) for prompt in prompts(3)]
+        await until(lambda: all(len(live.tokens) > 5 for live in requests))
+        dying._member.cancel()
+        await w.add_replica()
+        await check(requests)
+        assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
+
+
+async def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
+    dead: list[FakeReplica] = []
+
+    async def lives(process: FakeReplica) -> bool:
+        return process not in dead
+
+    # Longer than the test may take.
+    pool = CONFIG.pool.model_copy(update={"lease_s": 1000.0})
+    async with shards(0, config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
+        worker = await w.add_replica()
+        dead.append(w.fakes[0])
+        await until(lambda: worker.replica_id not in w.wire.actor._workers)
+
+
+@pytest.mark.parametrize(
+    ("lives", "silent", "loss"),
+    [
+        pytest.param(False, False, ("has died", True), id="dead"),
+        pytest.param(True, False, ("has lost its stream", False), id="only the stream is lost"),
+        pytest.param(None, True, ("is silent for 3.1 s", True), id="no answer, not even Ray's"),
+        pytest.param(True, True, ("is silent for 3.1 s", False), id="only Ray is answered"),
+    ],
+)
+async def test_a_loss_counts_against_requests_if_the_process_is_dead_or_stuck(
+    lives: bool | None, silent: bool, loss: tuple[str, bool]
+) -> None:
+    async def probe(_process: object) -> bool | None:
+        return lives
+
+    worker = WorkerPeer(FakeReplica().spec, object(), heard_s=0.0)
+    assert worker.loss(probe, 1.0, 3.0) is None
+    worker.lost_stream = not silent
+    found = None
+    for tenth in range(16, 32):
+        assert found is None
+        worker.heard_s = 0.0 if silent else tenth / 10
+        found = worker.loss(probe, tenth / 10, 3.0)
+        await asyncio.sleep(0)
+        if found and not silent:
+            break
+    assert found == loss
+
+
+async def test_a_long_batch_keeps_its_lease() -> None:
+    async with shards(0) as w:
+        await w.add_replica(step_s=0.8)
+        requests = [w.submit(prompt, 2) for prompt in prompts(6)]
+        await check(requests)
+        assert all(live.finish.usage.recovered == 0 for live in requests)  # type: ignore[union-attr]
+
+
+async def test_a_draining_replica_hands_its_residents_over() -> None:
+    async with shards(0) as w:
+        going = await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 60) for prompt in prompts(6)]
+        await until(lambda: all(live.tokens for live in requests))
+        await w.add_replica()
+        await going.close()
+        assert going.replica_id not in w.wire.actor._workers
+        await asyncio.to_thread(going._thread.join, 5)
+        assert not going._thread.is_alive()
+        await check(requests)
+
+
+async def test_a_cancelled_request_frees_its_blocks() -> None:
+    async with shards(0) as w:
+        await w.add_replica(step_s=0.01)
+        requests = [w.submit(prompt, 200) for prompt in prompts(5)]
+        await until(lambda: all(live.tokens for live in requests))
+        for live in requests:
+            w.session.cancel(live)
+            w.session.cancel(live)
+        await asyncio.gather(*(live.ended.wait() for live in requests))
+        assert {live.finish.reason for live in requests if live.finish} == {FinishReason.CANCELLED}
+        await until(lambda: w.reserved_blocks() == 0)
+
+
+async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
+    async with shards(0) as w:
+        await w.add_replica(step_s=0.01)
+        w.submit([3, 4], 400)
+        await until(lambda: w.reserved_blocks() > 0)
+        await w.session.close()
+        await until(lambda: w.reserved_blocks() == 0)
+        assert not w.wire.actor._owners
+        assert not w.wire.actor._frontends
+
+
+async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.pool.session._OVERDUE_S", 0.1)
+    async with shards(0) as w:
+        calls = half_dead(w.wire)
+        live = w.submit([5, 6], 10, timeout_s=0.2)
+        await live.ended.wait()
+        assert live.finish is not None
+        assert live.finish.reason is FinishReason.DEADLINE
+        assert calls() > 1
+        w.session.check()
+        # Once it answers again, all is well.
+        del w.wire.connect
+        await w.add_replica()
+        later = w.submit([5, 6], 10)
+        await check([later])
+
+
+@pytest.mark.parametrize("lives", [False, True])
+async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: bool) -> None:
+    async with shards(0) as w:
+        w.session._unreachable_s = 0.3
+        if lives:
+            half_dead(w.wire)
+        else:
+            w.wire.loss = 1.0
+        live = w.submit([5, 6], 10)
+        await live.ended.wait()
+        assert live.unreachable
+
+
+async def test_an_idle_pool_leaves() -> None:
+    left: list[bool] = []
+    config = CONFIG.model_copy(
+        update={"pool": CONFIG.pool.model_copy(update={"idle_exit_s": 0.05})}
+    )
+    actor = PoolActor(config, leave=lambda: left.append(True))
+    await actor.status()
+    async with asyncio.timeout(100):
+        while not left:
+            await asyncio.sleep(0.01)

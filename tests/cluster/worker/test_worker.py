@@ -1,0 +1,253 @@
+"""Proves: a replica whose batches fail, hang or break it leaves the pool, and is blamed for what it
+did only; its requests end elsewhere with the right tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.pool.protocol import ReleaseNote
+from cluster.worker.worker import ReplicaUnhealthy, Worker
+from scheduler.messages import BatchKind
+from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.pool.rig import (
+    CONFIG,
+    Cluster,
+    Stuck,
+    check,
+    shards,
+)
+from tests.cluster.wire import Wire, until
+
+
+class Broken(FakeReplica):
+    """Raises on the batches whose numbers are in `bad`."""
+
+    bad: range = range(0)
+    bad_kinds: tuple[BatchKind, ...] = tuple(BatchKind)
+
+    def step(self, batch: Any, *rest: Any) -> Any:
+        if batch.id in self.bad and batch.kind in self.bad_kinds:
+            raise MemoryError("too much")
+        return super().step(batch, *rest)
+
+
+async def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
+    async with shards(1) as w:
+        step, spoiled = w.fakes[0].step, []
+
+        def spoil(batch: Any, interrupted: Callable[[], bool]) -> Any:
+            result = step(batch, interrupted)
+            if batch.kind is BatchKind.PREFILL and not spoiled:
+                spoiled.append(batch.id)
+                w.fakes[0].release(row.sequence_id for row in batch.prefill)
+                (row, *_) = result.rows
+                return replace(result, rows=(replace(row, extras=(object(),)),))
+            return result
+
+        w.fakes[0].step = spoil  # type: ignore[method-assign]
+        live = w.submit([5, 6, 7], 20)
+        await live.ended.wait()
+        assert live.tokens == perfect([5, 6, 7], 20)
+        assert spoiled
+
+
+async def test_a_batch_that_fails_is_tried_again() -> None:
+    async with shards(0) as w:
+        fake = Broken()
+        fake.bad = range(2, 4)
+        worker = await w.add_replica(fake=fake)
+        live = w.submit([7, 8], 10)
+        await check([live])
+        worker.check()
+
+
+@pytest.mark.parametrize("kinds", [(BatchKind.PREFILL,), (BatchKind.SPECULATE,)])
+async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
+    kinds: tuple[BatchKind, ...],
+) -> None:
+    async with shards(0) as w:
+        fake = Broken()
+        fake.bad, fake.bad_kinds = range(1, 1000), kinds
+        worker = await w.add_replica(fake=fake)
+        live = w.submit([7, 8], 10)
+        await until(lambda: worker._member.done())
+        with pytest.raises(ReplicaUnhealthy, match="in a row"):
+            worker.check()
+        assert live.finish is None, "the replica is broken, not the request"
+        await w.add_replica()
+        await check([live])
+
+
+class Breaking(FakeReplica):
+    """Breaks for good in the batch number `at`, and then in all that it is asked for."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.begun = 0
+        self.worker: Worker | None = None
+
+    def step(self, batch: Any, *rest: Any) -> Any:
+        self.begun += 1
+        if self.begun >= self.at:
+            assert self.worker is not None
+            # What the pool has said meanwhile is behind the batch.
+            self.worker._jobs.put(ReleaseNote(("somebody",)))
+            self.broken = RuntimeError("rank 1 has ended")
+            raise self.broken
+        return super().step(batch, *rest)
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        if self.broken is not None:
+            raise self.broken
+        super().release(sequence_ids)
+
+
+async def add_breaking(w: Cluster, at: int) -> tuple[Breaking, list[bool]]:
+    """The replica, and of each time that it leaves whether a batch was blamed."""
+    fake = Breaking(at)
+    fake.worker = await w.add_replica(fake=fake)
+    await until(lambda: bool(w.wire.actor._workers))
+    left: list[bool] = []
+    lose = w.wire.actor._lose_worker
+
+    def noting(replica_id: str, why: str, blamed: bool) -> None:
+        left.append(blamed)
+        lose(replica_id, why, blamed)
+
+    w.wire.actor._lose_worker = noting  # type: ignore[method-assign]
+    return fake, left
+
+
+async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> None:
+    async with shards(0) as w:
+        fake, left = await add_breaking(w, at=3)
+        worker = fake.worker
+        assert worker is not None
+        live = [w.submit([7, n], 40) for n in range(4)]
+        await until(lambda: worker._member.done())
+        with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
+            worker.check()
+        assert raised.value.blames
+        assert fake.begun == 3, "no batch was tried on what is broken"
+        assert left == [True]
+        assert not w.wire.actor._workers
+        await w.add_replica()
+        await check(live)
+
+
+async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_no_batch() -> None:
+    async with shards(0) as w:
+        fake, left = await add_breaking(w, at=1000)
+        worker = fake.worker
+        assert worker is not None
+        worker.check()
+        fake.broken = RuntimeError("rank 1 has ended")
+        await until(lambda: not w.wire.actor._workers)
+        with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
+            worker.check()
+        assert not raised.value.blames
+        assert left == [False]
+        assert fake.begun == 0
+
+
+async def test_a_replica_that_breaks_while_it_drains_delays_no_request() -> None:
+    async with shards(0) as w:
+        fake, left = await add_breaking(w, at=3)
+        worker = fake.worker
+        assert worker is not None
+        begins = fake.step
+        held = threading.Event()
+
+        def step(batch: Any, *rest: Any) -> Any:
+            while fake.begun == 2 and not worker._draining:
+                held.set()
+                time.sleep(0.001)
+            return begins(batch, *rest)
+
+        fake.step = step  # type: ignore[method-assign]
+        live = w.submit([7, 8], 400)
+        await until(held.is_set)
+        async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+            await worker.close()
+        assert left[0], "the batch in hand broke it"
+        await w.add_replica()
+        await check([live])
+
+
+async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
+    async with shards(0) as w:
+        fake = Stuck()
+        worker = await w.add_replica(fake=fake)
+        live = w.submit([7, 8], 10)
+        await until(lambda: worker._batch_began_s is not None)
+        worker.check()
+        worker._batch_s_max = 0.3
+        await until(lambda: not w.wire.actor._workers)
+        with pytest.raises(ReplicaUnhealthy, match="runs for over"):
+            worker.check()
+        await w.add_replica()
+        await check([live])
+        fake.let_go.set()
+        await asyncio.to_thread(_wait_for_idle, worker)
+        assert len(w.wire.actor._workers) == 1
+        with pytest.raises(ReplicaUnhealthy, match="runs for over"):
+            worker.check()
+        async with asyncio.timeout(CONFIG.actors.drain_s / 2):
+            await worker.close()
+
+
+async def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_no_present_row() -> None:
+    async with shards(0) as w:
+        fake = Stuck()
+        worker = await w.add_replica(fake=fake)
+        w.submit([7, 8], 10)
+        await until(lambda: worker._batch_began_s is not None)
+        # Its client has left when the pool begins anew.
+        first = worker.replica_id
+        w.wire.restart()
+        await until(lambda: worker.replica_id != first and worker.replica_id != "")
+        worker._batch_s_max = 0.0
+        with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
+            worker.check()
+        assert not raised.value.blames
+        fake.let_go.set()
+
+
+def _wait_for_idle(worker: Worker) -> None:
+    while worker._batch_began_s is not None:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"target": "another"}, "serves another in float32, but replica0"),
+        ({"fingerprint": "f0"}, "its weights or its arithmetic are not those of replica0"),
+    ],
+)
+async def test_a_replica_of_another_output_is_refused(other: dict[str, str], message: str) -> None:
+    async with shards(1) as w:
+        fake = FakeReplica()
+        fake.spec = replace(fake.spec, **other)
+        worker = await w.add_replica(fake=fake)
+        await until(worker._member.done)
+        with pytest.raises(ReplicaUnhealthy, match=message):
+            worker.check()
+        assert len(w.wire.actor._workers) == 1
+
+
+async def test_loading_errors_reach_the_starter() -> None:
+    def load() -> FakeReplica:
+        raise OSError("no such model")
+
+    with pytest.raises(OSError, match="no such model"):
+        await Worker(CONFIG, load, [Wire(CONFIG)], "x").start()  # type: ignore[arg-type]
