@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-steps test-schedules test-clients lint format protos demo-pair bench bench-scheduler simulate worlds explore chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-rest test-kills test-serving test-clients lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -29,25 +29,41 @@ demo: $(SETUP)  ## start a cluster, hold eight conversations, compare the answer
 serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 	$(BIN)/lockstep serve --replicas 2
 
-# In these no clock decides anything, so two processes share the machine, each with about half of the
-# work. The others serve, wait and kill, and have the machine for themselves.
+# Two processes share the tests, and the longest part begins first. Tests of a real Ray mostly wait:
+# for processes that start, and for others to be missed.
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
-TOGETHER := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)
-ALONE := $(BIN)/python -m pytest $(addprefix --ignore=,$(STEPS) $(SCHEDULES))
+KILLS := $(wildcard tests/integration/test_failures_*.py) \
+	$(patsubst %,tests/integration/test_%.py,elasticity nodes ranks shards)
+LOGS := .pytest_cache/make
+PYTEST = @mkdir -p $(LOGS); set -o pipefail; $(BIN)/python -m pytest $(1) 2>&1 | tee $(LOGS)/$@
+TOGETHER := $(MAKE) --no-print-directory -kj2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)
+define TESTS
+@rm -rf $(LOGS); failed=0; $(TOGETHER) $(1) || failed=1; \
+grep -h ^SKIPPED $(LOGS)/*; echo "left out: tests marked $(2)"; exit $$failed
+endef
+FAST := test-steps test-schedules test-rest
 
-test: $(SETUP)  ## everything that CI runs
-	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; $(ALONE) || failed=1; exit $$failed
+test: $(SETUP)  ## all tests but the slow ones
+	$(call TESTS,test-kills $(FAST) test-serving,slow (make test-slow))
 
-test-fast: $(SETUP)  ## without the tests that start a real Ray
-	failed=0; $(TOGETHER) -k test-steps test-schedules || failed=1; \
-	$(ALONE) -m 'not ray' || failed=1; exit $$failed
+test-fast: $(SETUP)  ## those of them that start no Ray
+	$(call TESTS,$(FAST),ray or slow (make test runs those of Ray, make test-slow the slow ones))
 
-test-steps: $(SETUP)
-	$(BIN)/python -m pytest $(STEPS)
+test-slow: $(SETUP)  ## the slow ones: a chaos run, and a chat model
+	$(BIN)/python -m pytest -m slow
 
-test-schedules: $(SETUP)
-	$(BIN)/python -m pytest $(SCHEDULES)
+test-steps test-schedules test-rest test-kills test-serving: $(SETUP)
+test-steps:
+	$(call PYTEST,$(STEPS) -m 'not slow')
+test-schedules:
+	$(call PYTEST,$(SCHEDULES) -m 'not slow')
+test-rest:
+	$(call PYTEST,$(addprefix --ignore=,$(STEPS) $(SCHEDULES)) -m 'not ray and not slow')
+test-kills:
+	$(call PYTEST,$(KILLS) -m 'not slow')
+test-serving:
+	$(call PYTEST,$(addprefix --ignore=,$(KILLS)) tests/integration -m 'ray and not slow')
 
 CLIENTS := .venv-clients
 $(CLIENTS)/.setup-done: tests/clients/requirements.txt
@@ -106,7 +122,11 @@ worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
 	$(BIN)/python -m tests.sim --worlds $(N) --seed $(SEED) --processes 2
 
 explore: $(SETUP)  ## property tests on other examples each time; what they print replays a failure
-	$(BIN)/python -m pytest -m 'not ray' --hypothesis-profile explore
+	$(BIN)/python -m pytest -m 'not ray and not slow' --hypothesis-profile explore
+
+fuzz: SEED ?= 0
+fuzz: $(SETUP)  ## 25,000 drawn requests, sound and broken, against both APIs: SEED=0
+	$(BIN)/python -m tests.cluster.frontend.fuzz_http --seed $(SEED)
 
 chaos: SEED ?= 1
 chaos: MINUTES ?= 2

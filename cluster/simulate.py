@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from cluster.bench.figures import Distribution, percentile
-from cluster.plots import Plot, line, to_svg
+from cluster.bench.plots import Plot, line, to_svg
 from scheduler.config import SchedulerConfig
 from scheduler.simulation import Experiment, Figures, Sample, Setup, WorkloadRequest
 

@@ -209,14 +209,13 @@ def transformers_greedy(
 
 
 def _transformers_model(config: ReplicaConfig) -> Any:
-    import torch
     from transformers import AutoModelForCausalLM
 
-    from replicas.models.pair import resolve, resolve_device
+    from replicas.models.pair import dtype_name, dtype_of, resolve, resolve_device
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(config.target, weights=config.dtype),
-        dtype=getattr(torch, config.dtype),
+        resolve(config.target, weights=dtype_name(config)),
+        dtype=dtype_of(config),
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,
     )

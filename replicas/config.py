@@ -64,9 +64,9 @@ class ReplicaConfig(BaseModel):
         DEMO,
         min_length=1,
         validate_default=True,
-        description="Target: 'smollm2', 'tiny', a local directory, a hub name, a GGUF file (also as"
-        " REPO:FILE of the hub) or 'planted:SHAPE'. 'demo' is smollm2 where it is installed, else"
-        " tiny.",
+        description="Target: 'smollm2', 'tiny', a local directory, a hub name (also with a"
+        " revision, REPO@REVISION), a GGUF file (also as REPO:FILE of the hub) or 'planted:SHAPE'."
+        " 'demo' is smollm2 where it is installed, else tiny.",
     )
     draft: str | None = Field(
         DEMO,
@@ -83,8 +83,10 @@ class ReplicaConfig(BaseModel):
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Of weights and KV cache; float32 is the exactness reference."
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Of weights and KV cache; float32 is the exactness reference. Auto is the"
+        " checkpoint's own on a GPU and float32 on a CPU.",
     )
     deterministic: bool = Field(
         False,
@@ -179,6 +181,12 @@ class ReplicaConfig(BaseModel):
         " the replica loads; auto does so on a GPU. On a CPU they run padded, without a recording.",
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
+    chat_template: str | None = Field(
+        None,
+        pattern="^/",
+        description="File with the chat template, in Jinja, on the machine of every frontend,"
+        " absolute path; null takes the target's own.",
+    )
 
     def fixed_shapes(self, device: torch.device) -> bool:
         """Whether passes of steps are padded to a few shapes."""

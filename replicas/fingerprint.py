@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
+from replicas.models.pair import dtype_name
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes."""
@@ -21,7 +22,7 @@ def fingerprint(target: PreTrainedModel, config: ReplicaConfig) -> str:
     digest = blake2b(digest_size=16)
     device = target.device.type
     digest.update(
-        repr((config.dtype, config.deterministic, config.tensor_parallel, device)).encode()
+        repr((dtype_name(config), config.deterministic, config.tensor_parallel, device)).encode()
     )
     for name, weight in target.named_parameters():
         bits = weight.detach().contiguous().view(_BITS[weight.element_size()]).flatten()

@@ -75,7 +75,8 @@ class Replica:
         target, built = _built(pair, config, plan)
         self._drafter = drafter = drafter or load_drafter(pair, config, plan)
         name = "" if drafter is None else drafter.name
-        identity = (pair.target_name, name, config.dtype, config.block_size)
+        dtype = str(pair.dtype).removeprefix("torch.")
+        identity = (pair.target_name, name, dtype, config.block_size)
         self._residents = Residents(self._blocks, drafter, identity, config.prefix_sharing)
         self._target: Model = target
         if config.fixed_shapes(pair.device):
@@ -99,7 +100,7 @@ class Replica:
             reads_apart=self._target.backend.reads_apart,
             target=pair.target_name,
             device=str(pair.device),
-            dtype=config.dtype,
+            dtype=dtype,
             attention=self._target.backend.name,
             arithmetic=built,
             fingerprint=mark,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.figures import first_token_times, latencies
+from cluster.bench.plots import Plot, bars, columns, histogram, line, to_svg
 from cluster.bench.report import (
     Report,
     Table,
@@ -16,7 +17,6 @@ from cluster.bench.report import (
     number,
     percent,
 )
-from cluster.plots import Plot, bars, columns, histogram, line, to_svg
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -26,6 +26,7 @@ from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.models.names import TINY
+from replicas.models.pair import dtype_name
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import SamplingParams
 
@@ -147,7 +148,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
             "target": config.replica.target,
             "drafter": _drafter(drafting.method, drafting.model),
             "device": replica.spec.device,
-            "dtype": config.replica.dtype,
+            "dtype": replica.spec.dtype,
             "rows of a batch": config.scheduler.rows_max,
             "replicas": 1,
         },
@@ -249,7 +250,7 @@ def _reports(
         return
     pair, drafting = config.replica, config.replica.drafting
     drafter = _drafter(drafting.method, drafting.model)
-    of = f"{pair.target}, drafter {drafter}, {pair.dtype} on {pair.device}"
+    of = f"{pair.target}, drafter {drafter}, {dtype_name(pair)} on {pair.device}"
     report = replace(
         report, settings={**report.settings, "compared": of}, not_compared=NOT_FINISHED
     )

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from replicas.config import ReplicaConfig
-from replicas.models.pair import resolve, resolve_device
+from replicas.models.pair import dtype_name, dtype_of, resolve, resolve_device
 from scheduler.messages import Request
 
 PAGE = 32
@@ -183,8 +183,8 @@ def _listening() -> Iterator[list[str]]:
 
 def _load(config: ReplicaConfig, name: str, role: str = "target") -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(name, role, config.dtype),
-        dtype=getattr(torch, config.dtype),
+        resolve(name, role, dtype_name(config)),
+        dtype=dtype_of(config),
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,
     )

@@ -38,6 +38,7 @@ ALIASES: Mapping[str, str] = {
 ENGINE = ("replica", "scheduler")
 """Sections of the config that say how one replica computes."""
 _SHORT = {place: short for short, place in SHORT_NAMES.items()}
+_FILES = ("keys_file", "chat_template")
 _METAVARS = {int: "N", float: "X", ByteSize: "SIZE"}
 
 
@@ -84,7 +85,7 @@ class Flag:
         if get_origin(type_of(self.info)) is tuple:
             return [part.strip() for part in text.split(",") if part.strip()]
         # A server is another process, with another working directory.
-        return str(Path(text).resolve()) if self.field == "keys_file" else text
+        return str(Path(text).resolve()) if self.field in _FILES else text
 
     def _metavar(self) -> str:
         type_ = type_of(self.info)

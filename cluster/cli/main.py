@@ -60,11 +60,14 @@ def serve(
             " given."
         ),
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a target on the hub.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(hidden=True)] = None,
     verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
-    from cluster.cli.serve import with_key
+    from cluster.cli.serve import at_revision, with_key
     from cluster.frontend.admission.control import check_doors
     from cluster.frontend.admission.keys import read
 
@@ -73,6 +76,10 @@ def serve(
     try:
         if model is not None:
             settings = overridden(settings, {"replica": {"target": model}})
+        if revision is not None:
+            settings = at_revision(settings, revision)
+        if settings.replica.chat_template is not None:
+            Path(settings.replica.chat_template).read_text(encoding="utf-8")
         settings = with_key(settings, api_key)
         check_doors(settings)
         if settings.auth.keys_file is not None:

@@ -18,7 +18,7 @@ from cluster.cli.console import console
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, TooLittleMemory, Workload, pair_shape_of, plan_memory
-from replicas.models.pair import PairRefused, read_pair, resolve_device
+from replicas.models.pair import PairRefused, dtype_name, read_pair, resolve_device
 
 _LENGTHS = (256, 1024, 8192, 65536)
 """Sequences of these lengths are counted, besides those of full context."""
@@ -77,7 +77,7 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     pair, work, counted = plan.pair, plan.work, plan.buffers
     ranks = f", each of {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
     same = ", deterministic" if config.deterministic else ""
-    title = f"{config.dtype} on {device.type}{same}{ranks}"
+    title = f"{dtype_name(config)} on {device.type}{same}{ranks}"
     table = Table("memory", "size", "for", title=title)
     table.columns[1].justify = "right"
     table.add_row("weights of the target", size(pair.target_bytes), config.target)
@@ -141,7 +141,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
         "target": config.target,
         "draft": config.drafting.model,
         "device": device.type,
-        "dtype": config.dtype,
+        "dtype": dtype_name(config),
         "deterministic": config.deterministic,
         "tensor_parallel": config.tensor_parallel,
         "context_len": plan.pair.context_len,

@@ -32,6 +32,15 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
         return _serve(config, terminal)
 
 
+def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
+    """The settings with a revision of the target, which keeps its name for clients."""
+    given = {
+        "replica": {"target": f"{config.replica.target}@{revision}"},
+        "server": {"served_model_name": config.model_name},
+    }
+    return overridden(config, given)
+
+
 def with_key(config: ClusterConfig, given: str | None) -> ClusterConfig:
     """The settings with the hash of the one key, `given` or from LOCKSTEP_API_KEY.
 

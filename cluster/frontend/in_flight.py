@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -56,6 +56,26 @@ class InFlightRequest:
     def tokens_left(self) -> int:
         """How many tokens it may still get."""
         return self.request.max_new_tokens - len(self.tokens)
+
+    def take(
+        self,
+        start: int,
+        tokens: Sequence[int],
+        extras: Sequence[TokenLogprobs],
+        now_s: float,
+    ) -> None:
+        """New tokens from the pool, of which the first has this number; without tokens what it
+        says of the prompt."""
+        if not tokens:
+            # It may come again after a loss, and is the same.
+            self.prompt_logprobs[start : start + len(extras)] = extras
+            return
+        assert start == len(self.tokens), "updates neither skip nor repeat a token"
+        self.checked = True
+        self.first_s = self.first_s or now_s
+        self.tokens.extend(tokens)
+        self.logprobs.extend(extras)
+        self.changed.set()
 
     def pool_failed(self) -> None:
         """A pool has ended in an event of this request, perhaps among others: it runs alone until

@@ -20,42 +20,32 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.frontend.metrics import PoolMeter
+from cluster.pool.delivery import Delivery
 from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer, unlike
 from cluster.pool.protocol import (
     STOPPING,
     CancelNote,
     DrainNote,
     FailureNote,
-    InterruptNote,
     JoinReply,
     LeaveNote,
     PoolFailed,
     PoolLoad,
     PoolState,
     PoolView,
-    RecordNote,
     RejectNote,
-    ReleaseNote,
     ResumeNote,
     StopReply,
-    TokenUpdate,
     UsedNote,
     silence_s,
 )
 from cluster.transport.stream import Stream
 from scheduler.messages import (
-    Action,
     Batch,
     Cancel,
-    Dispatch,
-    Emit,
     Event,
-    Finish,
-    Interrupt,
-    RecordFailure,
     Reject,
     RejectCode,
-    Release,
     ReplicaDraining,
     ReplicaJoined,
     ReplicaLost,
@@ -114,6 +104,7 @@ class PoolActor:
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
         self._meter = meter or PoolMeter()
+        self._delivery = Delivery(self._workers, self._owners, self._meter, self._gather_s)
 
     # ------------------------------------------------------------------ workers
 
@@ -260,18 +251,12 @@ class PoolActor:
         """`batch`: the one that the event ends. Raises PoolFailed where an invariant is broken."""
         if self._failed is not None:
             raise PoolFailed("the pool has failed and ends")
-        flushed: dict[WorkerPeer | FrontendPeer, float] = {}
         try:
-            for action in self._scheduler.step(event, self._clock()):
-                self._act(action, flushed)
+            self._delivery.post(self._scheduler.step(event, self._clock()))
         except Exception as error:
             self._fail(event, batch, error)
             raise PoolFailed("an invariant of the pool is broken") from error
-        for peer, within_s in flushed.items():
-            if isinstance(peer, WorkerPeer):
-                peer.flush()
-            else:
-                peer.flush_within(within_s)
+        self._delivery.flush()
 
     def _fail(self, event: object, batch: Batch | None, error: Exception) -> None:
         """Tell the frontends which event it was, and end: what is half-made must not go on."""
@@ -286,46 +271,6 @@ class PoolActor:
         self._tell_frontends()
         if self._abort is not None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
-
-    def _act(self, action: Action, flushed: dict[WorkerPeer | FrontendPeer, float]) -> None:
-        """Leave it to the peer that it concerns; `flushed`: within which time those send it."""
-        match action:
-            case Dispatch(batch):
-                if (worker := self._workers.get(batch.replica_id)) is not None:
-                    worker.batches[batch.id] = batch
-                    worker.post(batch)
-                    flushed[worker] = 0.0
-            case Interrupt(replica_id, batch_id):
-                if (worker := self._workers.get(replica_id)) is not None:
-                    worker.post(InterruptNote(batch_id))
-                    flushed[worker] = 0.0
-            case Release(replica_id, sequence_ids):
-                if (worker := self._workers.get(replica_id)) is not None:
-                    worker.post(ReleaseNote(sequence_ids))
-                    flushed[worker] = 0.0
-            case Emit(request_id, start, tokens, extras):
-                self._meter.committed(len(tokens))
-                if (owner := self._owners.get(request_id)) is not None:
-                    owner.post(TokenUpdate(request_id, start, tokens, extras))
-                    # Only the first token of a request is waited for by itself.
-                    within_s = self._gather_s if start else 0.0
-                    flushed[owner] = min(within_s, flushed.get(owner, within_s))
-            case RecordFailure(request_id, record):
-                if (owner := self._owners.get(request_id)) is not None:
-                    owner.post(RecordNote(request_id, record))
-                    flushed[owner] = 0.0
-            case Finish(request_id):
-                self._meter.finished(action)
-                if (owner := self._owners.pop(request_id, None)) is not None:
-                    owner.requests.discard(request_id)
-                    owner.post(action)
-                    flushed[owner] = 0.0
-            case Reject(request_id):
-                self._meter.rejected(action)
-                if (owner := self._owners.pop(request_id, None)) is not None:
-                    owner.requests.discard(request_id)
-                    owner.post(RejectNote(action))
-                    flushed[owner] = 0.0
 
     def _state(self, submits: int) -> PoolState:
         serving = [peer.spec for peer in self._workers.values() if not peer.draining]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -70,20 +69,18 @@ class PoolSession:
         pool: PoolPort,
         name: str,
         beat_s: float,
-        unreachable_s: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-        heard: Callable[[], None] = lambda: None,
-        unfinished: Callable[[], int] | None = None,
-        elsewhere: Callable[[InFlightRequest, Reject], Reject | None] = lambda _live, reject: (
-            reject
-        ),
+        unreachable_s: float,
+        clock: Callable[[], float],
+        heard: Callable[[], None],
+        unfinished: Callable[[], int],
+        elsewhere: Callable[[InFlightRequest, Reject], Reject | None],
     ) -> None:
         """Requests end as unreachable when the pool does not answer for `unreachable_s`.
 
         `heard` is called when the pool has said something new of itself; `unfinished` counts all
-        requests of this process, where there are more than those here. `elsewhere` is told of a
-        request that the pool has no room for, or no replica that can hold it, and which is
-        forgotten here; it says with what the request ends, or None where it goes on elsewhere.
+        requests of this process. `elsewhere` is told of a request that the pool has no room for,
+        or no replica that can hold it, and which is forgotten here; it says with what the request
+        ends, or None where it goes on elsewhere.
         """
         self._pool = pool
         self._name = name
@@ -91,7 +88,7 @@ class PoolSession:
         self._unreachable_s = unreachable_s
         self._clock = clock
         self._heard = heard
-        self._unfinished = unfinished or (lambda: len(self._live))
+        self._unfinished = unfinished
         self._elsewhere = elsewhere
         self._live: dict[str, InFlightRequest] = {}
         """By the ids that they have in this session."""
@@ -305,8 +302,9 @@ class PoolSession:
     def _take(self, message: FrontendMessage) -> None:
         """Raises StreamLost when the pool says that it ends."""
         match message:
-            case TokenUpdate():
-                self._deliver(message)
+            case TokenUpdate(request_id, start, tokens, extras):
+                if (live := self._live.get(request_id)) is not None:
+                    live.take(start, tokens, extras, self._clock())
             case Finish(request_id, _, usage):
                 if (live := self._live.pop(request_id, None)) is not None:
                     live.finish = replace(message, usage=live.usage(usage))
@@ -327,22 +325,6 @@ class PoolSession:
                 self._former.clear()
             case PoolState():
                 self._note(message)
-
-    def _deliver(self, update: TokenUpdate) -> None:
-        live = self._live.get(update.request_id)
-        if live is None:
-            return
-        extras = update.extras
-        if not update.tokens:
-            # Of the prompt. They may come again after a loss, and are the same.
-            live.prompt_logprobs[update.start : update.start + len(extras)] = extras
-            return
-        assert update.start == len(live.tokens), "updates neither skip nor repeat a token"
-        live.checked = True
-        live.first_s = live.first_s or self._clock()
-        live.tokens.extend(update.tokens)
-        live.logprobs.extend(extras)
-        live.changed.set()
 
     def _refused(self, live: InFlightRequest, reject: Reject) -> None:
         last: Reject | None = reject

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
@@ -123,12 +124,12 @@ class Worker:
     async def start(self) -> None:
         """Load the models, then serve until `close`. Raises what loading raises."""
         self._loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[ReplicaSpec] = self._loop.create_future()
+        loaded: Future[ReplicaSpec] = Future()
         self._thread = threading.Thread(
             target=self._work, args=(loaded,), name="lockstep-replica", daemon=True
         )
         self._thread.start()
-        self._spec = await loaded
+        self._spec = await asyncio.wrap_future(loaded)
         self._member = self._loop.create_task(self._serve_forever())
         # Nothing is left to drain then.
         self._member.add_done_callback(lambda _task: self._drained.set())
@@ -286,13 +287,14 @@ class Worker:
 
     # ------------------------------------------------------------------ thread
 
-    def _work(self, loaded: asyncio.Future[ReplicaSpec]) -> None:
+    def _work(self, loaded: Future[ReplicaSpec]) -> None:
+        loaded.set_running_or_notify_cancel()
         try:
             self._replica = replica = self._load()
         except BaseException as error:
-            self._post(_fail, loaded, error)
+            loaded.set_exception(error)
             return
-        self._post(_succeed, loaded, replica.spec)
+        loaded.set_result(replica.spec)
         while True:
             match self._jobs.get():
                 case Batch() as batch:
@@ -346,13 +348,3 @@ class Worker:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:
             log.warning("the event loop is closed")
-
-
-def _succeed(future: asyncio.Future[ReplicaSpec], spec: ReplicaSpec) -> None:
-    if not future.done():
-        future.set_result(spec)
-
-
-def _fail(future: asyncio.Future[ReplicaSpec], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

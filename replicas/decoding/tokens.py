@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -24,6 +25,8 @@ def read_tokens(config: ReplicaConfig) -> tuple[Any, tuple[int, ...]]:
     path = resolve(config.target)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     encoder = AutoTokenizer.from_pretrained(path, **options)
+    if config.chat_template is not None:
+        encoder.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     try:
         eos = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 ROWS = 3
-_EDGE = 24
+_EDGE = 12
 """Positions at the beginning, and at the end, that are computed one by one."""
 
 

@@ -103,18 +103,18 @@ class StepLayout:
         self._shape = shape
         self._arithmetic = arithmetic
         columns = table.numpy()
-        self._begins = np.array(starts)
-        positions = self._begins[:, None] + np.arange(width)  # [rows, width]
-        every = np.arange(len(starts))[:, None]
-        self._positions = positions
-        self._block, self._offset = _places(columns, every, positions, shape)
-        self._inside = _inside(positions, shape)
+        every, column = _indices(len(starts), width)
+        positions = np.array(starts)[:, None] + column  # [rows, width]
         ends = [start + width for start in starts]
+        self._positions = positions
+        bounds = min(starts), max(ends)
+        self._block, self._offset = _places(columns, every, positions, bounds, shape)
+        self._inside = _inside(positions, bounds, shape)
         self._groups = []
         for first, after in _runs(ends, shape, arithmetic, width):
             blocks = _blocks(columns[first:after], max(ends[first:after]), shape, arithmetic)
             length = blocks.shape[1] * shape.block_size
-            hidden = _hidden(self._begins[first:after], width, length)
+            hidden = _hidden(positions[first:after], min(starts[first:after]), length)
             self._groups.append((first, after, blocks, length, *hidden))
 
     @property
@@ -123,7 +123,7 @@ class StepLayout:
 
     def window(self, begin: int, end: int) -> PassLayout:
         """The pass over positions start + begin .. start + end - 1 of each row, row by row."""
-        rows, width = len(self._begins), end - begin
+        rows, width = len(self._starts), end - begin
         count = rows * width
         padded = self._arithmetic.padded(count)
         places = _grid(rows, width)
@@ -166,7 +166,8 @@ def ranges_layout(
     padded = arithmetic.padded(count)
     positions = np.concatenate([np.arange(begin, end) for begin, end in ranges])
     rows = np.repeat(np.arange(len(ranges)), lengths)
-    block, offset = _places(columns, rows, positions, shape)
+    bounds = min(begin for begin, _ in ranges), max(end for _, end in ranges)
+    block, offset = _places(columns, rows, positions, bounds, shape)
     tiles: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     """By number of queries: (end, row, place of the first query)."""
     place = 0
@@ -185,11 +186,12 @@ def ranges_layout(
             of_rows = columns[[row for _, row, _ in some]]
             blocks = _blocks(of_rows, some[-1][0], shape, arithmetic)
             length = blocks.shape[1] * shape.block_size
-            begins = np.array([end - width for end, _, _ in some])
-            groups.append(RowGroup(places, blocks, length, *_hidden(begins, width, length)))
+            least = some[0][0] - width
+            seen_last = np.array([end for end, _, _ in some])[:, None] + np.arange(-width, 0)
+            groups.append(RowGroup(places, blocks, length, *_hidden(seen_last, least, length)))
     return PassLayout(
         tokens=count,
-        positions=torch.from_numpy(_padded(_inside(positions, shape), padded)),
+        positions=torch.from_numpy(_padded(_inside(positions, bounds, shape), padded)),
         slots=(_padded(block, padded), _padded(offset, padded)),
         groups=groups,
     )
@@ -223,19 +225,28 @@ def _grid(rows: int, width: int) -> Any:  # [rows, width], int64
     return np.arange(rows * width).reshape(rows, width)
 
 
-def _places(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> tuple[Any, Any]:
-    """Block and place in it of each position of a row; the scrap block where it has none."""
+@lru_cache(maxsize=512)
+def _indices(rows: int, width: int) -> tuple[Any, Any]:  # [rows, 1] and [width], int64
+    """Of rows, and of what they have; read, never changed."""
+    return np.arange(rows)[:, None], np.arange(width)
+
+
+def _places(
+    columns: Any, rows: Any, positions: Any, bounds: TokenRange, shape: CacheShape
+) -> tuple[Any, Any]:
+    """Block and place in it of each position of a row, all of them within the bounds; the scrap
+    block where it has none."""
     column, offset = np.divmod(positions, shape.block_size)
-    last = columns.shape[1] - 1
-    if column.min() >= 0 and column.max() <= last:
+    if bounds[0] >= 0 and bounds[1] <= columns.shape[1] * shape.block_size:
         return columns[rows, column], offset
+    last = columns.shape[1] - 1
     outside = (column < 0) | (column > last)
     return np.where(outside, SCRAP_BLOCK, columns[rows, column.clip(0, last)]), offset
 
 
-def _inside(positions: Any, shape: CacheShape) -> Any:
+def _inside(positions: Any, bounds: TokenRange, shape: CacheShape) -> Any:
     """Positions within the context, for what only pads."""
-    if positions.min() >= 0 and positions.max() < shape.context_len:
+    if bounds[0] >= 0 and bounds[1] <= shape.context_len:
         return positions
     return positions.clip(0, shape.context_len - 1)
 
@@ -250,10 +261,11 @@ def _blocks(columns: Any, end: int, shape: CacheShape, arithmetic: Arithmetic) -
     return columns[:, :count]
 
 
-def _hidden(begins: Any, width: int, length: int) -> tuple[int, Any]:
-    """What every query of these rows sees, and a mask of the rest; see `RowGroup`."""
-    seen = max(int(begins.min()), 0) + 1  # before the first position a query sees that one
-    last = np.maximum(begins[:, None] + np.arange(width), 0)  # [rows, width]
+def _hidden(positions: Any, least: int, length: int) -> tuple[int, Any]:
+    """What every query of these rows sees, and a mask of the rest; see `RowGroup`. `positions`:
+    those of the queries, [rows, width], of which `least` is the first."""
+    seen = max(least, 0) + 1  # before the first position a query sees that one
+    last = positions if least >= 0 else np.maximum(positions, 0)
     beyond = np.arange(seen, length) > last[:, :, None]
     return seen, np.where(beyond, np.float32(-np.inf), np.float32(0))
 

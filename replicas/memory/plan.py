@@ -24,7 +24,7 @@ from replicas.memory.buffers import (
 )
 from replicas.memory.free import free_bytes
 from replicas.memory.shapes import PairShape, pair_shape_of
-from replicas.models.pair import PairFiles
+from replicas.models.pair import PairFiles, dtype_of
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10
@@ -105,7 +105,7 @@ def plan_memory(
     `free_bytes` finds it. `passes`: what the largest passes take; None: as computed from shapes.
     Raises TooLittleMemory.
     """
-    item = getattr(torch, config.dtype).itemsize
+    item = dtype_of(config).itemsize
     on_gpu = device.type == "cuda"
     computed = computed_passes(pair.models, item, on_gpu)
     recorded = on_gpu and config.fixed_shapes(device)
@@ -121,7 +121,7 @@ def plan_memory(
     fixed = pair.weights + (1 + (kv_blocks or least_blocks)) * block_bytes
     least = fixed + counted(_least_work(wanted), computed).total
     packs = config.pack_weights and not config.fixed_shapes(device)
-    packs = packs and can_prepack(device, getattr(torch, config.dtype))
+    packs = packs and can_prepack(device, dtype_of(config))
     prepacked = sum(map(prepacked_bytes, pair.models)) if packs else 0
     budget, given = None, ""
     if config.memory is not None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3 import Head, HeadConfig
-from replicas.models.pair import Pair, PairFiles, take_part
+from replicas.models.pair import Pair, PairFiles, dtype_of, take_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def without_storage(model_config: Any, config: ReplicaConfig) -> PreTrainedModel
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(model_config),
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype_of(config),
             trust_remote_code=config.trust_remote_code,
         )
     return model

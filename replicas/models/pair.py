@@ -7,6 +7,7 @@ context, and their position encoding must not depend on what else is in the batc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from replicas.config import ReplicaConfig
@@ -25,6 +27,10 @@ from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
 from replicas.models.shapes import ACCEPTANCE, BadPlantedName, is_planted, parse_planted
 from replicas.models.sharding import NotDivisible, shard
+
+_AT_REVISION = re.compile(r"[\w.-]+/[\w.-]+@[\w./-]+")
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+"""Of a model on the hub: all that is read."""
 
 
 class PairRefused(ValueError):
@@ -49,9 +55,9 @@ class Pair:
 def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
     """The directory or hub name behind `name`, from which transformers loads.
 
-    Of a GGUF file it has config and tokenizer; with `weights`, the dtype to have them in, also
-    those. Raises OSError for what can only be a directory or file and is none, and PairRefused for
-    a file that cannot be read.
+    `REPO@REVISION` is a branch, tag or commit of a hub's model. Of a GGUF file it has config and
+    tokenizer; with `weights`, the dtype to have them in, also those. Raises OSError for what can
+    only be a directory or file and is none, and PairRefused for a file that cannot be read.
     """
     if name == TINY:
         return str(TARGET_DIR if role == "target" else DRAFT_DIR)
@@ -62,6 +68,9 @@ def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
         raise PairRefused(f"{role}: {error}") from error
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
+    if _AT_REVISION.fullmatch(name) and not Path(name).is_dir():
+        repo, _, revision = name.partition("@")
+        return snapshot_download(repo, revision=revision, allow_patterns=_FILES)
     return name
 
 
@@ -78,6 +87,29 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def dtype_of(config: ReplicaConfig) -> torch.dtype:
+    """Of weights and KV cache. A checkpoint that names none of ours counts as float32.
+
+    Raises what reading the target's config raises.
+    """
+    if config.dtype == "auto" and _may_be_gpu(config.device):
+        whole = _load_config(resolve(config.target), config, "target")
+        own = getattr(whole.get_text_config(), "dtype", None)
+        return own if own in (torch.bfloat16, torch.float16) else torch.float32
+    dtype: torch.dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    return dtype
+
+
+def dtype_name(config: ReplicaConfig) -> str:
+    """As `float32`."""
+    return str(dtype_of(config)).removeprefix("torch.")
+
+
+def _may_be_gpu(device: str) -> bool:
+    """Whether a setting `device` stands for a GPU, which need not be here where it names one."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 @dataclass(frozen=True)
@@ -129,9 +161,9 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
     # Whatever can be refused is refused before gigabytes of weights are read.
     files = files or read_pair(config)
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
-    target_path = resolve(config.target, "target", config.dtype)
+    target_path = resolve(config.target, "target", dtype_name(config))
     name = config.drafting.model
-    draft_path = None if name is None else resolve(name, "draft", config.dtype)
+    draft_path = None if name is None else resolve(name, "draft", dtype_name(config))
     target = _load_model(
         target_path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
@@ -153,7 +185,7 @@ def load_pair(config: ReplicaConfig, files: PairFiles | None = None) -> Pair:
         target_name=config.target,
         draft_name=name or "",
         device=device,
-        dtype=getattr(torch, config.dtype),
+        dtype=dtype_of(config),
     )
 
 
@@ -294,14 +326,14 @@ def _load_model(
 ) -> PreTrainedModel:
     if is_planted(path):
         try:
-            model = plant(path, device, getattr(torch, config.dtype), ATTENTION, acceptance).model
+            model = plant(path, device, dtype_of(config), ATTENTION, acceptance).model
         except BadPlantedName as error:
             raise PairRefused(str(error)) from None
         divide(model)
         return model
     model = AutoModelForCausalLM.from_pretrained(
         path,
-        dtype=getattr(torch, config.dtype),
+        dtype=dtype_of(config),
         attn_implementation=ATTENTION,
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,

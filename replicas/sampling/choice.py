@@ -108,8 +108,8 @@ def choose(
     if not sampling.any_sampled:
         return first_best(logits)
     scores = _keep_top_k(_scores(logits, sampling), sampling)
-    every = torch.arange(scores.shape[-1], device=scores.device)
-    if len(every) < _LARGE:
+    every = scores.shape[-1]
+    if every < _LARGE:
         return _best(scores, every, sampling, positions)[0]
     total = _sum(_weights(scores)) if sampling.any_top_p else None
     some, ids = _likeliest(scores, _LIKELIEST)
@@ -170,8 +170,9 @@ def _guess(
     scores, places = _scores(logits[:, None], sampling), None
     if scores.shape[-1] >= _LARGE:
         scores, places = _likeliest(scores, _LIKELIEST_OF_DRAFT)
-    at = torch.arange(scores.shape[-1], device=scores.device) if places is None else places
-    at = at if ids is None else ids[at]
+    at = scores.shape[-1] if places is None else places
+    if ids is not None:
+        at = ids if places is None else ids[places]
     noisy = gumbel_noise(sampling.seed, positions, at).mul_(sampling.noise).add_(scores)
     best = first_best(noisy)[..., None]
     token = best if places is None else places.gather(-1, best)
@@ -227,7 +228,7 @@ def _likeliest(
 
 def _best(
     scores: torch.Tensor,  # [rows, width, n], float32: after top-k
-    ids: torch.Tensor,  # [n] or [rows, width, n], int64
+    ids: torch.Tensor | int,  # [rows, width, n], int64; or n: the first
     sampling: SamplingBatch,
     positions: torch.Tensor,  # [rows, width], int64
     total: torch.Tensor | None = None,  # [rows, width, 1], float64: weight; None: of these scores

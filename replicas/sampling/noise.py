@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 # Golden-ratio and multiplier constants of splitmix64 (Steele et al., 2014), as signed int64.
@@ -20,7 +22,7 @@ NOISE_MOST = 22.5
 def gumbel_noise(
     seed: torch.Tensor,  # [rows, 1], int64
     positions: torch.Tensor,  # [rows, width], int64
-    ids: torch.Tensor,  # [vocab] or [rows, width, n], int64
+    ids: torch.Tensor | int,  # [vocab] or [rows, width, n], int64; or so many, from 0 on
 ) -> torch.Tensor:  # [rows, width, n], float32
     """Standard Gumbel noise of token ids at (seed, position): -log of an exponential.
 
@@ -29,7 +31,7 @@ def gumbel_noise(
     """
     key = _splitmix64(_splitmix64(seed) + positions * _GOLDEN)[..., None]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    bits = _spread(ids) ^ low
+    bits = (_spread_below(ids, seed.device) if isinstance(ids, int) else _spread(ids)) ^ low
     _shift_xor_(bits, 16, 0xFFFF).mul_(_FMIX_1).add_(high)
     _shift_xor_(bits, 13, 0x7FFFF).mul_(_FMIX_2)
     _shift_xor_(bits, 16, 0xFFFF).bitwise_and_(0x7FFFFFFF)
@@ -53,6 +55,11 @@ def _spread(ids: torch.Tensor) -> torch.Tensor:  # int32, of the same shape
     _shift_xor_(x, 16, 0xFFFF).mul_(_FMIX_1)
     _shift_xor_(x, 13, 0x7FFFF).mul_(_FMIX_2)
     return _shift_xor_(x, 16, 0xFFFF)
+
+
+@lru_cache(maxsize=8)
+def _spread_below(count: int, device: torch.device) -> torch.Tensor:  # [count], int32
+    return _spread(torch.arange(count, device=device))
 
 
 def _shift_xor_(x: torch.Tensor, bits: int, mask: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tests.chaos.answers import TOKENS_MAX, cut, fake_bases
 from tests.chaos.kills import Kind, Struck, draw_strikes
 from tests.chaos.load import Ask, Outcome, Verdict
 from tests.chaos.mix import Mix, draw_prompts
-from tests.chaos.report import added_latency, is_clean, silence_by_cause, summary
+from tests.chaos.report import is_clean, silence_by_cause, summary
 from tests.cluster.fakes import load_fake_text
 
 OK = grpc.StatusCode.OK
@@ -124,20 +124,3 @@ def test_a_silence_belongs_to_what_happened_in_it() -> None:
     late = Struck(Kind.REPLICA, "", 14.0, 14.0)
     assert silence_by_cause([silent], [pool, frozen, late]) == {"freeze+pool": 3.0}
     assert silence_by_cause([silent], [late]) == {"none": 3.0}
-
-
-def test_added_latency_is_over_the_median_of_undisturbed_requests_of_the_sort() -> None:
-    calm = [outcome(ended_s=seconds) for seconds in (1.0, 2.0, 3.0)]
-    again = pb.End(finish_reason=pb.FINISH_REASON_LENGTH, recovered=1, replicas=["abc.1", "def.2"])
-    hit = outcome(began_s=10.0, ended_s=17.0, end=again)
-    elsewhere = outcome(began_s=10.0, ended_s=12.0)
-    also_hit = outcome(began_s=30.0, ended_s=60.0, end=again)
-    name = "SERVE_REPLICA::lockstep#replica#abc"
-    struck = [
-        Struck(Kind.REPLICA, name, 11.0, 11.0),
-        Struck(Kind.REPLICA, name, 31.0, 31.0),
-        Struck(Kind.POOL, "", 32.0, 32.0),
-    ]
-    killed, undisturbed = added_latency([*calm, hit, elsewhere, also_hit], struck)
-    assert (killed.requests, killed.p50_s) == (1, 5.0)
-    assert (undisturbed.requests, undisturbed.p50_s, undisturbed.p99_s) == (3, 0.0, 1.0)

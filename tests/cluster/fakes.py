@@ -47,6 +47,16 @@ def perfect(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> lis
     return content[len(prompt) :]
 
 
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @dataclass
 class _Resident:
     content: list[int]

@@ -42,7 +42,10 @@ def test_sections_and_short_names_mix() -> None:
         ({"replicas": 0}, "replicas: must be at least 1, is 0"),
         ({"pool": {"lease_s": -1}}, "pool.lease_s: must be above 0, is -1"),
         ({"pool": {"name": ""}}, "pool.name: must have a character at least, is ''"),
-        ({"dtype": "int8"}, "replica.dtype: must be 'float32', 'bfloat16' or 'float16', is 'int8'"),
+        (
+            {"dtype": "int8"},
+            "replica.dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', is 'int8'",
+        ),
         ({"auth": {"allow_anyone": "maybe"}}, "allow_anyone: must be true or false, is 'maybe'"),
         ({"memory": "much"}, "replica.memory: must be a size in bytes, as 512MiB, is 'much'"),
         ({"draft_len": 2, "scheduler": {"draft_len": 3}}, "scheduler.draft_len"),

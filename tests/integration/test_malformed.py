@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -277,11 +276,3 @@ def test_serves_own_methods_answer_what_does_not_parse_with_unknown(
             call(b"\xff", timeout=HANG_S)
         assert caught.value.code() is grpc.StatusCode.UNKNOWN
         assert "DecodeError" in caught.value.details()
-
-
-def test_an_unknown_service_of_health_is_not_found(cluster: RunningCluster) -> None:
-    data = health_pb2.HealthCheckRequest(service="\x00" * 1000).SerializeToString()
-    with grpc.insecure_channel(cluster.address) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(service("Health/Check"))(data, timeout=HANG_S)
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND

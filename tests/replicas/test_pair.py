@@ -23,6 +23,7 @@ from replicas.config import ReplicaConfig
 from replicas.models.pair import (
     PairRefused,
     check_attention,
+    dtype_name,
     leave_out_cudnn,
     load_pair,
     read_pair,
@@ -126,6 +127,26 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
 def test_demo_names_the_embedded_pair() -> None:
     assert resolve("tiny", "target") != resolve("tiny", "draft")
     assert resolve("some/name") == "some/name"
+
+
+def test_a_revision_of_the_hub_is_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot(repo: str, revision: str, **_: object) -> str:
+        return f"/cache/{repo}/{revision}"
+
+    monkeypatch.setattr("replicas.models.pair.snapshot_download", snapshot)
+    assert resolve("org/model@refs/pr/1") == "/cache/org/model/refs/pr/1"
+
+
+@pytest.mark.parametrize("own", ["float32", "bfloat16", "float16", "float64"])
+def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(
+    own: str, tmp_path: Path
+) -> None:
+    LlamaConfig(**_SHAPE, dtype=own).save_pretrained(tmp_path)
+    named = ReplicaConfig(target=str(tmp_path), draft=None)
+    for device, dtype in (("cpu", "float32"), ("cuda", own if own != "float64" else "float32")):
+        assert dtype_name(named.model_copy(update={"device": device})) == dtype
+    fixed = {"device": "cuda", "dtype": "float16"}
+    assert dtype_name(named.model_copy(update=fixed)) == "float16"
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

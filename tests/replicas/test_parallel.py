@@ -88,12 +88,6 @@ def loaded() -> Iterator[list[ParallelReplica]]:
         replica.close()
 
 
-@pytest.fixture
-def double(loaded: list[ParallelReplica]) -> ParallelReplica:
-    loaded.append(load_parallel(config("tiny", tensor_parallel=2)))
-    return loaded[0]
-
-
 def process_of(replica: ParallelReplica) -> LocalRank:
     (handle,) = replica._ranks._handles
     assert isinstance(handle, LocalRank)
@@ -162,7 +156,26 @@ def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
     assert process_of(double).ended() == "exit code 0"
 
 
-def test_an_error_of_all_ranks_breaks_nothing(double: ParallelReplica) -> None:
+def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(
+    loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that wait for rank 0 are not waited for. And a rank has the part that was planned
+    before weights were read."""
+    planned: list[PairShape] = []
+
+    def plan(config: ReplicaConfig, pair: PairShape, *rest: Any, **more: Any) -> MemoryPlan:
+        planned.append(pair)
+        return plan_memory(config, pair, *rest, **more)
+
+    monkeypatch.setattr("replicas.memory.plan.plan_memory", plan)
+    monkeypatch.setattr(parallel, "plan_memory", plan)
+    double = load_parallel(config("tiny", tensor_parallel=2))
+    loaded.append(double)
+    before, after = planned
+    assert before == after
+    whole = config("tiny")
+    assert before.target_bytes < pair_shape_of(read_pair(whole), whole).target_bytes
+
     client = Client(double)  # type: ignore[arg-type]
     client.prefill(a=[4, 5, 6])
     client.contents["a"].append(7)
@@ -171,18 +184,13 @@ def test_an_error_of_all_ranks_breaks_nothing(double: ParallelReplica) -> None:
     assert double.residents == ("a",)
     assert len(run(double, 2, 2)) == 5
 
+    monkeypatch.setattr(parallel, "FAILED_S", 0.5)
+    monkeypatch.setattr(double._replica._target, "forward", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ReplicaBroken, match=r"rank 1 has not answered within 0\.5 s"):
+        run(double, 2, 2)
+
 
 # --------------------------------------------------------------------------- what breaks it
-
-
-def test_a_rank_that_ends_breaks_the_replica(double: ParallelReplica) -> None:
-    assert len(run(double, 2, 2)) == 5
-    process = process_of(double).process
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(ReplicaBroken, match="rank 1 has ended: exit code -9"):
-        run(double, 2, 2)
-    assert double.broken is not None
 
 
 ROWS, FATAL = 2, 3
@@ -195,8 +203,6 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> N
     load = parallel._load_rank
 
     def loaded(*args: Any) -> Any:
-        if how == "refuses":
-            raise PairRefused("nothing here")
         if how == "lacks":
             raise KeyError("q_proj")
         replica, drafter = load(*args)
@@ -204,8 +210,8 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> N
 
         def fails(tokens, layout, *wants):  # type: ignore[no-untyped-def]
             if tokens.shape[0] == ROWS * (FATAL + 1):
-                if how == "ends":
-                    os._exit(1)
+                if how == "is killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise MemoryError("no room here")
             return forward(tokens, layout, *wants)
 
@@ -220,7 +226,7 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> N
     ("how", "message"),
     [
         ("raises", "rank 1 (has ended:|answered) MemoryError: no room here"),
-        ("ends", "rank 1 has ended: exit code 1"),
+        ("is killed", "rank 1 has ended: exit code -9"),
     ],
 )
 def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
@@ -234,16 +240,7 @@ def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
     for _ in range(2):
         with pytest.raises(ReplicaBroken, match=message):
             run(double, ROWS, FATAL)
-
-
-def test_ranks_that_wait_for_rank_0_are_not_waited_for(
-    double: ParallelReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len(run(double, 2, 2)) == 5
-    monkeypatch.setattr(parallel, "FAILED_S", 0.5)
-    monkeypatch.setattr(double._replica._target, "forward", lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(ReplicaBroken, match=r"rank 1 has not answered within 0\.5 s"):
-        run(double, 2, 2)
+    assert double.broken is not None
 
 
 class _Silent:
@@ -320,15 +317,10 @@ def test_messages_arrive_whole_in_order_and_as_what_they_are() -> None:
 # --------------------------------------------------------------------------- loading
 
 
-@pytest.mark.parametrize(
-    ("how", "message"), [("refuses", "PairRefused: nothing here"), ("lacks", "KeyError: 'q_proj'")]
-)
-def test_what_a_rank_fails_with_while_it_loads_is_told(
-    how: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_fails_with_while_it_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits to meet it."""
-    monkeypatch.setattr(parallel, "follow", partial(_breaking, how))
-    with pytest.raises(PairRefused, match=f"rank 1 (failed with|has ended:) {message}"):
+    monkeypatch.setattr(parallel, "follow", partial(_breaking, "lacks"))
+    with pytest.raises(PairRefused, match=r"rank 1 (failed with|has ended:) KeyError: 'q_proj'"):
         load_parallel(config("tiny", tensor_parallel=2))
 
 
@@ -352,24 +344,6 @@ THREE = {
     "draft": None,
     "kv_blocks": 1024,
 }
-
-
-def test_a_rank_has_the_part_that_was_planned_before_weights_were_read(
-    loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned: list[PairShape] = []
-
-    def plan(config: ReplicaConfig, pair: PairShape, *rest: Any, **more: Any) -> MemoryPlan:
-        planned.append(pair)
-        return plan_memory(config, pair, *rest, **more)
-
-    monkeypatch.setattr("replicas.memory.plan.plan_memory", plan)
-    monkeypatch.setattr(parallel, "plan_memory", plan)
-    loaded.append(load_parallel(config("tiny", tensor_parallel=2)))
-    before, after = planned
-    assert before == after
-    whole = config("tiny")
-    assert before.target_bytes < pair_shape_of(read_pair(whole), whole).target_bytes
 
 
 def test_too_little_memory_for_a_rank_is_refused_before_any_is_started(

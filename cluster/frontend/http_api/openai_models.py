@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
-    Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -25,8 +21,14 @@ from cluster.frontend.calls import (
     TextPrompt,
     TokenPrompt,
 )
+from cluster.frontend.http_api.body import Strict
+from cluster.frontend.http_api.openai_fields import (
+    Message,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
 from cluster.frontend.http_api.openai_tools import (
-    CallTurn,
     Tool,
     ToolChoice,
     ToolFormat,
@@ -60,67 +62,7 @@ they are taken."""
 _M = TypeVar("_M", bound=BaseModel)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class StreamOptions(_Strict):
-    include_usage: bool = False
-
-
-class JsonSchema(_Strict):
-    name: str = ""
-    description: str = ""
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool = True
-
-
-class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _schema_with_its_type(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: with the type json_schema, and only with it")
-        return self
-
-    @property
-    def structure(self) -> Structure | None:
-        if self.type == "text":
-            return None
-        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        return Structure("json_schema", (json.dumps(schema),))
-
-
-class StructuredOutputs(_Strict):
-    """As vLLM names them."""
-
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        given = (self.json_, self.regex, self.choice, self.grammar)
-        if sum(one is not None for one in given) != 1:
-            raise ValueError("exactly one of json, regex, choice and grammar must be given")
-        return self
-
-    @property
-    def structure(self) -> Structure:
-        if self.json_ is not None:
-            schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
-            return Structure("json_schema", (schema,))
-        if self.choice is not None:
-            return Structure("choice", tuple(self.choice))
-        if self.regex is not None:
-            return Structure("regex", (self.regex,))
-        return Structure("grammar", (self.grammar or "",))
-
-
-class _Request(_Strict):
+class _Request(Strict, BaseModel):
     logprobs_field: ClassVar[str]
     """The field that says how many likeliest tokens are told of."""
     model: str
@@ -304,38 +246,6 @@ class CompletionRequest(_Request):
         return tuple(
             TextPrompt(each) if isinstance(each, str) else TokenPrompt(each) for each in self.prompt
         )
-
-
-class Message(_Strict):
-    role: str
-    name: str | None = None
-    tool_calls: list[CallTurn] | None = None
-    tool_call_id: str | None = None
-    content: str | None = Field(default=None, validate_default=True)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_of_parts(cls, content: Any, info: ValidationInfo) -> str:
-        if content is None and info.data.get("tool_calls"):
-            return ""
-        if isinstance(content, str):
-            return content
-        if isinstance(content, list) and all(
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-            and len(part) == 2
-            for part in content
-        ):
-            return "".join(part["text"] for part in content)
-        raise ValueError("must be a text or a list of parts of type text")
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        said = self.model_dump(include={"role", "content", "name", "tool_call_id"})
-        if self.tool_calls:
-            said["tool_calls"] = [call.for_template for call in self.tool_calls]
-        return {name: value for name, value in said.items() if value is not None}
 
 
 class ChatRequest(_Request):

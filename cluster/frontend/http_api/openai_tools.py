@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from cluster.frontend.calls import Structure
+from cluster.frontend.http_api.body import Strict
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,11 +40,7 @@ def tool_format(template: str | None) -> ToolFormat | None:
 # --------------------------------------------------------------------------- requests
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Function(_Strict):
+class Function(Strict, BaseModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = {}
@@ -54,16 +51,16 @@ class Function(_Strict):
         return self.parameters or {"type": "object", "additionalProperties": False}
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Strict):
+class FunctionName(Strict):
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     type: Literal["function"]
     function: FunctionName
 
@@ -71,7 +68,7 @@ class NamedTool(_Strict):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     name: str
     arguments: str
 
@@ -87,7 +84,7 @@ class CalledFunction(_Strict):
         return text
 
 
-class CallTurn(_Strict):
+class CallTurn(Strict):
     """A call in a turn of the assistant."""
 
     function: CalledFunction

@@ -8,29 +8,25 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, ConfigDict
 
 from cluster.frontend.calls import ChatPrompt, TextPrompt
-from cluster.frontend.http_api.body import BodyReader
+from cluster.frontend.http_api.body import BodyReader, Strict
 from cluster.frontend.http_api.errors import caller_of, refusal_response
-from cluster.frontend.http_api.openai_models import Message, validated
+from cluster.frontend.http_api.openai_fields import Message
+from cluster.frontend.http_api.openai_models import validated
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 from scheduler.errors import InvalidRequest
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Tokenize(_Strict):
+class Tokenize(Strict):
     prompt: str | None = None
     messages: list[Message] | None = None
     model: str = ""
     return_token_strs: bool = False
 
 
-class Detokenize(_Strict):
+class Detokenize(Strict):
     tokens: list[int]
     model: str = ""
 

@@ -14,8 +14,8 @@ import pytest
 from cluster.bench.compare import Comparison, Contender, Ratio
 from cluster.bench.figures import PoolSums, summarise
 from cluster.bench.page import to_html
+from cluster.bench.plots import bars, columns, line, to_svg
 from cluster.bench.report import SCHEMA, VERSION, Report, to_json, write_each
-from cluster.plots import bars, columns, line, to_svg
 from tests.cluster.bench.test_figures import NOTHING, served
 
 VOID = {"meta"}

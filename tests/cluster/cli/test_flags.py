@@ -72,6 +72,12 @@ def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> Non
     assert (config.replica.target, config.model_name) == ("org/model", "ours")
 
 
+def test_a_revision_is_part_of_the_target_and_not_of_its_name(served: list[ClusterConfig]) -> None:
+    assert RUN.invoke(main, ["serve", "org/model", "--revision", "v1"]).exit_code == 0
+    (config,) = served
+    assert (config.replica.target, config.model_name) == ("org/model@v1", "org/model")
+
+
 def test_of_a_key_the_settings_have_the_hash(
     served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +96,7 @@ def test_of_a_key_the_settings_have_the_hash(
     [
         (["--batch-size", "0"], "--batch-size: must be at least 1, is '0'"),
         (["--draft-len", "x"], "--draft-len: must be a whole number, is 'x'"),
-        (["--dtype", "int8"], "--dtype: must be 'float32', 'bfloat16' or 'float16', is 'int8'"),
+        (["--dtype", "int8"], "--dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', is"),
         (["--memory", "much"], "--memory: must be a size in bytes, as 512MiB, is 'much'"),
         (["--autoscaling-config", "{"], "--autoscaling-config: not JSON: "),
         (["--pool-config", "3"], "--pool-config: must be a mapping, is 3"),

@@ -28,6 +28,8 @@ RUN = CliRunner()
 
 
 FILE = """
+target: planted:tiny?scale=0.65&layers=2
+draft: planted:tiny-draft
 replica:
   device: cpu
   dtype: bfloat16

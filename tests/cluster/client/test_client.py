@@ -63,6 +63,12 @@ first = pytest.fixture(run_server, scope="module", name="first")
 second = pytest.fixture(run_server, scope="module", name="second")
 
 
+@pytest.fixture
+def client(first: Running) -> Iterator[Client]:
+    with Client(first.address, retry=QUICK) as made:
+        yield made
+
+
 def read(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
     return list(client.stream(request))
 
@@ -191,12 +197,11 @@ def test_an_address_where_nobody_listens_costs_one_attempt(first: Running) -> No
         assert client.retries == 1
 
 
-def test_tokens_that_the_caller_had_are_continued_too(first: Running) -> None:
+def test_tokens_that_the_caller_had_are_continued_too(first: Running, client: Client) -> None:
     tokens = perfect(PROMPT_IDS, 20)
     first.server.script = Script(tokens, cuts=[(1, *BREAKS[2]), (1, *BREAKS[0])])
     request = pb.GenerateRequest(prompt=PROMPT, committed_token_ids=tokens[:4])
-    with Client(first.address, retry=QUICK) as client:
-        assert joined(read(client, request))[1] == tokens[4:]
+    assert joined(read(client, request))[1] == tokens[4:]
     assert list(request.committed_token_ids) == tokens[:4]
 
 
@@ -206,15 +211,14 @@ def test_tokens_that_the_caller_had_are_continued_too(first: Running) -> None:
 @pytest.mark.parametrize("code", FINAL, ids=lambda code: code.name)
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_status_that_speaks_of_the_request_is_final(
-    first: Running, code: StatusCode, at: int
+    first: Running, client: Client, code: StatusCode, at: int
 ) -> None:
     first.server.script = Script(perfect(PROMPT_IDS, 20), cuts=[(at, code, "a reason")] * 2)
     seen: list[pb.GenerateChunk] = []
-    with Client(first.address, retry=QUICK) as client:
-        with pytest.raises(grpc.RpcError) as caught:
-            seen.extend(client.stream(pb.GenerateRequest(prompt=PROMPT)))
-        with pytest.raises(grpc.RpcError) as unary:
-            client.generate(pb.GenerateRequest(prompt=PROMPT))
+    with pytest.raises(grpc.RpcError) as caught:
+        seen.extend(client.stream(pb.GenerateRequest(prompt=PROMPT)))
+    with pytest.raises(grpc.RpcError) as unary:
+        client.generate(pb.GenerateRequest(prompt=PROMPT))
     for error in (caught.value, unary.value):
         assert (error.code(), error.details()) == (code, "a reason")
     assert len(first.server.script.asked) == 2
@@ -224,7 +228,7 @@ def test_a_status_that_speaks_of_the_request_is_final(
     "status", [(StatusCode.INTERNAL, ACTOR_DIED), (StatusCode.UNAVAILABLE, "anything")]
 )
 def test_a_failure_that_the_server_ended_itself_is_final(
-    first: Running, status: tuple[StatusCode, str]
+    first: Running, client: Client, status: tuple[StatusCode, str]
 ) -> None:
     tokens = perfect(PROMPT_IDS, 8)
     script = Script(tokens, reason=pb.FINISH_REASON_FAILED, status_at_end=status)
@@ -235,7 +239,7 @@ def test_a_failure_that_the_server_ended_itself_is_final(
         for chunk in client.stream(pb.GenerateRequest(prompt=PROMPT)):
             seen.append(chunk)
 
-    with Client(first.address, retry=QUICK) as client, pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises(grpc.RpcError) as caught:
         take(client)
     assert caught.value.code() is status[0]
     assert joined(seen)[1] == tokens
@@ -243,29 +247,29 @@ def test_a_failure_that_the_server_ended_itself_is_final(
     assert len(script.asked) == 1
 
 
-def test_a_connection_that_breaks_behind_the_last_chunk_does_not_matter(first: Running) -> None:
+def test_a_connection_that_breaks_behind_the_last_chunk_does_not_matter(
+    first: Running, client: Client
+) -> None:
     tokens = perfect(PROMPT_IDS, 8)
     first.server.script = Script(tokens, status_at_end=BREAKS[0])
-    with Client(first.address, retry=QUICK) as client:
-        assert joined(read(client, pb.GenerateRequest(prompt=PROMPT)))[1] == tokens
+    assert joined(read(client, pb.GenerateRequest(prompt=PROMPT)))[1] == tokens
     assert len(first.server.script.asked) == 1
 
 
 @pytest.mark.parametrize("code", [code for code, _ in BREAKS], ids=lambda code: code.name)
 @pytest.mark.parametrize("streaming", [True, False])
 def test_what_the_server_has_marked_is_final_whatever_its_code(
-    first: Running, code: StatusCode, streaming: bool
+    first: Running, client: Client, code: StatusCode, streaming: bool
 ) -> None:
     cuts = [(0, code, "a reason")] * 3
     final = Script(perfect(PROMPT_IDS, 5), cuts=list(cuts), trailing=((FINAL_HEADER, "1"),))
     request = pb.GenerateRequest(prompt=PROMPT)
-    with Client(first.address, retry=QUICK) as client:
-        call = functools.partial(read, client) if streaming else client.generate
-        first.server.script = final
-        with pytest.raises(grpc.RpcError):
-            call(request)
-        first.server.script = unmarked = Script(perfect(PROMPT_IDS, 5), cuts=cuts)
+    call = functools.partial(read, client) if streaming else client.generate
+    first.server.script = final
+    with pytest.raises(grpc.RpcError):
         call(request)
+    first.server.script = unmarked = Script(perfect(PROMPT_IDS, 5), cuts=cuts)
+    call(request)
     assert (len(final.asked), len(unmarked.asked)) == (1, 4)
 
 
@@ -287,32 +291,31 @@ def test_a_unary_call_is_repeated_with_one_seed(first: Running) -> None:
         assert asked[0].timeout_s == 50 > asked[1].timeout_s > asked[2].timeout_s
 
 
-def test_a_seed_that_only_the_caller_can_know_is_not_made_up(first: Running) -> None:
+def test_a_seed_that_only_the_caller_can_know_is_not_made_up(
+    first: Running, client: Client
+) -> None:
     first.server.script = Script(perfect(PROMPT_IDS, 9))
     request = pb.GenerateRequest(
         prompt=PROMPT, temperature=1, committed_token_ids=perfect(PROMPT_IDS, 2)
     )
-    with Client(first.address, retry=QUICK) as client:
-        client.generate(request)
+    client.generate(request)
     assert not first.server.script.asked[0].HasField("seed")
 
 
-def test_two_calls_without_a_seed_get_different_ones(first: Running) -> None:
+def test_two_calls_without_a_seed_get_different_ones(first: Running, client: Client) -> None:
     first.server.script = Script(perfect(PROMPT_IDS, 5))
-    with Client(first.address, retry=QUICK) as client:
-        for _ in range(2):
-            client.generate(pb.GenerateRequest(prompt=PROMPT, temperature=1.0))
+    for _ in range(2):
+        client.generate(pb.GenerateRequest(prompt=PROMPT, temperature=1.0))
     one, other = first.server.script.asked
     assert one.seed != other.seed
 
 
-def test_the_request_of_the_caller_is_left_as_it_is(first: Running) -> None:
+def test_the_request_of_the_caller_is_left_as_it_is(first: Running, client: Client) -> None:
     first.server.script = Script(perfect(PROMPT_IDS, 9), cuts=[(1, *BREAKS[0])] * 2)
     request = pb.GenerateRequest(prompt=PROMPT, temperature=1.0, timeout_s=5.0)
     before = request.SerializeToString(deterministic=True)
-    with Client(first.address, retry=QUICK) as client:
-        client.generate(request)
-        read(client, request)
+    client.generate(request)
+    read(client, request)
     assert request.SerializeToString(deterministic=True) == before
 
 

@@ -16,7 +16,7 @@ from cluster.worker.worker import HostedReplica, Worker, _Stop
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
-from tests.cluster.wire import Wire
+from tests.cluster.wire import Wire, until
 
 CONFIG = from_args({"pool": {"gather_ms": 2}, "frontend": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
 PROMPT = "the quick"
@@ -56,6 +56,7 @@ async def frontend(
     replicas: int = 1,
     load: Callable[[], HostedReplica] | None = None,
     text: TargetText | None = None,
+    bound_s: float = 100.0,
 ) -> AsyncIterator[GrpcApi]:
     """`load` and `text`: of a real replica, in place of the fake ones."""
     pool = Wire(config)
@@ -63,11 +64,10 @@ async def frontend(
     runners = [Worker(config, load, [pool], f"r{n}") for n in range(replicas)]
     text = text or load_fake_text(ReplicaConfig())
     made = GrpcApi(FrontendService(config, [pool], text, "frontend"))
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(bound_s):
         for runner in runners:
             await runner.start()
-        while len(pool.actor._workers) < replicas:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(pool.actor._workers) == replicas)
         made.service.start()
         yield made
         await made.close()
@@ -77,16 +77,25 @@ async def frontend(
         pool.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Bounded by the frontend's own time."""
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 async def stream(
     made: GrpcApi, request: pb.GenerateRequest, context: Context
 ) -> list[pb.GenerateChunk]:
     return [chunk async for chunk in made.GenerateStream(request, context)]
+
+
+def pool_of(made: GrpcApi) -> Wire:
+    """The one that `frontend` has made."""
+    [pool] = made.service._router._pools
+    assert isinstance(pool, Wire)
+    return pool
+
+
+async def both(made: GrpcApi, request: pb.GenerateRequest, **caller: str) -> list[Context]:
+    """The contexts of a unary call and of a stream of this request."""
+    unary, streamed = Context(**caller), Context(**caller)
+    await made.Generate(request, unary)
+    await stream(made, request, streamed)
+    return [unary, streamed]
 
 
 def text_of(tokens: list[int]) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from grpc import StatusCode
 from transformers import PreTrainedTokenizerFast
 
 from cluster.frontend.calls import ChatPrompt
+from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
@@ -35,6 +37,14 @@ TURNS = [("system", "be brief"), ("user", "the fox?"), ("assistant", "lazy"), ("
 
 def messages(turns: Sequence[tuple[str, str]]) -> list[pb.ChatMessage]:
     return [pb.ChatMessage(role=role, content=content) for role, content in turns]
+
+
+def test_a_template_of_a_file_takes_the_place_of_the_targets(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages[0].content }}")
+    text = TargetText.load(ReplicaConfig(target="tiny", chat_template=str(path)))
+    prompt = ChatPrompt([{"role": "user", "content": "hello there"}])
+    assert text.encode_chat(prompt) == text.encode("hello there")
 
 
 async def test_a_conversation_is_answered_like_the_tokens_of_its_template() -> None:

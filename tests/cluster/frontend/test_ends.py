@@ -7,28 +7,27 @@ there is no replica, and the test says what the pool would have said.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from grpc import StatusCode
 
-from cluster.config import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.in_flight import InFlightRequest
+from cluster.frontend.status_codes import CODES
 from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import (
-    CONFIG,
     PROMPT,
     PROMPT_IDS,
     Context,
     frontend,
     stream,
-    until,
 )
+from tests.cluster.wire import until
 
 ANSWER = "a \U0001f98a says END or ENDE"
 TOKENS = tokenizer().encode(ANSWER).ids
@@ -97,109 +96,66 @@ async def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
 
 # --------------------------------------------------------------------------- what is counted
 
+End = Callable[[GrpcApi, InFlightRequest, asyncio.Task[Any]], object]
 
-@asynccontextmanager
-async def counting(**settings: int) -> AsyncIterator[tuple[GrpcApi, list[str]]]:
-    """A frontend without replicas, and the statuses of the requests that it has counted."""
+
+def finished(reason: FinishReason) -> End:
+    return lambda made, live, _call: ends(made, live, reason)
+
+
+def refused(code: RejectCode) -> End:
+    def refuse(made: GrpcApi, live: InFlightRequest, _call: object) -> None:
+        made.service._router.sessions[0]._live.pop(live.pool_id)
+        live.reject = Reject(live.pool_id, code, "prompt", "no")
+        live.end()
+
+    return refuse
+
+
+def stops(_made: object, live: InFlightRequest, _call: object) -> None:
+    """The pool knows it as what the frontend has cancelled."""
+    live.tokens.extend(TOKENS)
+    live.changed.set()
+
+
+ENDS: list[tuple[End, str]] = [
+    (finished(FinishReason.STOP), "OK"),
+    (finished(FinishReason.LENGTH), "OK"),
+    (finished(FinishReason.DEADLINE), "DEADLINE_EXCEEDED"),
+    (finished(FinishReason.FAILED), "INTERNAL"),
+    *((refused(code), CODES[code].name) for code in RejectCode),
+    (lambda made, _live, _call: made.service._router.sessions[0]._give_up(), "UNAVAILABLE"),
+    (stops, "OK"),
+    (lambda _made, _live, call: call.cancel(), "CANCELLED"),
+]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(("end", "status"), ENDS)
+async def test_an_end_counts_with_the_status_that_the_client_got(
+    end: End, status: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
     counted: list[str] = []
 
     def sink(name: str, _value: float, tags: Mapping[str, str]) -> None:
         if name == "lockstep_request_seconds":
             counted.append(tags["status"])
 
-    config = from_args({"scheduler": settings}) if settings else CONFIG
-    async with frontend(config=config, replicas=0) as made:
+    async with frontend(replicas=0) as made:
         made.service._meter._sink = sink
-        yield made, counted
-
-
-REQUEST = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS))
-
-
-async def call(made: GrpcApi, streaming: bool, context: Context) -> None:
-    await (stream(made, REQUEST, context) if streaming else made.Generate(REQUEST, context))
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        (FinishReason.STOP, "OK"),
-        (FinishReason.LENGTH, "OK"),
-        (FinishReason.DEADLINE, "DEADLINE_EXCEEDED"),
-        (FinishReason.FAILED, "INTERNAL"),
-    ],
-)
-async def test_a_finish_counts_with_the_status_that_the_client_got(
-    reason: FinishReason, status: str, streaming: bool
-) -> None:
-    async with counting() as (made, counted):
-        context = Context()
-        task = asyncio.ensure_future(call(made, streaming, context))
-        ends(made, await asked(made), reason)
-        await task
-        assert counted == [status] == [(context.code or StatusCode.OK).name]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize("code", list(RejectCode))
-async def test_a_refusal_by_the_pool_counts_with_its_status(
-    code: RejectCode, streaming: bool
-) -> None:
-    async with counting() as (made, counted):
-        context = Context()
-        task = asyncio.ensure_future(call(made, streaming, context))
-        live = await asked(made)
-        made.service._router.sessions[0]._live.pop(live.pool_id)
-        live.reject = Reject(live.pool_id, code, "prompt", "no")
-        live.end()
-        await task
-        assert context.code is not None
-        assert counted == [context.code.name]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_a_pool_that_is_lost_counts_as_unavailable(streaming: bool) -> None:
-    async with counting() as (made, counted):
-        context = Context()
-        task = asyncio.ensure_future(call(made, streaming, context))
-        await asked(made)
-        made.service._router.sessions[0]._give_up()
-        await task
-        assert context.code is StatusCode.UNAVAILABLE
-        assert counted == ["UNAVAILABLE"]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_a_stop_string_counts_as_served(
-    streaming: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
-    async with counting() as (made, counted):
         context = Context()
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=["says"])
-        task = asyncio.ensure_future(
-            stream(made, request, context) if streaming else made.Generate(request, context)
-        )
-        live = await asked(made)
-        live.tokens.extend(TOKENS)
-        live.changed.set()
-        # The pool knows it as what the frontend has cancelled.
-        await task
-        assert live.finish is not None
-        assert live.finish.reason is FinishReason.CANCELLED
-        assert context.code is None
-        assert counted == ["OK"]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_a_client_that_leaves_counts_as_cancelled(streaming: bool) -> None:
-    async with counting() as (made, counted):
-        task = asyncio.ensure_future(call(made, streaming, Context()))
-        await asked(made)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert counted == ["CANCELLED"]
+        asking = stream(made, request, context) if streaming else made.Generate(request, context)
+        call = asyncio.ensure_future(asking)
+        end(made, await asked(made), call)
+        await asyncio.gather(call, return_exceptions=True)
+        assert counted == [status]
+        if call.cancelled():
+            assert status == "CANCELLED"
+        else:
+            assert (context.code or StatusCode.OK).name == status
+        await until(lambda: not made.service._router.unfinished)
 
 
 # --------------------------------------------------------------------------- others' turns

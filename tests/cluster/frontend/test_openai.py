@@ -19,9 +19,10 @@ from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend, until
+from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
 from tests.cluster.frontend.test_http import Answer, http
+from tests.cluster.wire import until
 
 MODEL = "tiny"
 TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
@@ -51,11 +52,6 @@ def events(answer: Answer) -> list[dict[str, Any]]:
     return [json.loads(line.partition("data: ")[2]) for line in lines[:-2]]
 
 
-def error(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.body)["error"]
-    return found
-
-
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool, temperature: float) -> None:
@@ -78,7 +74,7 @@ async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool, temperature: flo
             asked.prompt = fields["prompt"] = PROMPT
         plain = await made.Generate(asked, Context())
         path = "chat/completions" if chat else "completions"
-        whole = json.loads((await post(app, path, **fields)).body)
+        whole = (await post(app, path, **fields)).json
         [choice] = whole["choices"]
         text = choice["message"]["content"] if chat else choice["text"]
         assert text == plain.text
@@ -108,14 +104,14 @@ async def test_choices_and_prompts_are_calls_of_their_own_with_the_next_seeds() 
     async with served(step_s=0.001) as (_made, app):
         fields: dict[str, Any] = {"max_tokens": 20, "temperature": 1, "seed": 5}
         whole = await post(app, "completions", **fields, n=2, prompt=[PROMPT, PROMPT_IDS[:1]])
-        choices = json.loads(whole.body)["choices"]
+        choices = whole.json["choices"]
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
         for choice in choices:
             prompt = (PROMPT, PROMPT_IDS[:1])[choice["index"] // 2]
             one = fields | {"seed": 5 + choice["index"] % 2, "prompt": prompt}
-            single = json.loads((await post(app, "completions", **one)).body)
+            single = (await post(app, "completions", **one)).json
             assert single["choices"][0]["text"] == choice["text"]
-        usage = json.loads(whole.body)["usage"]
+        usage = whole.json["usage"]
         assert usage["prompt_tokens"] == len(PROMPT_IDS) + 1
         assert usage["completion_tokens"] == 80
         streamed = await post(
@@ -130,25 +126,25 @@ async def test_choices_and_prompts_are_calls_of_their_own_with_the_next_seeds() 
 async def test_a_stop_string_ends_the_text_before_it() -> None:
     async with served() as (_made, app):
         fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-        text = json.loads((await post(app, "completions", **fields)).body)["choices"][0]["text"]
+        text = (await post(app, "completions", **fields)).json["choices"][0]["text"]
         for stop in (text[20:23], ["never!", text[20:23]]):
             answer = await post(app, "completions", **fields, stop=stop)
-            [choice] = json.loads(answer.body)["choices"]
+            [choice] = answer.json["choices"]
             assert choice["text"] == text[: text.index(text[20:23])]
             assert choice["finish_reason"] == "stop"
 
 
 async def test_the_model_is_listed_and_no_other_is_served() -> None:
     async with served() as (_made, app):
-        listed = json.loads((await http(app, path="/v1/models")).body)
+        listed = (await http(app, path="/v1/models")).json
         assert [model["id"] for model in listed["data"]] == [MODEL]
         one = await http(app, path=f"/v1/models/{MODEL}")
-        assert json.loads(one.body) == listed["data"][0]
+        assert one.json == listed["data"][0]
         for answer in (
             await post(app, "completions", model="gpt-4", prompt="x"),
             await http(app, path="/v1/models/gpt-4"),
         ):
-            assert (answer.status, error(answer)["param"]) == (404, "model")
+            assert (answer.status, answer.error["param"]) == (404, "model")
         for path in ("/v1/models", f"/v1/models/{MODEL}"):
             assert (await http(app, path=path, client="192.0.2.7")).status == 401
 
@@ -156,7 +152,7 @@ async def test_the_model_is_listed_and_no_other_is_served() -> None:
 async def test_an_answer_of_one_sequence_says_how_speculation_went() -> None:
     async with served() as (_made, app):
         fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-        whole = json.loads((await post(app, "completions", **fields)).body)
+        whole = (await post(app, "completions", **fields)).json
         options = {"include_usage": True}
         streamed = await post(app, "completions", **fields, stream=True, stream_options=options)
         for said in (whole, events(streamed)[-1]):
@@ -172,100 +168,79 @@ async def test_an_answer_of_one_sequence_says_how_speculation_went() -> None:
             assert sum(number * times for number, times in enumerate(histogram)) == accepted
             assert found["mean_acceptance_length"] == (steps + accepted) / steps == 60 / steps
             assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
-        several = json.loads((await post(app, "completions", **fields, n=2)).body)
+        several = (await post(app, "completions", **fields, n=2)).json
         assert "metrics" not in several
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
-        ("completions", {"prompt": "x", "best_of": 2}, "best_of"),
-        ("completions", {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
-        ("completions", {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-        ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
-        ("completions", {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
-        ("completions", {"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
-        ("completions", {"prompt": "x", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ("completions", {"prompt": "x", "bad_words": [""]}, "bad_words"),
-        ("completions", {"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
-        (
-            "completions",
-            {"prompt": "x", "structured_outputs": {"regex": "("}},
-            "structured_outputs",
-        ),
-        ("completions", {"prompt": "x", "temprature": 1}, "temprature"),
-        ("completions", {"prompt": "x", "temperature": "hot"}, "temperature"),
-        ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
-        ("completions", {"prompt": "x", "top_k": -2}, "top_k"),
-        ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ("completions", {"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
-        ("completions", {"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
-        ("completions", {"prompt": "x", "n": 0}, "n"),
-        ("completions", {"prompt": "x", "n": 129}, "n"),
-        ("completions", {"prompt": "x", "stop": 5}, "stop"),
-        ("completions", {"prompt": "x", "stop": [""]}, "stop"),
-        ("completions", {"prompt": "x", "seed": -1}, "seed"),
-        ("completions", {"prompt": "x", "user": "y" * 129}, "user"),
-        ("completions", {"prompt": "x", "messages": []}, "messages"),
-        ("completions", {"prompt": ""}, "prompt"),
-        ("completions", {"prompt": []}, "prompt"),
-        ("completions", {"prompt": [1, "x"]}, "prompt"),
-        ("completions", {"prompt": [True]}, "prompt"),
-        ("completions", {"prompt": [[9999]]}, "prompt"),
-        ("completions", {}, "prompt"),
-        ("completions", {"prompt": "x", "stream_options": {}}, "stream_options"),
-        ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": "x"}, "messages"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content",
-        ),
-        ("chat/completions", {"messages": TURNS_JSON, "tools": [{}]}, "tools.0.type"),
-        (
-            "chat/completions",
-            {"messages": TURNS_JSON, "response_format": {"type": "json_schema"}},
-            "response_format",
-        ),
-        (
-            "chat/completions",
-            {
-                "messages": TURNS_JSON,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": {"type": "thing"}},
-                },
-            },
-            "response_format",
-        ),
-        ("chat/completions", {"messages": TURNS_JSON, "top_logprobs": 2}, "top_logprobs"),
-        (
-            "chat/completions",
-            {"messages": TURNS_JSON, "logprobs": True, "top_logprobs": 21},
-            "top_logprobs",
-        ),
-        (
-            "chat/completions",
-            {"messages": TURNS_JSON, "max_completion_tokens": 10**6},
-            "max_completion_tokens",
-        ),
-    ],
-    ids=str,
-)
+SCHEMA = {"name": "a", "schema": {"type": "thing"}}
+IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
+WRONG = [
+    {"logprobs": 21},
+    {"best_of": 2},
+    {"frequency_penalty": 2.5},
+    {"repetition_penalty": 0},
+    {"logit_bias": {"x": 1}},
+    {"logit_bias": {"1": 101}},
+    {"logit_bias": {"9999": 1}},
+    {"max_tokens": 5, "min_tokens": 6},
+    {"bad_words": [""]},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"regex": "("}},
+    {"temprature": 1},
+    {"temperature": "hot"},
+    {"temperature": -1},
+    {"top_k": -2},
+    {"max_tokens": 0},
+    {"max_tokens": 10**6},
+    {"max_tokens": 1.5},
+    {"n": 0},
+    {"n": 129},
+    {"stop": 5},
+    {"stop": [""]},
+    {"seed": -1},
+    {"user": "y" * 129},
+    {"messages": []},
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": [1, "x"]},
+    {"prompt": [True]},
+    {"prompt": [[9999]]},
+    {"prompt": None},
+    {"stream_options": {}},
+]
+"""Fields of a completion, the last of which is wrong."""
+WRONG_CHAT = [
+    {"messages": []},
+    {"messages": "x"},
+    {"messages": [{"role": "tool", "content": "x"}]},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    {"top_logprobs": 2},
+    {"logprobs": True, "top_logprobs": 21},
+    {"max_completion_tokens": 10**6},
+]
+INNER = [
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": IMAGE}, "messages.0.content"),
+    ({"tools": [{}]}, "tools.0.type"),
+]
+"""And the place in it that is wrong."""
+
+
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_wrong_parameter_is_named(
-    path: str, fields: dict[str, Any], param: str, stream: bool
-) -> None:
+async def test_a_wrong_parameter_is_named(stream: bool) -> None:
+    prompt, talk = {"prompt": "x"}, {"messages": TURNS_JSON}
+    cases = [("completions", prompt | fields, next(reversed(fields))) for fields in WRONG]
+    cases += [("chat/completions", talk | each, next(reversed(each))) for each in WRONG_CHAT]
+    cases += [("chat/completions", talk | fields, place) for fields, place in INNER]
     async with served(replicas=0) as (_made, app):
-        streaming = stream and "stream_options" not in fields
-        answer = await post(app, path, **fields, stream=streaming)
-        assert answer.status == 400
-        assert error(answer)["type"] == "invalid_request_error"
-        assert error(answer)["param"] == param
-        assert error(answer)["message"].startswith(f"{param}: ")
+        for path, fields, param in cases:
+            streaming = stream and "stream_options" not in fields
+            answer = await post(app, path, **fields, stream=streaming)
+            assert answer.status == 400, fields
+            assert answer.error["type"] == "invalid_request_error"
+            assert answer.error["param"] == param, fields
+            assert answer.error["message"].startswith(f"{param}: ")
 
 
 async def test_what_asks_for_nothing_is_taken() -> None:
@@ -296,7 +271,7 @@ async def test_an_error_behind_the_first_event_is_the_last_event() -> None:
         assert nothing == ""
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "DEADLINE_EXCEEDED"
         whole = await post(app, "completions", prompt=PROMPT, max_tokens=400)
-        assert (whole.status, error(whole)["code"]) == (504, "DEADLINE_EXCEEDED")
+        assert (whole.status, whole.error["code"]) == (504, "DEADLINE_EXCEEDED")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -357,20 +332,20 @@ async def test_what_is_no_id_of_an_event_is_refused(name: str) -> None:
     async with served(replicas=0) as (_made, app):
         headers = {"last-event-id": name}
         answer = await post(app, "completions", headers=headers, prompt="x", stream=True)
-        assert (answer.status, error(answer)["param"]) == (400, "last-event-id")
+        assert (answer.status, answer.error["param"]) == (400, "last-event-id")
 
 
 async def test_texts_become_tokens_and_tokens_texts() -> None:
     async with served() as (_made, app):
         found = await http(app, json.dumps({"prompt": PROMPT}).encode(), path="/tokenize")
-        assert json.loads(found.body)["tokens"] == PROMPT_IDS
+        assert found.json["tokens"] == PROMPT_IDS
         talk = await http(app, json.dumps({"messages": TURNS_JSON}).encode(), path="/tokenize")
-        assert json.loads(talk.body)["count"] > len(PROMPT_IDS)
+        assert talk.json["count"] > len(PROMPT_IDS)
         body = json.dumps({"tokens": PROMPT_IDS}).encode()
-        assert json.loads((await http(app, body, path="/detokenize")).body) == {"prompt": PROMPT}
+        assert (await http(app, body, path="/detokenize")).json == {"prompt": PROMPT}
         wrong = await http(app, b'{"tokens": [99999]}', path="/detokenize")
-        assert (wrong.status, error(wrong)["param"]) == (400, "tokens")
+        assert (wrong.status, wrong.error["param"]) == (400, "tokens")
         neither = await http(app, b"{}", path="/tokenize")
-        assert (neither.status, error(neither)["param"]) == (400, "prompt")
+        assert (neither.status, neither.error["param"]) == (400, "prompt")
         assert (await http(app, path="/health")).status == 200
-        assert json.loads((await http(app, path="/version")).body)["version"]
+        assert (await http(app, path="/version")).json["version"]

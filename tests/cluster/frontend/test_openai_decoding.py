@@ -67,7 +67,7 @@ async def served() -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
 async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
     answer = await post(app, "completions", **fields)
     assert answer.status == 200, answer.body
-    choices = json.loads(answer.body)["choices"]
+    choices = answer.json["choices"]
     assert len(choices) == 1
     return dict(choices[0])
 
@@ -174,11 +174,7 @@ async def test_structured_answers_are_what_was_asked_for() -> None:
             post(app, "completions", **fields, structured_outputs={"choice": ["ja", "nein"]}),
         )
         jsons, matches, choices = (
-            [
-                one["text"]
-                for one in json.loads(answer.body)["choices"]
-                if one["finish_reason"] == "stop"
-            ]
+            [one["text"] for one in answer.json["choices"] if one["finish_reason"] == "stop"]
             for answer in answers
         )
         assert jsons

@@ -17,7 +17,7 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_tools import ToolFormat, ToolReader, tool_format
 from replicas.replica import Replica
 from tests.cluster.frontend.rig import CONFIG, frontend
-from tests.cluster.frontend.test_openai import error, events, post
+from tests.cluster.frontend.test_openai import events, post
 from tests.cluster.frontend.test_openai_decoding import PAIR, text
 
 HERMES_TEMPLATE = (
@@ -111,7 +111,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
         named = {"type": "function", "function": {"name": "weather"}}
         for choice in ("required", named):
             body = await post(app, "chat/completions", **fields, n=4, tool_choice=choice)
-            choices = json.loads(body.body)["choices"]
+            choices = body.json["choices"]
             for one in choices:
                 assert one["finish_reason"] == "tool_calls"
                 assert one["message"]["content"] is None
@@ -141,7 +141,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
         # A strict tool binds what is called, but not whether.
         strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
         free = await post(app, "chat/completions", **(fields | {"tools": strict}), n=4)
-        for one in json.loads(free.body)["choices"]:
+        for one in free.json["choices"]:
             for call in one["message"].get("tool_calls", []):
                 assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
 
@@ -164,4 +164,4 @@ async def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str) -> 
     async with frontend(config=config, replicas=0, text=spoken) as made:
         answer = await post(http_app(made.service), "chat/completions", messages=ASKED, **fields)
         assert answer.status == 400
-        assert error(answer)["param"] == param
+        assert answer.error["param"] == param

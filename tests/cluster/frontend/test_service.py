@@ -19,7 +19,8 @@ from cluster.frontend.calls import Delta, GenerateCall, TextPrompt, TokenPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 from scheduler.messages import FinishReason
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, frontend, until
+from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, frontend
+from tests.cluster.wire import until
 
 HERE = Caller(address="127.0.0.1")
 CALL = GenerateCall(

@@ -20,11 +20,6 @@ from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 
 
-@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_a_request_served_in_full_is_no_error(reason: FinishReason) -> None:
-    assert refusal_of_finish(Finish("pool-1", reason), "mine") is None
-
-
 @pytest.mark.parametrize(
     ("reason", "code"),
     [

@@ -26,43 +26,6 @@ def ids(text: str) -> list[int]:
     return tokenizer().encode(text).ids
 
 
-def test_a_character_of_several_tokens_comes_whole() -> None:
-    detokenizer = Detokenizer(tokenizer(), ids("x"))
-    tokens = ids("a🦊b")
-    assert len(tokens) > 4
-    texts = [detokenizer.push(token) for token in tokens]
-    assert "".join(texts) == "a🦊b"
-    assert "🦊" in texts
-    assert not any("\ufffd" in text for text in texts)
-
-
-def test_bytes_that_never_become_a_character_come_at_the_end() -> None:
-    detokenizer = Detokenizer(tokenizer(), ids("x"))
-    tokens = ids("a🦊")[:-1]
-    assert "".join(map(detokenizer.push, tokens)) == "a"
-    assert detokenizer.flush() == tokenizer().decode(tokens)[1:]
-    assert detokenizer.flush() == ""
-
-
-@given(TOKENS)
-def test_all_pushes_and_the_flush_give_the_whole_text(tokens: list[int]) -> None:
-    prompt = ids("the quick")
-    detokenizer = Detokenizer(tokenizer(), prompt)
-    text = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
-    assert "the quick" + text == tokenizer().decode(prompt + tokens)
-
-
-@pytest.mark.parametrize("prompt", [[], [0], ids("🦊")[:2], [1, 1, 1]])
-def test_any_prompt_can_come_before(prompt: list[int]) -> None:
-    detokenizer = Detokenizer(tokenizer(), prompt)
-    assert "ab" in "".join(map(detokenizer.push, ids("ab"))) + detokenizer.flush()
-
-
-def test_special_tokens_have_no_text() -> None:
-    detokenizer = Detokenizer(tokenizer(), [])
-    assert detokenizer.push(1) + detokenizer.flush() == ""
-
-
 def metaspace_tokenizer() -> Tokenizer:
     """Words that bring their space along, and lose it where a text begins."""
     words = ["<s>", "</s>", "\u2581", "\u2581a", "b", "\u2581\u2581", "", "\u00e9"]

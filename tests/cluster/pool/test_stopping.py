@@ -19,13 +19,12 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.config import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, pool_of, stream
 from tests.cluster.pool.rig import (
     CONFIG,
     PROMPTS,
@@ -43,14 +42,8 @@ SLOW_BEATS = from_args({"pool": {"gather_ms": 2, "beat_s": 1000.0, "lease_s": 30
 SILENT_S = silence_s(CONFIG.pool.beat_s)
 
 
-def pool_of(made: GrpcApi) -> PoolActor:
-    [pool] = made.service._router._pools
-    assert isinstance(pool, Wire)
-    return pool.actor
-
-
 async def stop(made: GrpcApi, cut: bool = False) -> int:
-    reply = await pool_of(made).stop_accepting(60.0, cut)
+    reply = await pool_of(made).actor.stop_accepting(60.0, cut)
     await made.service._router.stopping.wait()
     return reply.unfinished
 
@@ -70,12 +63,8 @@ async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
             at_the_door = Context()
             await made.Generate(LONG, at_the_door)
             assert at_the_door.details == STOPPING
-        for refused in (Context(), Context()):
-            await made.Generate(LONG, refused)
+        for refused in await both(made, LONG):
             assert (refused.code, refused.details) == (StatusCode.UNAVAILABLE, STOPPING)
-        streamed = Context()
-        assert await stream(made, LONG, streamed) == [pb.GenerateChunk()]
-        assert (streamed.code, streamed.details) == (StatusCode.UNAVAILABLE, STOPPING)
         chunks = await running
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         assert tokens == perfect(PROMPT_IDS, 300)
@@ -161,7 +150,7 @@ async def test_a_stop_that_was_never_finished_heals() -> None:
         await stop(made)
         assert not await made.service.ready()
         # The stop is good for a minute from when it was last told.
-        pool_of(made)._clock = lambda: time.monotonic() + 61.0
+        pool_of(made).actor._clock = lambda: time.monotonic() + 61.0
         while made.service._router.stopping.is_set():
             await asyncio.sleep(0.05)
         assert await made.service.ready()
@@ -193,8 +182,8 @@ class Handle:
                 call.set_exception(RayError())
 
 
-@pytest.fixture
-def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's blocking calls on the futures of a `Handle`."""
 
     def get(reply: Future[Any], timeout: float) -> Any:
@@ -210,7 +199,6 @@ def ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.pool.stopping.ray", SimpleNamespace(get=get, wait=wait_all))
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
     """Though the shard that it moves to had nothing to do when it was told to stop."""
     async with shards(0, 0) as s:
@@ -232,7 +220,6 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
         await check([live])
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
     stands_at_s: list[float] = []
     async with shards(0, clock=lambda: stands_at_s[0] if stands_at_s else time.monotonic()) as w:
@@ -256,7 +243,6 @@ async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> 
         assert live.tokens == perfect(PROMPT_IDS, 100)
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
     async with shards(0, 0) as s:
         for shard in (0, 1):
@@ -274,7 +260,6 @@ async def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
             assert live.unreachable
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 3600.0)
     async with shards(0, 1) as s:
@@ -296,7 +281,6 @@ async def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPat
         assert all(live.unreachable for live in lives if live.shard == 0)
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothing_left() -> None:
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 100) for prompt in PROMPTS]
@@ -311,7 +295,6 @@ async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothin
         assert handles[0].asked == 1
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
     async with shards(1, 0) as s:
         live = s.submit(PROMPTS[0], 20)
@@ -327,7 +310,6 @@ async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
         await stopping
 
 
-@pytest.mark.usefixtures("ray_calls")
 async def test_pools_of_which_none_answers_are_waited_for_to_the_end() -> None:
     async with shards(1, 1) as s:
         handles = [Handle(wire) for wire in s.wires]

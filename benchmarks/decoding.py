@@ -1,0 +1,127 @@
+"""What a step costs more with a grammar, with log-probabilities, with penalties.
+
+    python -m benchmarks.decoding --target DIR --questions spec_bench.jsonl --json out.json
+
+All ways answer the same questions side by side on one replica, at a fixed number of draft tokens by
+an oracle of acceptance 0.7. The time is the replica's own per step, over that of the plain way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from benchmarks.drafters import asked, replica_config
+from benchmarks.measured import MeasuredWay, side_by_side
+from benchmarks.oracle import OracleDrafter
+from replicas.decoding import grammar_of
+from replicas.decoding.tokens import load_grammars
+from replicas.models.pair import load_pair, resolve
+from replicas.replica import Replica
+from scheduler.config import SchedulerConfig
+from scheduler.decoding import Decoding
+from scheduler.messages import Request, StepResult
+
+PLAIN = "plain"
+LONG_LIST = json.dumps({"type": "array", "items": {"type": "string"}, "minItems": 1000})
+"""Of a schema that no answer completes, so that all ways write as many tokens."""
+
+
+class TimedWay(MeasuredWay):
+    """Keeps the seconds of a step, the median over its batches, of each run."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.step_s: list[float] = []
+
+    def _figures(self, results: Sequence[StepResult]) -> Any:
+        full = [one for one in results if one.steps]
+        most = max(len(one.rows) for one in full)
+        same = [one.times.total_s / one.steps for one in full if len(one.rows) == most]
+        self.step_s.append(median(same))
+        return super()._figures(results)
+
+
+def asking(request: Request, way: str) -> Request:
+    count = len(request.prompt)
+    decoding = {
+        PLAIN: None,
+        "grammar": Decoding(count, grammar=grammar_of("json_schema", [LONG_LIST])),
+        "top-5 logprobs": Decoding(count, logprobs=5),
+        "penalties": Decoding(
+            count, repetition_penalty=1.1, frequency_penalty=0.5, presence_penalty=0.5
+        ),
+    }[way]
+    # None ends at a stop token, so that all ways have the same rows to their end.
+    return replace(request, stop_token_ids=(), decoding=decoding, id=f"{way} {request.id}")
+
+
+class AskingWay(TimedWay):
+    """Asks for one thing more in each request."""
+
+    def __init__(self, way: str, *args: Any) -> None:
+        super().__init__(*args)
+        self._way = way
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        super().begin([asking(request, self._way) for request in requests])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--questions", required=True, help="Questions in JSON, one a line.")
+    parser.add_argument("--n", type=int, default=4, help="Questions of each of two kinds.")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--context-len", type=int, default=1536)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8])
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="File for all figures.")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
+    requests = [one for kind in asked(args, tokenizer).values() for one in kind]
+    config = replica_config(args, {"method": "none"})
+    pair = load_pair(config)
+    oracle = OracleDrafter([], 0.7, pair.vocab_size, ragged=False)
+    replica = Replica(pair, config, drafter=oracle)
+    replica.grammars = load_grammars(config, replica.spec.embedding_size)
+    figures: dict[str, Any] = {"settings": vars(args)}
+    for batch in args.batches:
+        settings = SchedulerConfig(rows_max=batch, draft_len=args.k)
+        ways = {
+            name: AskingWay(name, replica, settings)
+            for name in (PLAIN, "grammar", "top-5 logprobs", "penalties")
+        }
+        for way in ways.values():
+            outputs = way(requests)
+            pairs = zip(requests, outputs, strict=True)
+            oracle.learn([[*request.prompt, *tokens] for request, tokens in pairs])
+            way.step_s.clear()
+        side_by_side(ways, requests, args.rounds, [[] for _ in requests])
+        for name, way in ways.items():
+            over = [a / b for a, b in zip(way.step_s, ways[PLAIN].step_s, strict=True)]
+            figures[f"batch {batch}, {name}"] = {
+                "ms": 1e3 * median(way.step_s),
+                "over_plain": median(over),
+                "committed_per_step": way.figures.committed_per_step,
+            }
+            print(
+                f"batch {batch}, {name}: {1e3 * median(way.step_s):.2f} ms a step,"
+                f" {median(over):.3f} of plain, {way.figures.committed_per_step:.2f} tokens",
+                flush=True,
+            )
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Objects within requests of OpenAI's API: the form of an answer, and turns of a conversation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Self
+
+from pydantic import (
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from cluster.frontend.calls import Structure
+from cluster.frontend.http_api.body import Strict
+from cluster.frontend.http_api.openai_tools import CallTurn
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class JsonSchema(Strict):
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: with the type json_schema, and only with it")
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return Structure("json_schema", (json.dumps(schema),))
+
+
+class StructuredOutputs(Strict):
+    """As vLLM names them."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = (self.json_, self.regex, self.choice, self.grammar)
+        if sum(one is not None for one in given) != 1:
+            raise ValueError("exactly one of json, regex, choice and grammar must be given")
+        return self
+
+    @property
+    def structure(self) -> Structure:
+        if self.json_ is not None:
+            schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return Structure("json_schema", (schema,))
+        if self.choice is not None:
+            return Structure("choice", tuple(self.choice))
+        if self.regex is not None:
+            return Structure("regex", (self.regex,))
+        return Structure("grammar", (self.grammar or "",))
+
+
+class Message(Strict):
+    role: str
+    name: str | None = None
+    tool_calls: list[CallTurn] | None = None
+    tool_call_id: str | None = None
+    content: str | None = Field(default=None, validate_default=True)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_of_parts(cls, content: Any, info: ValidationInfo) -> str:
+        if content is None and info.data.get("tool_calls"):
+            return ""
+        if isinstance(content, str):
+            return content
+        if isinstance(content, list) and all(
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+            and len(part) == 2
+            for part in content
+        ):
+            return "".join(part["text"] for part in content)
+        raise ValueError("must be a text or a list of parts of type text")
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        said = self.model_dump(include={"role", "content", "name", "tool_call_id"})
+        if self.tool_calls:
+            said["tool_calls"] = [call.for_template for call in self.tool_calls]
+        return {name: value for name, value in said.items() if value is not None}

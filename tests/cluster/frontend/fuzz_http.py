@@ -1,0 +1,211 @@
+"""Sends drawn requests to a frontend with the tiny pair behind it, and counts the answers.
+
+`python -m tests.cluster.frontend.fuzz_http --requests 20000 --well-formed 2000 --disconnects 1000`
+ends with status 1 where an answer is a 5xx or does not come, or a sequence is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from copy import copy
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from grpc import StatusCode
+
+from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest, CompletionRequest
+from cluster.frontend.target_text import TargetText
+from protos import lockstep_pb2 as pb
+from replicas.replica import Replica
+from tests.cluster.frontend import fuzz_requests as draw
+from tests.cluster.frontend.rig import CONFIG, Context, frontend
+from tests.cluster.frontend.test_http import http
+from tests.cluster.frontend.test_openai_decoding import PAIR, text
+from tests.cluster.frontend.test_openai_tools import HERMES_TEMPLATE
+
+KINDS: dict[type[AnyRequest], str] = {
+    CompletionRequest: "/v1/completions",
+    ChatRequest: "/v1/chat/completions",
+}
+ANSWER_S = 60.0
+"""An answer that takes longer hangs."""
+AT_ONCE = 16
+ROUND = 500
+"""Requests of one frontend."""
+ROUND_S = 550.0
+FAULTS = (StatusCode.UNKNOWN, StatusCode.INTERNAL, StatusCode.UNAVAILABLE)
+
+Body = tuple[str, bytes]
+"""Path and body of a request."""
+T = TypeVar("T")
+
+
+@cache
+def talking() -> TargetText:
+    """The tiny target with a chat template that knows tools."""
+    encoder = copy(text().encoder)
+    encoder.chat_template = HERMES_TEMPLATE
+    return replace(text(), encoder=encoder)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
+    config = CONFIG.model_copy(update={"replica": PAIR})
+    load = partial(Replica.load, PAIR)
+    async with frontend(config=config, load=load, text=talking(), bound_s=ROUND_S) as made:
+        yield made, http_app(made.service)
+
+
+async def nothing_left(made: GrpcApi) -> None:
+    """Until no sequence and no block is in use. Raises TimeoutError."""
+    async with asyncio.timeout(ANSWER_S):
+        while True:
+            status = await made.Status(pb.StatusRequest(), Context())
+            left = status.waiting + status.running
+            for replica in status.replicas:
+                left += replica.residents + replica.kv_blocks - replica.kv_blocks_free
+            if not left and not made.service._router.unfinished:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def each(asked: Sequence[T], ask: Callable[[T], Coroutine[Any, Any, str]]) -> Counter[str]:
+    """What came of them, some at a time."""
+    gate, told = asyncio.Semaphore(AT_ONCE), Counter[str]()
+
+    async def one(request: T) -> None:
+        async with gate:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    said = await ask(request)
+            except TimeoutError:
+                said = "hangs"
+            except Exception as error:
+                said = f"raises {type(error).__name__}"
+        told[said] += 1
+        if said.startswith(("5", "hangs", "raises", "400 ")):
+            print(said, request, file=sys.stderr)
+
+    async with asyncio.TaskGroup() as group:
+        for request in asked:
+            group.create_task(one(request))
+    return told
+
+
+def bodies(values: Callable[[type[AnyRequest]], Any], count: int, seed: int) -> list[Body]:
+    """Of both kinds, half each."""
+    found = []
+    for kind, path in KINDS.items():
+        for one in draw.drawn(values(kind), -(-count // 2), seed):
+            found.append((path, one if isinstance(one, bytes) else json.dumps(one).encode()))
+    return found[:count]
+
+
+def long_streams(kind: type[AnyRequest]) -> Any:
+    """Requests whose clients have time to go."""
+    left_out = {"max_completion_tokens", "prompt_logprobs", "echo", "tools", "tool_choice"}
+    return draw.well_formed(kind).map(
+        lambda fields: (
+            {name: fields[name] for name in fields.keys() - left_out}
+            | {"stream": True, "max_tokens": 100, "ignore_eos": True}
+        )
+    )
+
+
+async def over_http(app: FastAPI, body: Body, named: bool = False) -> str:
+    """The status; of a stream that ends with an error, also that; `named`: of a 400 the field."""
+    answer = await http(app, body[1] or b" ", path=body[0])
+    broken = answer.status == 200 and b'data: {"error"' in answer.body
+    param = json.loads(answer.body)["error"]["param"] if answer.status == 400 else ""
+    return f"{answer.status}" + (" then an error" if broken else f" {param}" if named else "")
+
+
+async def over_grpc(made: GrpcApi, request: pb.GenerateRequest) -> str:
+    context = Context()
+    await made.Generate(request, context)
+    code = context.code or StatusCode.OK
+    return f"5xx {code.name}" if code in FAULTS else code.name
+
+
+async def left_early(app: FastAPI, body: Body) -> str:
+    """The client goes after a moment, whatever has come."""
+    gone = asyncio.Event()
+    asyncio.get_running_loop().call_later(random.Random(body[1]).random(), gone.set)
+    try:
+        await http(app, body[1], path=body[0], gone=gone)
+    except IndexError:
+        return "nothing was sent"
+    return "an answer began"
+
+
+async def rounds(
+    asked: Sequence[T], ask: Callable[[GrpcApi, FastAPI, T], Coroutine[Any, Any, str]]
+) -> Counter[str]:
+    told = Counter[str]()
+    for begin in range(0, len(asked), ROUND):
+        async with served() as (made, app):
+            told += await each(
+                asked[begin : begin + ROUND], lambda one, m=made, a=app: ask(m, a, one)
+            )
+            await nothing_left(made)
+    return told
+
+
+async def fuzz(broken: int, well_formed: int, grpc: int, disconnects: int, seed: int) -> int:
+    """Returns how many answers are not as they must be."""
+    wrong = 0
+
+    def report(what: str, told: Counter[str], good: Callable[[str], bool], begun_s: float) -> None:
+        nonlocal wrong
+        bad = sum(count for said, count in told.items() if not good(said))
+        wrong += bad
+        listed = ", ".join(f"{said}: {count}" for said, count in sorted(told.items()))
+        seconds = time.monotonic() - begun_s
+        print(f"{what}: {told.total()} in {seconds:.0f} s, wrong {bad}; {listed}", flush=True)
+
+    def fine(said: str) -> bool:
+        return not said.startswith(("5", "hangs", "raises"))
+
+    begun_s = time.monotonic()
+    asked = bodies(draw.well_formed, well_formed, seed)
+    told = await rounds(asked, lambda made, app, one: over_http(app, one, named=True))
+    report("well-formed over HTTP", told, lambda said: said.strip() == "200", begun_s)
+    begun_s = time.monotonic()
+    asked = bodies(long_streams, disconnects, seed)
+    told = await rounds(asked, lambda made, app, one: left_early(app, one))
+    report("disconnects", told, fine, begun_s)
+    begun_s = time.monotonic()
+    messages = draw.drawn(draw.GRPC, grpc, seed)
+    told = await rounds(messages, lambda made, app, one: over_grpc(made, one))
+    report("any values over gRPC", told, fine, begun_s)
+    begun_s = time.monotonic()
+    asked = bodies(draw.broken, broken, seed)
+    told = await rounds(asked, lambda made, app, one: over_http(app, one))
+    report("broken over HTTP", told, fine, begun_s)
+    return wrong
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=20_000, help="broken, over HTTP")
+    parser.add_argument("--well-formed", type=int, default=2_000)
+    parser.add_argument("--grpc", type=int, default=2_000, help="of any values, over gRPC")
+    parser.add_argument("--disconnects", type=int, default=1_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    found = asyncio.run(
+        fuzz(args.requests, args.well_formed, args.grpc, args.disconnects, args.seed)
+    )
+    raise SystemExit(1 if found else 0)

@@ -1,0 +1,256 @@
+"""Requests of both APIs drawn by hypothesis from the schemas that the server itself checks by.
+
+*Well-formed*: within the ranges that a schema does not state, and sound as a whole. *Broken*: a
+drawn request in which something is replaced, left out, added or cut off, or any JSON, or any bytes.
+A broken one may still be sound by chance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import hypothesis
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from cluster.frontend.http_api.openai_models import AnyRequest, parse_request
+from protos import lockstep_pb2 as pb
+from scheduler.errors import InvalidRequest
+
+T = TypeVar("T")
+Values = st.SearchStrategy[Any]
+
+
+def drawn(values: st.SearchStrategy[T], count: int, seed: int) -> list[T]:
+    """At most `count` of them, the same for the same seed."""
+    found: list[T] = []
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=count,
+        database=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(values)
+    def take(one: T) -> None:
+        found.append(one)
+
+    take()
+    return found[:count]
+
+
+# --------------------------------------------------------------------------- JSON
+
+ANY_TEXT = st.text(st.characters(), max_size=12)
+"""Half surrogate pairs too."""
+ANY_JSON: Values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | ANY_TEXT
+    | st.sampled_from([1e400, 2**31, -1, 0, "", "null", [], {}]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(ANY_TEXT, inner, max_size=4),
+    max_leaves=8,
+)
+TEXT = st.text(min_size=1, max_size=12)
+IDS = st.lists(st.integers(2, 250), min_size=1, max_size=8)
+STRUCTURES = ["[a-c]{1,4}", "yes|no"]
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+
+RANGES: Mapping[str, Values] = {
+    "model": st.just("tiny"),
+    "prompt": TEXT | IDS | st.lists(TEXT | IDS, min_size=1, max_size=3),
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXT},
+            optional={"name": TEXT},
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    "tools": st.just([TOOL]),
+    "tool_choice": st.sampled_from(["none", "auto", "required"]),
+    "chat_template_kwargs": st.just({"answer": 42}),
+    "n": st.integers(1, 3),
+    "max_tokens": st.integers(1, 8),
+    "max_completion_tokens": st.integers(1, 8),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.05, 1),
+    "top_k": st.integers(-1, 50),
+    "min_p": st.floats(0, 0.9),
+    "seed": st.integers(0, 2**62),
+    "stop": TEXT | st.lists(TEXT, max_size=4),
+    "stop_token_ids": IDS,
+    "logit_bias": st.dictionaries(st.integers(2, 250).map(str), st.floats(-100, 100), max_size=4),
+    "repetition_penalty": st.floats(0.5, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "presence_penalty": st.floats(-2, 2),
+    "min_tokens": st.just(1),
+    "bad_words": st.lists(st.sampled_from(["fox", "dog", " the"]), max_size=3),
+    "response_format": st.sampled_from(
+        [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        ]
+    ),
+    "structured_outputs": st.sampled_from(
+        [{"regex": STRUCTURES[0]}, {"choice": ["yes", "no"]}, {"json": SCHEMA}]
+    ),
+    "logprobs": st.integers(0, 5),
+    "top_logprobs": st.integers(0, 5),
+    "prompt_logprobs": st.integers(0, 5),
+    "committed_token_ids": IDS,
+    "priority": st.sampled_from(["high", "normal", "low"]),
+}
+"""What the schema says no more of than a type, or a server's limits make narrower."""
+
+
+NOT_WITH_A_STRUCTURE = (
+    *("ignore_eos", "committed_token_ids", "min_tokens", "bad_words"),
+    *("stop_token_ids", "logit_bias"),
+)
+
+
+def of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
+    """Values of a JSON schema as pydantic writes it."""
+    if "$ref" in schema:
+        return of_schema(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
+    for name in ("anyOf", "oneOf", "prefixItems"):
+        if name in schema:
+            return st.one_of([of_schema(each, whole) for each in schema[name]])
+    if "const" in schema:
+        return st.just(schema["const"])
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    match schema.get("type"):
+        case "string":
+            return st.from_regex(schema["pattern"]) if "pattern" in schema else TEXT
+        case "integer":
+            return st.integers(0, 8)
+        case "number":
+            return st.floats(0, 1)
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case "array":
+            return st.lists(of_schema(schema.get("items", {}), whole), max_size=3)
+        case "object" if "properties" in schema:
+            return _object(schema, whole)
+        case "object":
+            return st.dictionaries(TEXT, ANY_JSON, max_size=3)
+    return ANY_JSON
+
+
+def _object(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
+    required = schema.get("required", ())
+    fields = {
+        name: RANGES[name] if name in RANGES and schema is whole else of_schema(each, whole)
+        for name, each in schema["properties"].items()
+    }
+    if schema is whole and "messages" in fields:
+        fields["logprobs"] = st.booleans()
+    needed = {name: values for name, values in fields.items() if name in required}
+    others = {name: values for name, values in fields.items() if name not in required}
+    return st.builds(
+        lambda base, given: base | given,
+        st.fixed_dictionaries(needed),
+        st.sets(st.sampled_from(sorted(others)), max_size=8).flatmap(
+            lambda names: st.fixed_dictionaries({name: others[name] for name in names})
+        ),
+    )
+
+
+def requests_of(kind: type[AnyRequest]) -> Values:
+    """Fields drawn from the schema of one request, sound or not."""
+    schema = kind.model_json_schema()
+    return of_schema(schema, schema)
+
+
+def well_formed(kind: type[AnyRequest]) -> Values:
+    """Those that are to be answered."""
+
+    def sound(fields: dict[str, Any]) -> bool:
+        try:
+            parse_request(kind, dict(fields))
+        except InvalidRequest:
+            return False
+        bound = sum(name in fields for name in ("tools", "response_format", "structured_outputs"))
+        continued = bool(fields.get("committed_token_ids"))
+        several = fields.get("n", 1) > 1 or isinstance(fields.get("prompt"), list)
+        return bound < 2 and not (
+            (bound and any(fields.get(name) for name in NOT_WITH_A_STRUCTURE))
+            or (continued and (several or "seed" not in fields or fields.get("max_tokens", 0) < 8))
+            or (fields.get("tool_choice") == "required" and fields.get("stream") is None)
+        )
+
+    def short(fields: dict[str, Any]) -> dict[str, Any]:
+        given = fields.keys() & {"max_tokens", "max_completion_tokens"}
+        return fields if given else fields | {"max_tokens": 8}
+
+    return requests_of(kind).map(short).filter(sound)
+
+
+def _broken(fields: dict[str, Any]) -> Values:
+    """As JSON text, or a part of it."""
+    names = sorted(fields)
+    ways: list[Values] = [
+        st.builds(lambda name, value: fields | {name: value}, st.sampled_from(names), ANY_JSON),
+        st.builds(lambda name, value: fields | {name: value}, ANY_TEXT, ANY_JSON),
+        st.sampled_from(names).map(
+            lambda left: {name: value for name, value in fields.items() if name != left}
+        ),
+    ]
+    whole = st.one_of(ways).map(lambda found: json.dumps(found).encode())
+    text = json.dumps(fields).encode()
+    return whole | st.integers(0, len(text) - 1).map(lambda size: text[:size])
+
+
+def broken(kind: type[AnyRequest]) -> Values:
+    """Bodies of requests with something wrong."""
+    anything = ANY_JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+    return requests_of(kind).flatmap(_broken) | anything
+
+
+# --------------------------------------------------------------------------- gRPC
+
+_NUMBERS: Mapping[int, Values] = {
+    FieldDescriptor.TYPE_STRING: st.text(max_size=12),
+    FieldDescriptor.TYPE_DOUBLE: st.floats(-2, 2) | st.floats(),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_INT32: st.integers(0, 8) | st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: st.integers(0, 8) | st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_UINT32: st.integers(2, 250) | st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_ENUM: st.integers(0, 3),
+}
+
+
+def _message(kind: Descriptor, make: Callable[..., T]) -> st.SearchStrategy[T]:
+    """Messages with some of their fields, each with any value that its type can hold."""
+    fields = {field.name: _field(field) for field in kind.fields}
+    return st.sets(st.sampled_from(sorted(fields)), max_size=8).flatmap(
+        lambda names: st.fixed_dictionaries({name: fields[name] for name in names}).map(
+            lambda given: make(**given)
+        )
+    )
+
+
+def _field(field: FieldDescriptor) -> Values:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        key, value = (_field(kind.fields_by_name[name]) for name in ("key", "value"))
+        return st.dictionaries(key, value, max_size=4)
+    one = _NUMBERS[field.type] if kind is None else _message(kind, getattr(pb, kind.name))
+    return st.lists(one, max_size=4) if field.is_repeated else one
+
+
+GRPC = _message(pb.GenerateRequest.DESCRIPTOR, pb.GenerateRequest)
+"""Requests of any values, mostly broken."""

@@ -1,0 +1,15 @@
+"""Proves: whatever is drawn from the APIs' own schemas gets an answer and never a 5xx, also broken;
+what is well-formed is answered; calls whose clients leave leave no sequence and no block behind.
+`make fuzz` sends many more.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.frontend.fuzz_http import fuzz
+
+
+@pytest.mark.slow
+async def test_drawn_requests_are_answered_or_refused_and_leave_nothing() -> None:
+    assert await fuzz(broken=150, well_formed=40, grpc=80, disconnects=30, seed=0) == 0
