@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-rest test-kills test-serving test-clients lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving test-clients lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -42,7 +42,7 @@ define TESTS
 @rm -rf $(LOGS); failed=0; $(TOGETHER) $(1) || failed=1; \
 grep -h ^SKIPPED $(LOGS)/*; echo "left out: tests marked $(2)"; exit $$failed
 endef
-FAST := test-steps test-schedules test-rest
+FAST := test-steps test-schedules test-cluster test-rest
 
 test: $(SETUP)  ## all tests but the slow ones
 	$(call TESTS,test-kills $(FAST) test-serving,slow (make test-slow))
@@ -53,13 +53,15 @@ test-fast: $(SETUP)  ## those of them that start no Ray
 test-slow: $(SETUP)  ## the slow ones: a chaos run, and a chat model
 	$(BIN)/python -m pytest -m slow
 
-test-steps test-schedules test-rest test-kills test-serving: $(SETUP)
+test-steps test-schedules test-cluster test-rest test-kills test-serving: $(SETUP)
 test-steps:
 	$(call PYTEST,$(STEPS) -m 'not slow')
 test-schedules:
 	$(call PYTEST,$(SCHEDULES) -m 'not slow')
+test-cluster:
+	$(call PYTEST,tests/cluster -m 'not slow')
 test-rest:
-	$(call PYTEST,$(addprefix --ignore=,$(STEPS) $(SCHEDULES)) -m 'not ray and not slow')
+	$(call PYTEST,$(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m 'not ray and not slow')
 test-kills:
 	$(call PYTEST,$(KILLS) -m 'not slow')
 test-serving:

@@ -127,6 +127,10 @@ class HostedCluster:
         """Serve starts or drains replicas from now on; returns at once."""
         self._call("scale", replicas)
 
+    def deploy(self, config: ClusterConfig) -> None:
+        """The same cluster with other settings; returns when Serve says that it is done."""
+        self._call("deploy", config)
+
     def lose_node(self, node_id: str) -> None:
         """SIGKILL to all that runs on a worker node."""
         self._call("lose_node", node_id)
@@ -278,13 +282,20 @@ class _Held:
             ),
             logging_config={"enable_access_log": False},
         )
-        application = app.build_app(
-            plan.config,
-            plan.load or app.load_replica,
-            plan.load_text or TargetText.load,
-        )
+        self.deploy(plan.config)
+
+    def deploy(self, config: ClusterConfig) -> None:
+        from ray import serve
+
+        from cluster import app
+
+        load, load_text = self._plan.load or app.load_replica, self._plan.load_text
+        application = app.build_app(config, load, load_text or TargetText.load)
         # As `ClusterRun` does it, but so that replicas can be told to come and go one by one.
-        serve.run(application, name=app.APP_NAME, route_prefix="/", external_scaler_enabled=True)
+        external = config.autoscaling is None
+        serve.run(
+            application, name=app.APP_NAME, route_prefix="/", external_scaler_enabled=external
+        )
 
     def _open_pool(self) -> None:
         import ray

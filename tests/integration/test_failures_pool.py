@@ -2,7 +2,7 @@
 frontend and of Serve's proxy costs the client's caller no token, character or call.
 
 The replicas are fakes, so every right token is known without having run before. The same with a
-real pair is in `test_zz_failures`.
+real pair is in `test_zz_chaos`.
 """
 
 from __future__ import annotations

@@ -67,11 +67,6 @@ def recovered(outcomes: Sequence[Outcome]) -> int:
     return max(outcome.end.recovered for outcome in outcomes if outcome.end is not None)
 
 
-def test_nothing_disturbed_is_all_right(hosted: HostedCluster) -> None:
-    outcomes = serve(hosted.address, fake_asks(12) + fake_asks(2, first=SLOW_STEP, tokens=5))
-    all_right(outcomes)
-
-
 def test_a_replica_killed_while_idle_is_noticed_by_nobody(hosted: HostedCluster) -> None:
     kill(hosted.processes("replica")[0].pid)
     began_s = time.monotonic()

@@ -58,8 +58,9 @@ def sampled_reference() -> list[list[int]]:
     return [output.tokens for output in engine.generate(sampled(requests()))]
 
 
-@pytest.mark.parametrize("rows_max", [1, 3, 8, 16])
-@pytest.mark.parametrize("draft_len", [0, 1, 3, 5, 8, None])
+@pytest.mark.parametrize(
+    ("rows_max", "draft_len"), [(1, 5), (3, 0), (3, 8), (8, 3), (8, None), (16, 1), (16, 5)]
+)
 def test_greedy_output_equals_plain_generate(rows_max: int, draft_len: int | None) -> None:
     outputs = run_staggered(replica(), requests(), rows_max, draft_len, seed=rows_max)
     assert [output.tokens for output in outputs] == greedy_reference()
@@ -69,8 +70,7 @@ def test_greedy_output_equals_plain_generate(rows_max: int, draft_len: int | Non
         assert 0.3 < accepted / drafted < 1.0
 
 
-@pytest.mark.parametrize("rows_max", [1, 3, 8, 16])
-@pytest.mark.parametrize("draft_len", [1, 4, 8, None])
+@pytest.mark.parametrize(("rows_max", "draft_len"), [(3, 8), (8, None), (16, 4)])
 def test_sampled_output_depends_on_the_request_alone(rows_max: int, draft_len: int | None) -> None:
     outputs = run_staggered(
         replica(), sampled(requests()), rows_max, draft_len, seed=draft_len or 0

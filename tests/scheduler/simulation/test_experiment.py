@@ -146,7 +146,7 @@ def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
     for replicas, shards in ((1, 1), (2, 1), (8, 1), (8, 4)):
         made = setup(replicas=replicas, shards=shards, pool=pool, in_flight=16 * replicas)
         made = replace(made, config=SchedulerConfig(steps_per_batch_max=1))
-        figures = run(made, 400 * replicas, new=60)
+        figures = run(made, 150 * replicas, new=60)
         rates[replicas, shards] = figures.tokens_per_s()
         assert figures.pool_utilisation(shards) <= 1.001
         if (replicas, shards) == (8, 1):
