@@ -66,24 +66,22 @@ class ModelDrafter:
         # An id that only the target has, padding of its embedding, is fed as the last one.
         fed = torch.tensor(last).clamp_(max=model.vocab - 1).to(device).reshape(-1)
         shared = min(ask.token_most, model.vocab)
-        # Logits at position p choose the token of position p + 1.
-        positions = layout.positions[:, 1:] + 1
         kept = torch.arange(1, 2 * rows, 2, device=device)
         tokens = torch.empty((k, rows), dtype=torch.int64, device=device)
         rated = []
-        for j in range(k):
-            window = layout.window(j + 1 if j else 0, j + 2)
+        # Not each before its pass: after a pass a processor would have to fetch the code anew.
+        windows = [layout.window(j + 1 if j else 0, j + 2) for j in range(k)]
+        for j, window in enumerate(windows):
             with watch.section("draft"):
                 wants = Wants() if j else Wants(kept)
                 logits = model.forward(fed, window, wants).logits
             assert logits is not None
             logits = logits[:, :shared]  # of ids that both have
-            here = positions[:, j : j + 1]
             if ask.rate:
-                tokens[j], one = guess_and_rate(logits, ask.sampling, here)
+                tokens[j], one = guess_and_rate(logits, ask.sampling, ask.noise, j)
                 rated.append(one)
             else:
-                tokens[j] = guess(logits, ask.sampling, here)
+                tokens[j] = guess(logits, ask.sampling, ask.noise, j)
             fed = tokens[j]
         return Proposal(tokens, ask.draft_lens, torch.stack(rated, 1).cumsum(1) if rated else None)
 
