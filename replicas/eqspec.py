@@ -88,9 +88,8 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     noise = rows.sampling.noise_after(layout.positions, target.vocab)
     proposal = _propose(target, drafter, rows, noise, watch)
     k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
-    last = [content[-1] for content in rows.contents]
-    tokens = torch.tensor(last, device=rows.table.device)[None]
-    tokens = torch.cat((tokens, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
+    last = torch.tensor([[content[-1] for content in rows.contents]], device=rows.table.device)
+    tokens = torch.cat((last, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
     cells = _cells(rows, proposal)
     window = layout.window(0, k + 1) if cells is None else layout.some(cells)
     chosen, taps = _verify(target, drafter, rows, proposal, tokens, noise, window, cells, watch)
@@ -223,10 +222,9 @@ def _of_numbers(
         best = logits.amax(dim=-1)
     else:
         best = logits.gather(-1, chosen[..., None])[..., 0]
-    finite = best > -math.inf
-    if finite.is_cpu and finite.all():
+    if best.is_cpu and best.amin().item() > -math.inf:
         return chosen
-    return chosen.masked_fill(finite.logical_not(), _NO_TOKEN)
+    return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
 
 
 def _outcome(
