@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
 from replicas.sampling.choice import SamplingBatch, choose
+from replicas.sampling.noise import Noise
 from replicas.sampling.selection import Selection, every_draft, select
 from replicas.stopwatch import Stopwatch
 
@@ -81,18 +82,17 @@ class Outcome:
 
 def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
     """Propose, verify, let requests adjust the logits, choose, commit, advance."""
-    proposal = _propose(target, drafter, rows, watch)
-    k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
-    last = [content[-1] for content in rows.contents]
-    tokens = torch.tensor(last, device=rows.table.device)[None]
-    tokens = torch.cat((tokens, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
     starts = [len(content) - 1 for content in rows.contents]
-    layout = target.backend.step_layout(rows.table, starts, k + 1)
+    # All indices are made now: after a pass a processor would have to fetch the code anew.
+    layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
+    noise = rows.sampling.noise_after(layout.positions, target.vocab)
+    proposal = _propose(target, drafter, rows, noise, watch)
+    k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
+    last = torch.tensor([[content[-1] for content in rows.contents]], device=rows.table.device)
+    tokens = torch.cat((last, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
     cells = _cells(rows, proposal)
     window = layout.window(0, k + 1) if cells is None else layout.some(cells)
-    chosen, taps = _verify(
-        target, drafter, rows, proposal, tokens, layout.positions, window, cells, watch
-    )
+    chosen, taps = _verify(target, drafter, rows, proposal, tokens, noise, window, cells, watch)
     outcome = _outcome(rows, proposal, cells, chosen, window.positions_read)
     if drafter is not None:
         seen = _seen(rows, outcome, k, cells, taps)
@@ -107,7 +107,13 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     return outcome
 
 
-def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Proposal:
+def _propose(
+    target: Model,
+    drafter: Drafter | None,
+    rows: StepRows,
+    noise: Noise | None,
+    watch: Stopwatch,
+) -> Proposal:
     """Drafts of the rows' own lengths, as wide as the longest."""
     if max(rows.draft_lens) == 0:
         empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
@@ -119,6 +125,7 @@ def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stop
         draft_lens=rows.draft_lens,
         sampling=rows.sampling,
         table=rows.table,
+        noise=noise,
         rate=rows.verify_tokens is not None and drafter.rates,
         token_most=target.vocab,
     )
@@ -172,7 +179,7 @@ def _verify(
     rows: StepRows,
     proposal: Proposal,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
-    positions: torch.Tensor,  # [rows, 1 + k], int64
+    noise: Noise | None,
     window: Layout,
     cells: Selection | None,
     watch: Stopwatch,
@@ -183,7 +190,10 @@ def _verify(
     if cells is not None:  # each is a row of its own
         sampling = sampling.take(cells.of_row)
         tokens = tokens.reshape(-1, 1)[cells.cells]
-        positions = positions.reshape(-1, 1)[cells.cells]
+        if noise is not None:
+            noise = noise.take(cells.of_row, cells.cells - cells.of_row * whole[1])
+    elif noise is not None:
+        noise = noise.first(whole[1])
     wants = Wants(taps=() if drafter is None else drafter.taps)
     with watch.section("verify"):
         out = target.forward(tokens.reshape(-1), window, wants)
@@ -191,8 +201,7 @@ def _verify(
     if rows.hooks is not None:
         _adjust(rows.hooks, proposal, cells, out.logits)
     logits = out.logits.view(*tokens.shape, -1)
-    # Logits at position p choose the token of position p + 1.
-    chosen = _of_numbers(choose(logits, sampling, positions + 1), logits, sampling)
+    chosen = _of_numbers(choose(logits, sampling, noise), logits, sampling)
     if cells is not None:
         seen = tokens.new_full((whole.numel(),), _NO_TOKEN)
         chosen = seen.index_copy_(0, cells.cells, chosen[:, 0]).view(whole)
@@ -213,10 +222,9 @@ def _of_numbers(
         best = logits.amax(dim=-1)
     else:
         best = logits.gather(-1, chosen[..., None])[..., 0]
-    finite = best > -math.inf
-    if finite.is_cpu and finite.all():
+    if best.is_cpu and best.amin().item() > -math.inf:
         return chosen
-    return chosen.masked_fill(finite.logical_not(), _NO_TOKEN)
+    return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
 
 
 def _outcome(
