@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving test-clients lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -66,6 +66,15 @@ test-kills:
 	$(call PYTEST,$(KILLS) -m 'not slow')
 test-serving:
 	$(call PYTEST,$(addprefix --ignore=,$(KILLS)) tests/integration -m 'ray and not slow')
+
+CLIENTS := .venv-clients
+$(CLIENTS)/.setup-done: tests/clients/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+test-clients: $(SETUP) $(CLIENTS)/.setup-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
+	$(BIN)/python -m pytest tests/clients -m clients -rP
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -131,5 +140,5 @@ soak: $(SETUP)  ## memory of every process under a long load, then 1,000 cancels
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --cancels 1000 --json $(RESULTS)/soak.json
 
 clean:  ## remove the .venv and all caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

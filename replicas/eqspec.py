@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
 from replicas.sampling.choice import SamplingBatch, choose
+from replicas.sampling.noise import Noise
 from replicas.stopwatch import Stopwatch
 
 _NO_TOKEN = -1
@@ -76,23 +77,21 @@ class Outcome:
 
 def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
     """Propose, verify, let requests adjust the logits, choose, commit, advance."""
-    proposal = _propose(target, drafter, rows, watch)
-    k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
-    last = [content[-1] for content in rows.contents]
-    tokens = torch.tensor(last, device=rows.table.device)[None]
-    tokens = torch.cat((tokens, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
     starts = [len(content) - 1 for content in rows.contents]
+    # All indices are made now: after a pass a processor would have to fetch the code anew.
+    layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
+    noise = rows.sampling.noise_after(layout.positions, target.vocab)
+    proposal = _propose(target, drafter, rows, noise, watch)
+    k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
+    last = torch.tensor([[content[-1] for content in rows.contents]], device=rows.table.device)
+    tokens = torch.cat((last, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
     widths = _widths(rows, proposal)
-    if min(widths) <= k:
+    if min(widths) > k:
+        window = layout.window(0, k + 1)
+    else:
         ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         window = target.backend.ranges_layout(rows.table, ranges)
-        positions = window.positions[: window.tokens, None]
-    else:
-        layout = target.backend.step_layout(rows.table, starts, k + 1)
-        window, positions = layout.window(0, k + 1), layout.positions
-    chosen, taps = _verify(
-        target, drafter, rows, proposal, tokens, positions, window, widths, watch
-    )
+    chosen, taps = _verify(target, drafter, rows, proposal, tokens, noise, window, widths, watch)
     outcome = _outcome(rows, proposal, chosen, window.positions_read)
     if drafter is not None:
         seen = _seen(rows, outcome, k, widths, taps)
@@ -107,7 +106,13 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     return outcome
 
 
-def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Proposal:
+def _propose(
+    target: Model,
+    drafter: Drafter | None,
+    rows: StepRows,
+    noise: Noise | None,
+    watch: Stopwatch,
+) -> Proposal:
     """Drafts of the rows' own lengths, as wide as the longest."""
     if max(rows.draft_lens) == 0:
         empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
@@ -119,6 +124,7 @@ def _propose(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stop
         draft_lens=rows.draft_lens,
         sampling=rows.sampling,
         table=rows.table,
+        noise=noise,
         token_most=target.vocab,
     )
     proposal = drafter.propose(ask, watch)
@@ -164,7 +170,7 @@ def _verify(
     rows: StepRows,
     proposal: Proposal,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
-    positions: torch.Tensor,  # [rows, 1 + k], or [tokens of the check, 1], int64
+    noise: Noise | None,
     window: Layout,
     widths: Sequence[int],
     watch: Stopwatch,
@@ -175,8 +181,12 @@ def _verify(
     checked = tokens
     if min(widths) < tokens.shape[1]:  # each token is a row of its own
         inside = torch.arange(tokens.shape[1]) < torch.tensor(widths)[:, None]
+        of_row, column = inside.nonzero(as_tuple=True)
         checked = tokens[inside][:, None]
-        sampling = sampling.take(inside.nonzero()[:, 0])
+        sampling = sampling.take(of_row)
+        noise = None if noise is None else noise.take(of_row, column)
+    elif noise is not None:
+        noise = noise.first(tokens.shape[1])
     wants = Wants(taps=() if drafter is None else drafter.taps)
     with watch.section("verify"):
         out = target.forward(checked.reshape(-1), window, wants)
@@ -184,8 +194,7 @@ def _verify(
     if rows.hooks is not None:
         _adjust(rows.hooks, proposal, widths, out.logits)
     logits = out.logits.view(*checked.shape, -1)
-    # Logits at position p choose the token of position p + 1.
-    chosen = _of_numbers(choose(logits, sampling, positions + 1), logits, sampling)
+    chosen = _of_numbers(choose(logits, sampling, noise), logits, sampling)
     if inside is not None:
         chosen = torch.full_like(tokens, _NO_TOKEN).masked_scatter_(inside, chosen)
     return chosen.tolist(), out.taps
@@ -205,10 +214,9 @@ def _of_numbers(
         best = logits.amax(dim=-1)
     else:
         best = logits.gather(-1, chosen[..., None])[..., 0]
-    finite = best > -math.inf
-    if finite.is_cpu and finite.all():
+    if best.is_cpu and best.amin().item() > -math.inf:
         return chosen
-    return chosen.masked_fill(finite.logical_not(), _NO_TOKEN)
+    return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
 
 
 def _outcome(

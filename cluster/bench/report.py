@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Report:
     comparison: Comparison | None = None
     not_compared: str = ""
     """Why there is no comparison though one was asked for."""
+    servers: Mapping[str, Summary] = field(default_factory=dict)
+    """Where several were asked: the figures of each, the first one's included."""
     notes: tuple[str, ...] = ()
     """What is missing from the figures of the load, and why; sentences for people."""
 
@@ -71,6 +73,7 @@ def to_json(report: Report) -> str:
         "requests": [_request(record) for record in report.records],
         "comparison": None if report.comparison is None else _comparison(report.comparison),
         "not_compared": report.not_compared,
+        "servers": {name: asdict(each) for name, each in report.servers.items()},
         "notes": list(report.notes),
     }
     return json.dumps(data, indent=2) + "\n"
@@ -147,11 +150,32 @@ def load_tables(report: Report) -> list[Table]:
         "spread of a batch in tokens, mean": number(f.spread_mean),
         "padding: KV positions read beyond a row's own": percent(f.padding),
     }
+    several = [_servers(report.servers)] if report.servers else []
     header = ("milliseconds", "mean", "p50", "p90", "p95", "p99", "most")
     return [
         Table("Times", header, shown),
         Table("Speculation, batches, failures", (), list(counts.items())),
+        *several,
     ]
+
+
+def _servers(servers: Mapping[str, Summary]) -> Table:
+    """Side by side, a column each."""
+    rows: dict[str, list[str]] = {}
+    for f in servers.values():
+        rows.setdefault("tokens/s", []).append(number(f.tokens_per_s))
+        rows.setdefault("requests/s", []).append(number(f.requests_per_s))
+        rows.setdefault("failed", []).append(f"{f.failed} of {f.requests}")
+        for name, times in (
+            ("time to first token", f.ttft_s),
+            ("time per output token", f.token_s),
+            ("latency", f.latency_s),
+        ):
+            for share in ("p50", "p90", "p99"):
+                shown = "-" if times is None else number(1000 * getattr(times, share))
+                rows.setdefault(f"{name}, {share}, ms", []).append(shown)
+    listed = [(name, *values) for name, values in rows.items()]
+    return Table("Servers", ("", *servers), listed)
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -184,18 +184,16 @@ async def _through_cluster(
         )
         driver.check_requests(workload)
 
-        def make(number: int) -> Any:
-            return driver.grpc_request(workload, number)
+        def ask(asked: Workload) -> driver.Ask:
+            return driver.over_grpc(client, lambda number: driver.grpc_request(asked, number))
 
-        def warm(number: int) -> Any:
-            return driver.grpc_request(_salted(workload), number)
-
-        await driver.drive(client, warm, *plan.warming, _noting(note, "warm-up", plan.warm_up))
+        await driver.drive(
+            ask(_salted(workload)), *plan.warming, _noting(note, "warm-up", plan.warm_up)
+        )
         before = driver.pool_sums(await client.status())
         retries = client.retries
         records = await driver.drive(
-            client,
-            make,
+            ask(workload),
             plan.arrivals,
             plan.extent,
             _noting(note, "load", plan.extent.requests),
@@ -220,6 +218,30 @@ async def _through_cluster(
             unanswered,
         )
         return load, config
+
+
+def run_on_openai(plan: Plan, urls: Sequence[str], key: str | None, note: Note) -> Iterator[Report]:
+    """Drive one server of OpenAI's API after the other. The report is the first one's; with
+    several it has the figures of all. Raises BenchError where one cannot be asked."""
+    loads = [asyncio.run(_through_openai(plan, url, key, note)) for url in urls]
+    first, *_ = reports = [_report(plan, load) for load in loads]
+    servers = {url: each.summary for url, each in zip(urls, reports, strict=True)}
+    yield replace(first, servers=servers if len(urls) > 1 else {})
+
+
+async def _through_openai(plan: Plan, url: str, key: str | None, note: Note) -> _Load:
+    from cluster.bench.load import drive
+    from cluster.bench.openai_load import OpenAIServer
+
+    async with OpenAIServer(url, key) as server:
+        workload = plan.workload(server.model, 0)
+        warm = server.ask(_salted(workload))
+        await drive(warm, *plan.warming, _noting(note, f"{url}: warm-up", plan.warm_up))
+        noting = _noting(note, f"{url}: load", plan.extent.requests)
+        records = await drive(server.ask(workload), plan.arrivals, plan.extent, noting)
+    served_by = {"served by": f"OpenAI's API at {url}", "target": server.model}
+    nothing = PoolSums(0, 0, 0, 0)
+    return _Load(workload, records, nothing, None, 0, served_by, "OpenAI's API has none")
 
 
 def _drafting(plan: Plan, config: ClusterConfig) -> ClusterConfig:

@@ -29,6 +29,14 @@ def bench(
     engine: Annotated[
         bool, typer.Option("--engine", help="An engine in this process, not a running cluster.")
     ] = False,
+    openai: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A server of OpenAI's API, as http://localhost:8000, which gets the API key if"
+            " there is one; several are measured in turn and shown side by side.",
+            metavar="URL",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True, dir_okay=False),
@@ -82,12 +90,15 @@ def bench(
     html: Annotated[Path | None, typer.Option(help="Write the report here, one page.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
 ) -> None:
-    """Measure a running cluster, or with --engine the engine alone; see docs/benchmarks.md.
+    """Measure a running cluster, or with --engine the engine alone, or with --openai any
+    server of OpenAI's API; see docs/benchmarks.md.
 
     The settings are those of --engine and --compare.
     """
     if sum(each is not None for each in (in_flight, rate, burst)) > 1:
         raise typer.BadParameter("give one of --in-flight, --rate and --burst")
+    if openai and (engine or compare or draft_len is not None):
+        raise typer.BadParameter("--openai: not with --engine, --compare and --draft-len")
     if prompts is not None and prompt_tokens is not None:
         raise typer.BadParameter("give either --prompts or --prompt-tokens")
     if compare and temperature > 0:
@@ -127,17 +138,20 @@ def bench(
         rounds=rounds,
         compare_prompts=compare_prompts,
     )
-    raise typer.Exit(_run(plan, settings, None if engine else server, html, json))
+    urls = dict.fromkeys(openai or ())
+    raise typer.Exit(_run(plan, settings, None if engine else server, list(urls), html, json))
 
 
-def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | None) -> int:
+def _run(
+    plan: Any, config: Any, server: Any, urls: list[str], html: Path | None, json: Path | None
+) -> int:
     """Returns the exit status: 1 if a request or the comparison failed, the server could not be
     asked or a report not be written; 2 if nothing was measured, for what was asked cannot be."""
     from transformers.utils import logging as transformers_logging
 
     from cluster.bench.page import to_html
     from cluster.bench.report import to_json, write_each
-    from cluster.bench.session import run_on_cluster, run_on_engine
+    from cluster.bench.session import run_on_cluster, run_on_engine, run_on_openai
     from cluster.cli.console import Bars, console, failure
     from scheduler.errors import LockstepError
 
@@ -153,11 +167,12 @@ def _run(plan: Any, config: Any, server: Any, html: Path | None, json: Path | No
     try:
         for path, _ in outputs:
             check_writable(path)
-        reports = (
-            run_on_engine(plan, config, bars.note)
-            if server is None
-            else run_on_cluster(plan, config, server, bars.note)
-        )
+        if urls:
+            reports = run_on_openai(plan, urls, server.api_key, bars.note)
+        elif server is None:
+            reports = run_on_engine(plan, config, bars.note)
+        else:
+            reports = run_on_cluster(plan, config, server, bars.note)
         while True:
             with bars:
                 found = next(reports, None)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.load import LoadEstimate
 from cluster.pool.protocol import (
     FRONTEND,
     Beat,
     CancelNote,
     FrontendMessage,
-    PoolLoad,
     PoolPort,
     PoolState,
     PoolUnreachable,
@@ -96,18 +96,13 @@ class PoolSession:
         """Requests that went on elsewhere and of which the pool has not said what they used."""
         self._former: dict[str, InFlightRequest] = {}
         """Requests of the session before, by their ids there."""
-        self._unconfirmed: dict[str, int] = {}
-        """Tokens of requests that the pool has not confirmed, so that its load lacks them."""
-        self._unconfirmed_tokens = 0
-        self._submits = 0
-        """How many requests of this session it has confirmed."""
         self._counter = 0
         self._session = self._new_id()
         self._former_session = ""
         self._stream: Stream | None = None
         """None while there is no session."""
         self._answered_s = clock()
-        self._load = PoolLoad()
+        self._load = LoadEstimate()
         self.stopping = asyncio.Event()
         """Set while the pool accepts no new request, as far as is known here."""
         self.cut = False
@@ -167,9 +162,8 @@ class PoolSession:
     @property
     def load(self) -> ShardLoad:
         """What the pool has said of itself last, and what it does not know."""
-        outstanding = self._load.outstanding_tokens + self._unconfirmed_tokens
-        answers = self.answered and self._stream is not None
-        return ShardLoad(self._load.serving, outstanding, answers, self._load.length_max)
+        said, answers = self._load.said, self.answered and self._stream is not None
+        return ShardLoad(said.serving, self._load.outstanding_tokens, answers, said.length_max)
 
     def stranded(self) -> list[InFlightRequest]:
         """What it has here that waits for the pool itself, or for a replica that can hold it."""
@@ -251,8 +245,7 @@ class PoolSession:
         self._former_session, self._session = self._session, self._new_id()
         self._live.clear()
         self._left.clear()
-        self._unconfirmed.clear()
-        self._unconfirmed_tokens = self._submits = 0
+        self._load.start_over()
         self.cut = False
         for live in unfinished:
             live.recovered += live.sent
@@ -270,8 +263,7 @@ class PoolSession:
         live.pool_id = f"{self._session}-{self._counter}"
         live.sent = False
         self._live[live.pool_id] = live
-        self._unconfirmed[live.pool_id] = live.tokens_left
-        self._unconfirmed_tokens += live.tokens_left
+        self._load.add(live.pool_id, live.tokens_left)
         if self._stream is not None:
             self._submit(self._stream, live)
 
@@ -335,13 +327,9 @@ class PoolSession:
             live.end()
 
     def _note(self, state: PoolState) -> None:
-        while self._submits < state.submits:
-            self._submits += 1
-            pool_id = next(iter(self._unconfirmed))
-            self._unconfirmed_tokens -= self._unconfirmed.pop(pool_id)
+        for pool_id in self._load.confirm(state):
             if state.load.serving and (live := self._live.get(pool_id)) is not None:
                 live.checked = True
-        self._load = state.load
         self.cut = state.cut
         if state.cut:
             self.cut_off()
@@ -386,4 +374,4 @@ class PoolSession:
     def _forget(self, live: InFlightRequest) -> None:
         del self._live[live.pool_id]
         if not live.sent:
-            self._unconfirmed_tokens -= self._unconfirmed.pop(live.pool_id)
+            self._load.remove(live.pool_id)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from replicas.drafters.protocol import Ask, Proposal, Seen
-from replicas.models.paged_model import Model, Wants
+from replicas.models.paged_model import ALL, Model, Wants
 from replicas.models.prefill import fill
 from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch
@@ -61,24 +61,23 @@ class ModelDrafter:
         # always keeps shapes fixed, and the second writes what is there already.
         starts = [len(content) - 2 for content in ask.contents]
         layout = model.backend.step_layout(ask.table, starts, k + 1)
-        last = [[content[-2] if len(content) > 1 else 0, content[-1]] for content in ask.contents]
         # An id that only the target has, padding of its embedding, is fed as the last one.
-        fed = torch.tensor(last).clamp_(max=model.vocab - 1).to(device).reshape(-1)
+        most = model.vocab - 1
+        last = [min(id, most) for content in ask.contents for id in (0, *content[-2:])[-2:]]
+        fed = torch.tensor(last, device=device)
         shared = min(ask.token_most, model.vocab)
-        # Logits at position p choose the token of position p + 1.
-        positions = layout.positions[:, 1:] + 1
         kept = torch.arange(1, 2 * rows, 2, device=device)
-        tokens = torch.empty((k, rows), dtype=torch.int64, device=device)
-        for j in range(k):
-            window = layout.window(j + 1 if j else 0, j + 2)
+        tokens = []
+        # Not each before its pass: after a pass a processor would have to fetch the code anew.
+        windows = [layout.window(j + 1 if j else 0, j + 2) for j in range(k)]
+        for j, window in enumerate(windows):
             with watch.section("draft"):
-                wants = Wants() if j else Wants(kept)
-                logits = model.forward(fed, window, wants).logits
+                logits = model.forward(fed, window, ALL if j else Wants(kept)).logits
             assert logits is not None
             logits = logits[:, :shared]  # of ids that both have
-            tokens[j] = guess(logits, ask.sampling, positions[:, j : j + 1])
-            fed = tokens[j]
-        return Proposal(tokens, ask.draft_lens)
+            fed = guess(logits, ask.sampling, ask.noise, j)
+            tokens.append(fed)
+        return Proposal(torch.stack(tokens), ask.draft_lens)
 
     def _catch_up(self, ask: Ask, watch: Stopwatch) -> None:
         """Fill rows that steps without drafting left behind."""

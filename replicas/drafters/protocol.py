@@ -14,6 +14,7 @@ import torch
 
 from replicas.kv_cache import TokenRange
 from replicas.sampling.choice import SamplingBatch
+from replicas.sampling.noise import Noise
 from replicas.stopwatch import Stopwatch
 
 
@@ -28,6 +29,8 @@ class Ask:
     """Draft tokens wanted per row, at most k."""
     sampling: SamplingBatch
     table: torch.Tensor  # [rows, blocks], int64
+    noise: Noise | None = None
+    """Of the target's tokens: column j is that of draft token j. None: all rows are greedy."""
     token_most: int = 0
     """Ids from it on are not to be proposed: only the drafter has them."""
 

@@ -117,7 +117,7 @@ class StepLayout:
 
     def window(self, begin: int, end: int) -> PassLayout:
         """The pass over positions start + begin .. start + end - 1 of each row, row by row."""
-        rows, width = len(self._starts), end - begin
+        rows, width = len(self._positions), end - begin
         count = rows * width
         padded = self._arithmetic.padded(count)
         places = _grid(rows, width)

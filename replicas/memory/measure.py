@@ -61,7 +61,8 @@ def measured_passes(
         logits = model.forward(tokens, layouts.window(0, width)).logits
         assert logits is not None
         sampling = SamplingBatch.of([_FILTERED] * rows, device)
-        choose(logits.view(rows, width, -1), sampling, layouts.positions + 1)
+        noise = sampling.noise_after(layouts.positions, model.vocab)
+        choose(logits.view(rows, width, -1), sampling, noise)
 
     @torch.inference_mode()
     def prefill(rows: int, chunk: int, tokens: int) -> None:

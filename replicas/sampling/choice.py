@@ -28,11 +28,9 @@ import numpy as np
 import torch
 
 from replicas.cuda.transfers import upload
-from replicas.sampling.noise import NOISE_MOST, gumbel_noise
+from replicas.sampling.noise import LARGE, NOISE_MOST, Noise, noise_keys
 from scheduler.messages import SamplingParams
 
-_LARGE = 16384
-"""Tokens of a vocabulary from which on finding the likeliest takes less time than all noise."""
 _LIKELIEST = 256
 _LIKELIEST_OF_DRAFT = 64
 _UNITS = 2.0**34
@@ -46,7 +44,7 @@ class SamplingBatch:
     """The sampling parameters of a batch's rows. Greedy rows have no noise and no filters."""
 
     temperature: torch.Tensor  # [rows, 1, 1], float32
-    noise: torch.Tensor  # [rows, 1, 1], float32: 1, or 0 for a greedy row
+    noisy: torch.Tensor  # [rows, 1, 1], float32: 1, or 0 for a greedy row
     top_k: torch.Tensor  # [rows, 1, 1], int64; 0 keeps all
     top_p: torch.Tensor  # [rows, 1, 1], float64; infinite where it keeps all
     min_p: torch.Tensor  # [rows, 1, 1], float32
@@ -61,6 +59,13 @@ class SamplingBatch:
         """Stack the rows' parameters; the last batches' are kept, for rows stay together."""
         return _stacked(tuple(p if p.temperature else _GREEDY for p in params), device)
 
+    def noise_after(self, positions: torch.Tensor, vocab: int) -> Noise | None:
+        """The noise of the tokens that follow these positions, [rows, width], int64; None for a
+        greedy batch."""
+        if not self.any_sampled:
+            return None
+        return Noise(noise_keys(self.seed, positions + 1), self.noisy, vocab)
+
     def take(self, rows: torch.Tensor) -> SamplingBatch:
         """The batch of these of its rows, [n], int64, each as often as it is named."""
         if not self.any_sampled:
@@ -68,7 +73,7 @@ class SamplingBatch:
         return replace(
             self,
             temperature=self.temperature[rows],
-            noise=self.noise[rows],
+            noisy=self.noisy[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
@@ -87,7 +92,7 @@ def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> Sampli
     top_p = [max(p.top_p, 1e-30) if p.top_p < 1.0 else math.inf for p in params]
     return SamplingBatch(
         temperature=column(temperatures, torch.float32),
-        noise=column([float(p.temperature > 0.0) for p in params], torch.float32),
+        noisy=column([float(p.temperature > 0.0) for p in params], torch.float32),
         top_k=column([p.top_k for p in params], torch.int64),
         top_p=column(top_p, torch.float64),
         min_p=column([p.min_p for p in params], torch.float32),
@@ -102,50 +107,51 @@ def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> Sampli
 def choose(
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,
-    positions: torch.Tensor,  # [rows, width], int64: the index that each chosen token will have
+    noise: Noise | None,  # of their positions; None: of a greedy batch
 ) -> torch.Tensor:  # [rows, width], int64
     """The token that each of the logits stands for."""
-    if not sampling.any_sampled:
+    if noise is None:
         return first_best(logits)
     scores = _keep_top_k(_scores(logits, sampling), sampling)
     every = scores.shape[-1]
-    if every < _LARGE:
-        return _best(scores, every, sampling, positions)[0]
+    if every < LARGE:
+        return _best(scores, every, sampling, noise)[0]
     total = _sum(_weights(scores)) if sampling.any_top_p else None
     some, ids = _likeliest(scores, _LIKELIEST)
-    place, noisy = _best(some, ids, sampling, positions, total)
+    place, noisy = _best(some, ids, sampling, noise, total)
     place = place[..., None]
     token = ids.gather(-1, place)[..., 0]
     # All other tokens score at most as much as the last of these.
     last = some.amin(-1, keepdim=True)
-    sure = last + NOISE_MOST * sampling.noise < noisy.gather(-1, place)
+    sure = last + NOISE_MOST * sampling.noisy < noisy.gather(-1, place)
     sure |= last < sampling.min_p.log()
     if total is not None:
         sure |= _above(last, some, _weights(some)) >= sampling.top_p * total
     if not sure.all():
         row, column = sure[..., 0].logical_not().nonzero(as_tuple=True)
-        scores, positions = scores[row, column][:, None], positions[row, column][:, None]
-        token[row, column] = _best(scores, every, sampling.take(row), positions)[0][:, 0]
+        some, noise = scores[row, column][:, None], noise.take(row, column)
+        token[row, column] = _best(some, every, sampling.take(row), noise)[0][:, 0]
     return token
 
 
 def guess(
     logits: torch.Tensor,  # [rows, vocab]
     sampling: SamplingBatch,
-    positions: torch.Tensor,  # [rows, 1], int64
+    noise: Noise | None,  # of the step
+    column: int,
     ids: torch.Tensor | None = None,  # [vocab], int64: the target's ids, where they are others
 ) -> torch.Tensor:  # [rows], int64: places in the vocabulary
     """A draft's guess at the target's choice: the best noisy score, of a large vocabulary among the
     likeliest tokens. Filters would strike out by the draft's law what the target's keeps."""
-    if not sampling.any_sampled:
+    if noise is None:
         return first_best(logits)
     scores, places = _scores(logits[:, None], sampling), None
-    if scores.shape[-1] >= _LARGE:
+    if scores.shape[-1] >= LARGE:
         scores, places = _likeliest(scores, _LIKELIEST_OF_DRAFT)
     at = scores.shape[-1] if places is None else places
     if ids is not None:
         at = ids if places is None else ids[places]
-    noisy = gumbel_noise(sampling.seed, positions, at).mul_(sampling.noise).add_(scores)
+    noisy = scores + noise.at(column).of(at)
     token = first_best(noisy)[..., None]
     token = token if places is None else places.gather(-1, token)
     return token[:, 0, 0]
@@ -202,11 +208,11 @@ def _best(
     scores: torch.Tensor,  # [rows, width, n], float32: after top-k
     ids: torch.Tensor | int,  # [rows, width, n], int64; or n: the first
     sampling: SamplingBatch,
-    positions: torch.Tensor,  # [rows, width], int64
+    noise: Noise,
     total: torch.Tensor | None = None,  # [rows, width, 1], float64: weight; None: of these scores
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, width], int64, and [rows, width, n], float32
     """The place of the best noisy score that the filters keep, and the noisy scores of all."""
-    noisy = gumbel_noise(sampling.seed, positions, ids).mul_(sampling.noise).add_(scores)
+    noisy = scores + noise.of(ids)
     if sampling.any_min_p:
         noisy.masked_fill_(scores < sampling.min_p.log(), -torch.inf)
     place = first_best(noisy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,19 +20,68 @@ NOISE_MOST = 22.5
 """No noise is greater: that of the smallest number in 31 bits is 32 log 2."""
 
 
-def gumbel_noise(
+LARGE = 16384
+"""Tokens of a vocabulary from which on finding the likeliest takes less time than all noise."""
+
+
+@dataclass(slots=True)
+class Noise:
+    """The noise of all tokens that may follow at some positions of each row.
+
+    Draft and target read the same, so that of a small vocabulary is drawn once, for both.
+    """
+
+    keys: torch.Tensor  # [rows, width], int64
+    scale: torch.Tensor  # [rows, 1, 1], float32: 1, or 0 for a row without noise
+    vocab: int
+    drawn: torch.Tensor | None = None  # [rows, width, vocab]
+
+    def of(self, ids: torch.Tensor | int) -> torch.Tensor:  # [rows, width, n], float32
+        """Of these ids, [n] or [rows, width, n]; or of so many, from 0 on. Read, never changed."""
+        if self.drawn is None:
+            return gumbel_noise(self.keys, ids).mul_(self.scale)
+        return self.drawn[..., :ids] if isinstance(ids, int) else self.drawn[..., ids]
+
+    def at(self, column: int) -> Noise:
+        """Of one position, for who goes from one to the next."""
+        if self.drawn is None and self.vocab < LARGE:
+            self.drawn = self.of(self.vocab)
+        return self._columns(column, column + 1)
+
+    def first(self, width: int) -> Noise:
+        """Of the first positions."""
+        return self if width == self.keys.shape[1] else self._columns(0, width)
+
+    def take(self, rows: torch.Tensor, columns: torch.Tensor) -> Noise:
+        """Of these positions, [n] each, int64: n rows of one position."""
+        drawn = None if self.drawn is None else self.drawn[rows, columns][:, None]
+        return Noise(self.keys[rows, columns][:, None], self.scale[rows], self.vocab, drawn)
+
+    def _columns(self, begin: int, end: int) -> Noise:
+        drawn = None if self.drawn is None else self.drawn[:, begin:end]
+        return Noise(self.keys[:, begin:end], self.scale, self.vocab, drawn)
+
+
+def noise_keys(
     seed: torch.Tensor,  # [rows, 1], int64
     positions: torch.Tensor,  # [rows, width], int64
-    ids: torch.Tensor | int,  # [vocab] or [rows, width, n], int64; or so many, from 0 on
-) -> torch.Tensor:  # [rows, width, n], float32
-    """Standard Gumbel noise of token ids at (seed, position): -log of an exponential.
+) -> torch.Tensor:  # [rows, width], int64
+    """What the noise at a position follows from."""
+    return _splitmix64(_splitmix64(seed) + positions * _GOLDEN)
 
-    Counter-based in the sense of Salmon et al. (SC 2011): no state, any element on its own. A
-    64-bit key is made of seed and position; token ids are spread over 32 bits and mixed with it.
+
+def gumbel_noise(
+    keys: torch.Tensor,  # [rows, width], int64
+    ids: torch.Tensor | int,  # [n] or [rows, width, n], int64; or so many, from 0 on
+) -> torch.Tensor:  # [rows, width, n], float32
+    """Standard Gumbel noise of token ids: -log of an exponential.
+
+    Counter-based in the sense of Salmon et al. (SC 2011): no state, any element on its own. Token
+    ids are spread over 32 bits and mixed with the 64-bit key of seed and position.
     """
-    key = _splitmix64(_splitmix64(seed) + positions * _GOLDEN)[..., None]
+    key = keys[..., None]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    bits = (_spread_below(ids, seed.device) if isinstance(ids, int) else _spread(ids)) ^ low
+    bits = (_spread_below(ids, keys.device) if isinstance(ids, int) else _spread(ids)) ^ low
     _shift_xor_(bits, 16, 0xFFFF).mul_(_FMIX_1).add_(high)
     _shift_xor_(bits, 13, 0x7FFFF).mul_(_FMIX_2)
     _shift_xor_(bits, 16, 0xFFFF).bitwise_and_(0x7FFFFFFF)

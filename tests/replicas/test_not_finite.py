@@ -166,13 +166,13 @@ def test_no_token_is_chosen_from_logits_that_are_no_numbers(
     sampling = SamplingBatch.of(params, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn((len(params), 2, 50), generator=generator)
-    positions = torch.arange(2).expand(len(params), 2) + 7
-    well = _of_numbers(choose(logits, sampling, positions), logits, sampling)
+    noise = sampling.noise_after(torch.arange(2).expand(len(params), 2) + 7, 50)
+    well = _of_numbers(choose(logits, sampling, noise), logits, sampling)
     assert bool((well >= 0).all())
     broken = logits.clone()
     where = slice(33, 34) if bad == "one NaN" else slice(None)
     broken[-1, 1, where] = -torch.inf if bad == "all -inf" else torch.nan
-    got = _of_numbers(choose(broken, sampling, positions), broken, sampling)
+    got = _of_numbers(choose(broken, sampling, noise), broken, sampling)
     assert got[-1, 1] < 0
     got[-1, 1] = well[-1, 1]
     assert torch.equal(got, well), "the others' choices stay"

@@ -24,7 +24,7 @@ from replicas.sampling.choice import (
     first_best,
     guess,
 )
-from replicas.sampling.noise import NOISE_MOST, gumbel_noise
+from replicas.sampling.noise import NOISE_MOST, gumbel_noise, noise_keys
 from scheduler.messages import SamplingParams
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def chosen(
     positions: torch.Tensor,  # [rows, width]
 ) -> torch.Tensor:
     sampling = SamplingBatch.of(params, CPU)
-    return choose(logits, sampling, positions)
+    return choose(logits, sampling, sampling.noise_after(positions - 1, logits.shape[-1]))
 
 
 def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -149,10 +149,10 @@ def test_seed_and_position_both_change_the_draw() -> None:
 def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
     n = 20_000
     positions = torch.arange(n)[None]
-    noise = gumbel_noise(torch.tensor([[3]]), positions, torch.arange(8))[0]
+    noise = gumbel_noise(noise_keys(torch.tensor([[3]]), positions), 8)[0]
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(1.6449, abs=0.05)
-    other_seed = gumbel_noise(torch.tensor([[4]]), positions, torch.arange(1))[0]
+    other_seed = gumbel_noise(noise_keys(torch.tensor([[4]]), positions), 1)[0]
     columns = torch.cat((noise[:-1], noise[1:, :1], other_seed[:-1]), dim=1)
     correlation = torch.corrcoef(columns.T) - torch.eye(columns.shape[1])
     assert correlation.abs().max().item() < 0.04
@@ -160,9 +160,8 @@ def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
 
 def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary() -> None:
     """A draft with a smaller (unpadded) vocabulary must meet the same noise."""
-    seed, position = torch.tensor([[11]]), torch.tensor([[7]])
-    large = gumbel_noise(seed, position, torch.arange(60))
-    assert torch.equal(gumbel_noise(seed, position, torch.arange(50)), large[..., :50])
+    keys = noise_keys(torch.tensor([[11]]), torch.tensor([[7]]))
+    assert torch.equal(gumbel_noise(keys, 50), gumbel_noise(keys, 60)[..., :50])
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])
@@ -210,8 +209,10 @@ def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
     logits = torch.randn(8, 3, 50, generator=torch.Generator().manual_seed(9)) * 2
     positions, rows = torch.arange(24).view(8, 3), torch.tensor([7, 0, 3, 3, 1])
     batch = SamplingBatch.of(params, CPU)
-    got = choose(logits[rows], batch.take(rows), positions[rows])
-    assert torch.equal(got, choose(logits, batch, positions)[rows])
+    noise = batch.noise_after(positions, 50)
+    some = batch.take(rows).noise_after(positions[rows], 50)
+    got = choose(logits[rows], batch.take(rows), some)
+    assert torch.equal(got, choose(logits, batch, noise)[rows])
 
 
 @pytest.mark.parametrize("vocab", [500, 16_500])
@@ -219,13 +220,13 @@ def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
     """But for filters; also where the draft's vocabulary is the target's in another order."""
     params = [SamplingParams(), *PARAMS[:2], SamplingParams(seed=3)] * 20
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(2)) * 5
-    positions = torch.arange(len(params))[:, None]
     batch = SamplingBatch.of(params, CPU)
-    right = choose(logits[:, None], batch, positions)[:, 0]
-    found = guess(logits, batch, positions)
+    noise = batch.noise_after(torch.arange(len(params))[:, None], vocab)
+    right = choose(logits[:, None], batch, noise)[:, 0]
+    found = guess(logits, batch, noise, 0)
     assert (found == right).float().mean() > 0.97
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(ids[guess(logits[:, ids], batch, positions, ids)], found)
+    assert torch.equal(ids[guess(logits[:, ids], batch, noise, 0, ids)], found)
 
 
 def by_definition(
@@ -239,9 +240,8 @@ def by_definition(
         least = scores.sort(descending=True).values[min(params.top_k, len(scores)) - 1]
         scores = scores.masked_fill(scores < least, -torch.inf)
     probability = scores.double().softmax(-1)
-    noise = gumbel_noise(
-        torch.tensor([[params.seed]]), torch.tensor([[position]]), torch.arange(len(scores))
-    )
+    keys = noise_keys(torch.tensor([[params.seed]]), torch.tensor([[position]]))
+    noise = gumbel_noise(keys, len(scores))
     noisy = scores + noise[0, 0]
     noisy[scores < torch.tensor(params.min_p).log()] = -torch.inf
     falling, order = scores.sort(descending=True)
@@ -271,12 +271,11 @@ def test_a_choice_is_that_of_the_rule_over_the_whole_vocabulary(
 
 
 def test_the_noise_of_chosen_ids_has_the_bits_of_all() -> None:
-    positions = torch.arange(15).view(3, 5)
-    seed = torch.tensor([[1], [2], [3]])
-    every = gumbel_noise(seed, positions, torch.arange(4099))
+    keys = noise_keys(torch.tensor([[1], [2], [3]]), torch.arange(15).view(3, 5))
+    every = gumbel_noise(keys, 4099)
     for n in (1, 7, 64, 253):
         ids = torch.randint(4099, (3, 5, n), generator=torch.Generator().manual_seed(n))
-        assert torch.equal(gumbel_noise(seed, positions, ids), every.gather(-1, ids))
+        assert torch.equal(gumbel_noise(keys, ids), every.gather(-1, ids))
     assert every.max() < NOISE_MOST
 
 

@@ -96,12 +96,10 @@ class Eagle3Drafter:
         device = ask.table.device
         starts = [len(content) - 2 for content in ask.contents]
         layout = layer.backend.step_layout(ask.table, starts, k)
-        # The output at a position chooses the token two behind it.
-        positions = layout.positions + 2
         tokens = torch.empty((k, len(lens)), dtype=torch.int64, device=device)
         for j in range(k):
             logits, x = layer.logits(layer.leave(entered, residual, layout.window(j, j + 1)))
-            token = guess(logits, ask.sampling, positions[:, j : j + 1], ids)
+            token = guess(logits, ask.sampling, ask.noise, j, ids)
             if layer.shift is not None:
                 before = tokens[j - 1] if j else torch.tensor([one[-1] for one in ask.contents])
                 tokens[j] = (before.to(device) + layer.shift) % ask.token_most

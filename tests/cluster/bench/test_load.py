@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.bench.arrivals import Bursts, Closed, Extent
 from cluster.bench.figures import Record, summarise
-from cluster.bench.load import _take, check_requests, drive, grpc_request, pool_sums
+from cluster.bench.load import _take, check_requests, drive, grpc_request, over_grpc, pool_sums
 from cluster.bench.workload import BenchError, Lengths, Workload, synthetic_prompts
 from cluster.cli.main import main
 from cluster.client import AsyncClient
@@ -52,8 +52,7 @@ def test_a_closed_loop_through_grpc_gets_every_token() -> None:
             before = pool_sums(await client.status())
             ended: list[int] = []
             records = await drive(
-                client,
-                lambda n: grpc_request(workload(), n),
+                over_grpc(client, lambda n: grpc_request(workload(), n)),
                 Closed(3),
                 Extent(requests=7),
                 ended.append,
@@ -83,7 +82,7 @@ def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_request() -
                     request.max_new_tokens = CONTEXT + 1
                 return request
 
-            records = await drive(client, make, Bursts(4, 0.05), Extent(requests=8))
+            records = await drive(over_grpc(client, make), Bursts(4, 0.05), Extent(requests=8))
             assert [record.due_s for record in records] == [0.0] * 4 + [0.05] * 4
             assert [record.error for record in records].count("INVALID_ARGUMENT") == 1
             assert records[2].error == "INVALID_ARGUMENT"

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from cluster.config import from_args
 from scheduler.messages import Action, Event, Reject, RejectCode, Submit
@@ -60,7 +60,7 @@ async def test_a_full_queue_is_no_refusal_while_another_has_room() -> None:
             await s.add_replica(shard)
         await check(lives)
         assert not any(live.recovered for live in lives), "no pool had accepted them before"
-        assert [session._unconfirmed_tokens for session in s.router.sessions] == [0, 0]
+        assert [session._load.unconfirmed_tokens for session in s.router.sessions] == [0, 0]
 
 
 @pytest.mark.parametrize("retries_s", [(7.0, 3.0), (3.0, 7.0)])
@@ -137,7 +137,7 @@ async def test_a_refusal_by_old_news_is_no_refusal() -> None:
     """Its large replica has gone, and this frontend has not heard of it when it chooses."""
     async with unlike([SMALL_BLOCKS], [2000]) as s:
         session = s.router.sessions[0]
-        session._load = msgspec.structs.replace(session._load, length_max=2000 * 16)
+        session._load.said = replace(session._load.said, length_max=2000 * 16)
         while (live := s.submit(PROMPTS[0], LONG)).shard != 0:
             pass
         await check([live])
@@ -171,7 +171,7 @@ async def test_a_full_shard_that_could_hold_it_speaks_for_one_that_never_could()
         assert small.snapshot().rejected == 0, "it was not even asked"
         # By old news it is; what it says changes nothing.
         session = s.router.sessions[0]
-        session._load = msgspec.structs.replace(session._load, length_max=2000 * 16)
+        session._load.said = replace(session._load.said, length_max=2000 * 16)
         late = s.submit(PROMPTS[1], LONG)
         await late.ended.wait()
         assert late.reject is not None

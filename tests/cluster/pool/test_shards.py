@@ -58,7 +58,7 @@ async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
         assert {live.shard for live in short} == {1 - long.shard}
         for live in (long, *short):
             await live.ended.wait()
-        assert [session._unconfirmed_tokens for session in s.router.sessions] == [0, 0]
+        assert [session._load.unconfirmed_tokens for session in s.router.sessions] == [0, 0]
 
 
 async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,12 @@ from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
-from tests.cluster.fakes import FakeReplica, perfect
+from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, pool_of, stream
 from tests.cluster.pool.rig import (
     CONFIG,
     PROMPTS,
+    Cluster,
     Stuck,
     check,
     shards,
@@ -182,6 +184,13 @@ class Handle:
                 call.set_exception(RayError())
 
 
+def handles_of(s: Cluster, hang: Sequence[int] = ()) -> list[Handle]:
+    handles = [Handle(wire) for wire in s.wires]
+    for shard in hang:
+        handles[shard].hangs = True
+    return handles
+
+
 @pytest.fixture(autouse=True)
 def _ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's blocking calls on the futures of a `Handle`."""
@@ -203,11 +212,11 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
     """Though the shard that it moves to had nothing to do when it was told to stop."""
     async with shards(0, 0) as s:
         for shard in (0, 1):
-            await s.add_replica(shard, FakeReplica(step_s=0.04))
+            await s.add_replica(shard, step_s=0.04)
         await s.until_serving(1, 1)
         live = s.submit(PROMPTS[0], 200)
         here, there = live.shard, 1 - live.shard
-        handles = [Handle(wire) for wire in s.wires]
+        handles = handles_of(s)
         stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
         await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
         assert handles[there].asked
@@ -247,13 +256,13 @@ async def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
     async with shards(0, 0) as s:
         for shard in (0, 1):
             # None would end within the test.
-            await s.add_replica(shard, FakeReplica(step_s=1.0))
+            await s.add_replica(shard, step_s=1.0)
         await s.until_serving(1, 1)
         s.router._move_s = s.router.sessions[0]._unreachable_s = 1000.0
         lives = [s.submit(prompt, 400) for prompt in PROMPTS]
         assert {live.shard for live in lives} == {0, 1}
         s.wires[0].loss = 1.0
-        handles = [Handle(wire) for wire in s.wires]
+        handles = handles_of(s)
         await asyncio.to_thread(stop_pools, handles, 0.0, SILENT_S)
         for live in lives:
             await live.ended.wait()
@@ -267,8 +276,7 @@ async def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPat
         await s.add_replica(0, stuck)
         await s.until_serving(1, 1)
         lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-        handles = [Handle(wire) for wire in s.wires]
-        handles[0].hangs = True
+        handles = handles_of(s, hang=(0,))
         stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 0.1, SILENT_S))
         try:
             for live in lives:
@@ -286,8 +294,7 @@ async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothin
         lives = [s.submit(prompt, 100) for prompt in PROMPTS]
         assert {live.shard for live in lives} == {0, 1}
         s.wires[0].loss = 1.0
-        handles = [Handle(wire) for wire in s.wires]
-        handles[0].hangs = True
+        handles = handles_of(s, hang=(0,))
         await asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S)
         # What it had went on in the other one, which was told of it meanwhile.
         assert all(live.ended.is_set() for live in lives)
@@ -299,8 +306,7 @@ async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
     async with shards(1, 0) as s:
         live = s.submit(PROMPTS[0], 20)
         s.wires[0].loss = 1.0
-        handles = [Handle(wire) for wire in s.wires]
-        handles[0].hangs = True
+        handles = handles_of(s, hang=(0,))
         stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
         await until(lambda: handles[1].asked > 5)
         assert not stopping.done()
@@ -312,9 +318,7 @@ async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
 
 async def test_pools_of_which_none_answers_are_waited_for_to_the_end() -> None:
     async with shards(1, 1) as s:
-        handles = [Handle(wire) for wire in s.wires]
-        for handle in handles:
-            handle.hangs = True
+        handles = handles_of(s, hang=(0, 1))
         stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, 0.01))
         await asyncio.sleep(0.3)
         assert not stopping.done()

@@ -1,0 +1,79 @@
+"""Proves: the command measures a server of OpenAI's API over HTTP as it measures gRPC, names it by
+/v1/models, shows several side by side, and says why one cannot be asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from typer.testing import CliRunner
+
+from cluster.bench.figures import Record
+from cluster.bench.openai_load import _take
+from cluster.cli.main import main
+from cluster.frontend.http_api.app import http_app
+from tests.cluster.frontend.rig import frontend
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[int]:
+    """The port of a frontend with a fake replica behind real HTTP."""
+    async with frontend() as made:
+        config = uvicorn.Config(http_app(made.service), port=0, log_level="error")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            yield server.servers[0].sockets[0].getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -> None:
+    # The command's thread would import it, for many seconds on a slow machine.
+    import cluster.bench.session  # noqa: F401
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "the quick"}\n{"prompt": "brown fox"}\n')
+    async with served() as port:
+        urls = [f"http://127.0.0.1:{port}", f"http://localhost:{port}/v1"]
+        arguments = [
+            *("bench", "--prompts", str(path), "--requests", "6", "--in-flight", "3"),
+            *("--warm-up", "1", "--max-new-tokens", "20", "--json", str(tmp_path / "a.json")),
+            *(part for url in urls for part in ("--openai", url)),
+        ]
+        result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert list(data["servers"]) == urls
+    for figures in (data["figures"], *data["servers"].values()):
+        assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 120)
+        assert figures["ttft_s"]["count"] == figures["token_s"]["count"] == 6
+    assert data["settings"]["target"] == "tiny"
+    assert "Servers" in result.output
+
+
+def test_a_server_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    arguments = ["bench", "--prompts", str(path), "--openai", "http://127.0.0.1:1"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "openai: http://127.0.0.1:1/v1/models: " in result.output
+
+
+def test_tokens_are_divided_among_the_events_that_brought_text() -> None:
+    record = Record(0, 0.0, 0.0)
+    for at_s, text in ((1.0, "a"), (2.0, ""), (3.0, "b"), (4.0, "c")):
+        _take(record, {"choices": [{"text": text}], "usage": None}, at_s)
+    _take(record, {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 8}}, 5.0)
+    assert record.chunks == [(1.0, 2), (3.0, 3), (4.0, 3)]
+    assert (record.prompt_tokens, record.error) == (4, "")
+    _take(record, {"error": {"code": "UNAVAILABLE"}}, 6.0)
+    assert record.error == "UNAVAILABLE"
