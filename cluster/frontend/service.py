@@ -143,7 +143,8 @@ class FrontendService:
         grammar = ""
         if call.structure is not None:
             # To compile one may take a while.
-            grammar = await asyncio.to_thread(self._text.grammar, call.structure)
+            of = (call.structure, call.committed_token_ids)
+            grammar = await asyncio.to_thread(self._text.grammar, *of)
         requests: list[Request] = []
         for prompt in call.prompts:
             tokens = await self.tokens(prompt)

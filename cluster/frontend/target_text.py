@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -127,8 +128,9 @@ class TargetText:
         vocab = max(self.embedding_size, self.spec.vocab_size)
         return Grammars(self.tokenizer, self.end_of_turn_ids, vocab)
 
-    def grammar(self, structure: Structure) -> str:
-        """As a replica wants it. Raises InvalidRequest."""
+    def grammar(self, structure: Structure, committed: Sequence[int] = ()) -> str:
+        """As a replica wants it. Raises InvalidRequest, also where it does not allow what is
+        `committed`."""
         from replicas.decoding import GrammarError, grammar_of
 
         try:
@@ -136,6 +138,13 @@ class TargetText:
             self.grammars.check(grammar)
         except GrammarError as error:
             raise InvalidRequest(structure.kind, str(error)) from None
+        # A token that is none is refused later, like one of a call without a grammar.
+        if all(0 <= token < self.spec.vocab_size for token in committed):
+            try:
+                self.grammars.match(grammar, committed)
+            except GrammarError:
+                reason = f"{structure.kind} does not allow these tokens"
+                raise InvalidRequest("committed_token_ids", reason) from None
         return grammar
 
     def word_forms(self, word: str) -> set[tuple[int, ...]]:

@@ -62,7 +62,8 @@ def talking() -> TargetText:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
-    config = CONFIG.model_copy(update={"replica": PAIR})
+    few = CONFIG.frontend.model_copy(update={"max_new_tokens": 16})
+    config = CONFIG.model_copy(update={"replica": PAIR, "frontend": few})
     load = partial(Replica.load, PAIR)
     async with frontend(config=config, load=load, text=talking(), bound_s=ROUND_S) as made:
         yield made, http_app(made.service)

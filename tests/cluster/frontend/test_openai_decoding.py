@@ -188,3 +188,12 @@ async def test_structured_answers_are_what_was_asked_for() -> None:
             assert one == json.dumps(made, ensure_ascii=False) or "\\" in one
         assert all(re.fullmatch("[ab]+c", one) for one in matches)
         assert set(choices) <= {"ja", "nein"}
+
+
+async def test_committed_tokens_that_the_grammar_does_not_allow_are_refused() -> None:
+    async with served() as (_made, app):
+        fields = {"prompt": "x = ", "seed": 1, "structured_outputs": {"choice": ["ja", "nein"]}}
+        for ids, status in ((list(text().encode("ja")[:1]), 200), ([130, 200], 400)):
+            answer = await post(app, "completions", **fields, committed_token_ids=ids)
+            assert answer.status == status
+        assert answer.json["error"]["param"] == "committed_token_ids"
