@@ -48,7 +48,9 @@ def test_a_comparison_is_of_the_models_that_the_cluster_serves(
     assert result.exit_code == 0, result.output
     data = json.loads(path.read_text())
     pair = cluster.config.replica
-    assert data["settings"]["compared"] == f"{pair.target}, draft {pair.draft}, float32 on cpu"
+    assert data["settings"]["compared"] == (
+        f"{pair.target}, drafter draft_model {pair.draft}, float32 on cpu"
+    )
     ways = {each["name"]: each for each in data["comparison"]["contenders"]}
     assert ways["Lockstep, batch 2"]["identical"] == 2
     assert ways["transformers generate, batch 1"]["tokens_per_s"][0] > 0
