@@ -90,6 +90,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     requests = [one for kind in asked(args, tokenizer).values() for one in kind]
     config = replica_config(args, {"method": "none"})
+    assert config.kv_blocks is not None
+    # Each of four ways has its own sequences there.
+    config = config.model_copy(update={"kv_blocks": 4 * config.kv_blocks})
     pair = load_pair(config)
     oracle = OracleDrafter([], 0.7, pair.vocab_size, ragged=False)
     replica = Replica(pair, config, drafter=oracle)
