@@ -186,7 +186,7 @@ class StepTimes:
     """Where a batch's time went."""
 
     prefill_s: float = 0.0
-    """Filling KV caches: both models' in a prefill, in steps the draft's where it lags behind."""
+    """Filling KV caches: in a prefill both models', in a step what a draft model has not seen."""
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0

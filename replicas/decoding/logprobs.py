@@ -9,6 +9,9 @@ import torch
 
 from scheduler.decoding import TokenLogprobs
 
+_TIES = 8
+"""Tokens beyond those asked for that may tie with the last of them and have a lower id."""
+
 
 def token_logprobs(
     logits: torch.Tensor,  # [places, vocab]
@@ -38,7 +41,6 @@ def _likeliest(
     normal: torch.Tensor,  # [places], float32
     top: int,
 ) -> list[tuple[tuple[int, float], ...]]:
-    # A few more than are asked for: ties at the end of the list are put in order by token id.
     values, ids = scores.topk(min(top + _TIES, scores.shape[-1]), dim=-1)
     logprobs = (values - normal[:, None]).tolist()
     return [
@@ -55,6 +57,3 @@ def _sums(masses: torch.Tensor) -> torch.Tensor:  # [places]
     if masses.is_cpu:
         return torch.from_numpy(np.add.reduce(masses.numpy(), axis=-1))
     return masses.sum(dim=-1)
-
-
-_TIES = 8

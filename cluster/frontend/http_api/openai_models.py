@@ -62,7 +62,7 @@ they are taken."""
 _M = TypeVar("_M", bound=BaseModel)
 
 
-class _Request(Strict, BaseModel):
+class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which looks no further
     logprobs_field: ClassVar[str]
     """The field that says how many likeliest tokens are told of."""
     model: str
@@ -166,7 +166,7 @@ class _Request(Strict, BaseModel):
             max_new_tokens=self.limit[1],
             temperature=self.temperature,
             # -1 is other servers' word for all.
-            top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,
+            top_k=0 if self.top_k == -1 else self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
@@ -264,7 +264,7 @@ class ChatRequest(_Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _what_chat_fields_need(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
