@@ -136,7 +136,7 @@ def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dic
         drafter.propose(ask, watch)
         at = length + 2 * step
         new = [text[at : at + 2]] * 8
-        drafter.observe(Seen(rows, [content] * 8, [(0, 0)] * 8, table, new, 8))
+        drafter.observe(Seen(rows, [content] * 8, [(0, 0)] * 8, table, new, [8] * 8))
     spent_s = perf_counter() - begun
     return {"suffix_us": 1e6 * spent_s / steps / 8, "suffix_mb_of_1000": drafter.bytes / 1e6}
 

@@ -48,10 +48,11 @@ class PoolConfig(_Settings):
         "one that does not answer, before they go to one that serves.",
     )
     unreachable_s: float = Field(
-        30.0,
+        120.0,
         gt=0,
-        description="Silence of the pool after which requests end as UNAVAILABLE. Ray notices "
-        "a lost node after 15 s and then starts the pool elsewhere.",
+        description="Silence of the pool after which requests end as UNAVAILABLE. Ray notices a "
+        "lost node after 15 s and then starts the pool elsewhere; on a machine that is busy the "
+        "start may take another half a minute.",
     )
     namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     lease_s: float = Field(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -34,7 +35,14 @@ class NotFinite(ArithmeticError):
 
 
 class RowHooks(Protocol):
-    """What requests add to choosing, on the host: a function of the row's own tokens."""
+    """What requests add to a step, on the host: a function of the row's own tokens."""
+
+    drafts: bool
+    """Whether any row has something to say to its draft."""
+
+    def draft(self, row: int, tokens: list[int], most: int) -> list[int]:
+        """What to check in place of the drafter's tokens, `most` tokens at most."""
+        ...
 
     def adjust(self, row: int, draft: Sequence[int], logits: torch.Tensor) -> None:
         """Change the row's logits, [1 + len(draft), vocab], in place: those of place j follow its
@@ -76,12 +84,12 @@ class Outcome:
 
 
 def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
-    """Propose, verify, let requests adjust the logits, choose, commit, advance."""
+    """Propose, verify, choose, commit, advance; requests may change drafts and logits."""
     starts = [len(content) - 1 for content in rows.contents]
     # All indices are made now: after a pass a processor would have to fetch the code anew.
     layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
     noise = rows.sampling.noise_after(layout.positions, target.vocab)
-    proposal = _propose(target, drafter, rows, noise, watch)
+    proposal, own = _propose(target, drafter, rows, noise, watch)
     k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
     last = torch.tensor([[content[-1] for content in rows.contents]], device=rows.table.device)
     tokens = torch.cat((last, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
@@ -94,7 +102,7 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     chosen, taps = _verify(target, drafter, rows, proposal, tokens, noise, window, widths, watch)
     outcome = _outcome(rows, proposal, chosen, window.positions_read)
     if drafter is not None:
-        seen = _seen(rows, outcome, k, widths, taps)
+        seen = _seen(rows, outcome, own, widths, taps)
         if drafter.taps:  # work for the device
             with watch.section("draft"):
                 drafter.observe(seen)
@@ -112,11 +120,12 @@ def _propose(
     rows: StepRows,
     noise: Noise | None,
     watch: Stopwatch,
-) -> Proposal:
-    """Drafts of the rows' own lengths, as wide as the longest."""
+) -> tuple[Proposal, Sequence[int]]:
+    """Drafts of the rows' own lengths, as wide as the longest; and with how many tokens of the
+    drafter each of them begins."""
     if max(rows.draft_lens) == 0:
         empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
-        return Proposal(empty, rows.draft_lens)
+        return Proposal(empty, rows.draft_lens), rows.draft_lens
     assert drafter is not None, "drafting needs a drafter"
     ask = Ask(
         ids=rows.ids,
@@ -129,8 +138,23 @@ def _propose(
     )
     proposal = drafter.propose(ask, watch)
     if rows.whole_drafts:
-        return _whole(proposal, rows.draft_lens)
-    return Proposal(proposal.tokens[: max(proposal.lens)], proposal.lens)
+        return _whole(proposal, rows.draft_lens), rows.draft_lens
+    proposal = Proposal(proposal.tokens[: max(proposal.lens)], proposal.lens)
+    if rows.hooks is not None and rows.hooks.drafts:
+        return _redraft(rows, rows.hooks, proposal)
+    return proposal, proposal.lens
+
+
+def _redraft(rows: StepRows, hooks: RowHooks, proposal: Proposal) -> tuple[Proposal, Sequence[int]]:
+    """The proposal as the requests want it, and what is left of the drafter's."""
+    drafts, own = [], []
+    for row, tokens in enumerate(proposal.tokens.t().tolist()):
+        proposed = tokens[: proposal.lens[row]]
+        draft = hooks.draft(row, proposed, rows.draft_lens[row])
+        same = (a == b for a, b in zip(proposed, draft, strict=False))
+        drafts.append(draft)
+        own.append(sum(takewhile(bool, same)))
+    return Proposal.of(drafts, rows.table.device), own
 
 
 def _whole(proposal: Proposal, draft_lens: Sequence[int]) -> Proposal:
@@ -247,7 +271,7 @@ def _outcome(
 def _seen(
     rows: StepRows,
     outcome: Outcome,
-    k: int,
+    own: Sequence[int],
     widths: Sequence[int],
     taps: list[torch.Tensor],  # each [tokens of the check, hidden]
 ) -> Seen:
@@ -258,7 +282,7 @@ def _seen(
     if taps:
         kept = _kept(outcome.accepted, widths).to(taps[0].device)
         taps = [tap.index_select(0, kept) for tap in taps]
-    return Seen(rows.ids, rows.contents, ranges, rows.table, outcome.committed, k, taps)
+    return Seen(rows.ids, rows.contents, ranges, rows.table, outcome.committed, own, taps)
 
 
 def _kept(accepted: Sequence[int], widths: Sequence[int]) -> torch.Tensor:

@@ -39,7 +39,7 @@ class ShardRouter:
         name: str,
         beat_s: float,
         move_s: float = 1.0,
-        unreachable_s: float = 30.0,
+        unreachable_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names` of the pools, for people; `name` of this frontend.

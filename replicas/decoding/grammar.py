@@ -64,6 +64,20 @@ class GrammarState:
         self._matcher = matcher
         self._ends = ends
 
+    def draft(self, tokens: list[int], most: int) -> list[int]:
+        """The draft as far as it is allowed, then what must follow; `most` tokens at most.
+
+        Raises GrammarError.
+        """
+        kept = tokens[: self._matcher.validate_tokens(tokens)]
+        if len(kept) < most and self._ends.isdisjoint(kept):
+            self._matcher.consume_tokens(kept)
+            forced = self._matcher.compute_ff_tokens()
+            self._matcher.rollback(len(kept))
+            kept += forced[: most - len(kept)]
+        self._check()
+        return kept
+
     def strike(self, logits: torch.Tensor, draft: Sequence[int]) -> None:
         """Put -inf in place of the logits, [1 + len(draft), vocab], of tokens that are not allowed:
         in place j after the first j draft tokens.

@@ -34,6 +34,11 @@ class RowState:
             assert grammars is not None, "a grammar needs the target's tokenizer"
             self._grammar = grammars.match(decoding.grammar, content[decoding.prompt_tokens :])
 
+    def draft(self, tokens: list[int], most: int) -> list[int]:
+        """What to check in place of these draft tokens: a grammar leaves out what it forbids, and
+        adds what it forces. Raises GrammarError."""
+        return tokens if self._grammar is None else self._grammar.draft(tokens, most)
+
     def adjust(self, logits: torch.Tensor, draft: Sequence[int]) -> None:
         """Change logits, [1 + len(draft), vocab], in place; those of place j follow the content and
         the first j draft tokens. Raises GrammarError."""
@@ -137,6 +142,11 @@ class DecodingRows:
         """Of the step in hand: logits before any change, of the rows that are told of them."""
         self.told: list[list[TokenLogprobs]] = [[] for _ in states]
         """Of each row's committed tokens, over all steps of the batch."""
+        self.drafts = any(state is not None and state.decoding.grammar for state in states)
+
+    def draft(self, row: int, tokens: list[int], most: int) -> list[int]:
+        state = self._states[row]
+        return tokens if state is None else state.draft(tokens, most)
 
     def adjust(self, row: int, draft: Sequence[int], logits: torch.Tensor) -> None:
         """As the step wants it: `RowState.adjust`, after keeping what will be told."""

@@ -44,10 +44,11 @@ class ModelDrafter:
     def observe(self, seen: Seen) -> None:
         if seen.drafted is None:
             self._fill(seen.ids, seen.contents, seen.ranges, seen.table)
-        elif seen.drafted > 0:
-            for row, content, (_, end) in zip(seen.ids, seen.contents, seen.ranges, strict=True):
+        elif (k := max(seen.drafted)) > 0:
+            for index, (_, end) in enumerate(seen.ranges):
                 # Drafting fed all proposed tokens but the last one.
-                self._valid[row] = min(end, len(content) + seen.drafted - 1)
+                fed = len(seen.contents[index]) + min(seen.drafted[index], k - 1)
+                self._valid[seen.ids[index]] = min(end, fed)
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):

@@ -45,6 +45,15 @@ class Proposal:
     lens: Sequence[int]
     """Draft tokens that it has per row, at most those asked for; k is the most of them."""
 
+    @classmethod
+    def of(cls, drafts: Sequence[list[int]], device: torch.device) -> Proposal:
+        """One draft per row."""
+        lens = [len(draft) for draft in drafts]
+        k = max(lens)
+        padded = [draft + [0] * (k - len(draft)) for draft in drafts]
+        tokens = torch.tensor(padded, dtype=torch.int64).view(len(drafts), k)
+        return cls(tokens.to(device).t(), lens)
+
 
 @dataclass(slots=True)
 class Seen:
@@ -58,8 +67,8 @@ class Seen:
     table: torch.Tensor  # [rows, blocks], int64
     committed: Sequence[Sequence[int]] = ()
     """What each row's content is followed by now; empty for a prefill."""
-    drafted: int | None = None
-    """k of a step's check; None: a prefill."""
+    drafted: Sequence[int] | None = None
+    """How many of the drafter's own tokens each row's check began with; None: a prefill."""
     taps: Sequence[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
     """The hidden states that the drafter taps, of all tokens of the ranges, row by row."""
 

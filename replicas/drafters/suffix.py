@@ -11,8 +11,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from replicas.drafters.history import DEPTH, END, Draft, History
 from replicas.drafters.protocol import Ask, Proposal, Seen
 from replicas.stopwatch import Stopwatch
@@ -95,11 +93,7 @@ class SuffixDrafter:
                 self._draft(self._rows[row], most) if most else []
                 for row, most in zip(ask.ids, ask.draft_lens, strict=True)
             ]
-            lens = [len(draft) for draft in drafts]
-            k = max(lens)
-            padded = [draft + [0] * (k - len(draft)) for draft in drafts]
-            tokens = torch.tensor(padded, dtype=torch.int64).view(len(drafts), k)
-            return Proposal(tokens.to(ask.table.device).t(), lens)
+            return Proposal.of(drafts, ask.table.device)
 
     def _draft(self, row: _Row, most: int) -> list[int]:
         score, draft = row.history.draft(most, OFFSET)

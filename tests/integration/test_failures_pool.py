@@ -24,8 +24,8 @@ from tests.cluster.fakes import fake_loader, load_fake_text
 
 pytestmark = pytest.mark.ray
 
-SILENCE_S_MAX = 25.0
-"""Ten times what it is here, and less than what the links wait for a pool."""
+SILENCE_S_MAX = 60.0
+"""A machine with nothing else to do needs 2.5 s; less than `pool.unreachable_s`."""
 TOKENS = 220
 STREAMS = 24
 LONG_TOKENS = 450

@@ -33,8 +33,6 @@ def hosted() -> Iterator[HostedCluster]:
         replicas=2,
         actors={"replica_gpus": 1.0, "frontend_cpus": 3.0},
         scheduler={"steps_per_batch_max": 2},
-        # Ray's 15 s and what the pool takes to begin, on a machine that stands still at times.
-        pool={"unreachable_s": 90.0},
     )
     plan = Plan(
         config,

@@ -227,6 +227,18 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_forward_pass() -> None:
             assert [logprob for _, logprob in said.top] == pytest.approx(best, abs=1e-4)
 
 
+def test_what_a_grammar_forces_is_drafted_whatever_the_drafter_says() -> None:
+    text = "nothing at all"
+    grammar = grammar_of("choice", [text])
+    one = replace(requests()[0], decoding=Decoding(len(requests()[0].prompt), grammar=grammar))
+    for drafter in ("model", "suffix"):
+        engine = LocalEngine(asked_replica(drafter_of(drafter)), SchedulerConfig(draft_len=4))
+        (output,) = engine.generate([one])
+        assert tokenizer().decode(output.tokens) == text
+        # Five at most in a step; its end is no part of the text.
+        assert sum(result.steps for result in engine.results) <= 1 + len(text) // 5
+
+
 class Again:
     """Runs a replica's batches of several steps twice: first until a step of them breaks."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from replicas.drafters import ModelDrafter
+from replicas.drafters.protocol import Seen
 from replicas.eqspec import RowHooks, StepRows, step
 from replicas.invariant.backend import HostBackend
 from replicas.invariant.ops import Arithmetic
@@ -133,6 +134,20 @@ def test_a_row_never_commits_beyond_its_own_draft_length() -> None:
     assert accepted == [3, 1, 0]
 
 
+def test_a_draft_model_knows_where_its_cache_holds_what_was_committed() -> None:
+    """Four tokens were drafted and four are right, but some are those that a grammar forces: of
+    the first row none, of the second two, of the third all."""
+    drafter = ModelDrafter(ScriptedModel([]), "scripted", 64)  # type: ignore[arg-type]
+    contents = [[1] * 5] * 3
+    for row in "abc":
+        drafter.begin(row, contents[0], "", 4)
+    committed = [[7, 7, 7, 7, 7]] * 3
+    table = torch.zeros((3, 4), dtype=torch.int64)
+    drafter.observe(Seen("abc", contents, [(4, 9)] * 3, table, committed, [4, 2, 0]))
+    # The fourth one was proposed, but never fed.
+    assert [drafter.valid(row) for row in "abc"] == [8, 7, 5]
+
+
 def test_draft_length_zero_is_plain_decoding_without_the_draft() -> None:
     target = ScriptedModel([says(3, [7]), says(5, [8])])
     tokens, accepted = run([[1, 2, 3], [1, 2, 3, 4, 5]], target, None, [0, 0])
@@ -166,6 +181,10 @@ class Forbidding:
     def __init__(self, contents: list[list[int]]) -> None:
         self.rows = [list(content) for content in contents]
         self.told: list[tuple[int, list[int]]] = []
+        self.drafts = False
+
+    def draft(self, row: int, tokens: list[int], most: int) -> list[int]:
+        raise AssertionError("no row has a say in its draft")
 
     def adjust(self, row: int, draft: Sequence[int], logits: torch.Tensor) -> None:
         if row == 1:
