@@ -3,9 +3,10 @@
     python -m benchmarks.identity --target DIR --questions spec_bench.jsonl --json out.json
 
 Questions are asked with the target's chat template. Greedy outputs are compared with transformers'
-`generate` at batch 1, run now; sampled ones with plain decoding at batch 1. Drafters: none, suffix,
-an oracle of acceptance 0.7 with ragged drafts, an EAGLE-3 head that is never right. No time counts,
-so it may run beside other work; a row that is in the file already is not run again.
+`generate` at batch 1, run now; sampled ones, and JSON by a schema, with plain decoding at batch 1.
+Drafters: none, suffix, an oracle of acceptance 0.7 with ragged drafts, a random EAGLE-3 head which
+is never right. No time counts, so it may run beside other work; a row that is in the file already
+is not run again.
 """
 
 from __future__ import annotations
@@ -17,18 +18,49 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
 from benchmarks.drafters import asked, generated, replica_config
 from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
+from replicas.decoding import grammar_of
 from replicas.drafters.eagle3.planted import PLANTED_HEAD
 from replicas.models.pair import load_pair, resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
+from scheduler.decoding import Decoding
 from scheduler.messages import Request, SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.95)
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"enum": ["yes", "no", "it depends"]},
+    {"type": "array", "items": {"type": "string", "maxLength": 24}, "maxItems": 3},
+    {
+        "type": "object",
+        "properties": {
+            "answer": {"type": "string", "minLength": 1, "maxLength": 80},
+            "certainty": {"type": "integer", "minimum": 0, "maximum": 100},
+        },
+        "required": ["answer", "certainty"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {
+            "language": {"enum": ["English", "German", "other"]},
+            "topics": {
+                "type": "array",
+                "items": {"type": "string", "maxLength": 16},
+                "maxItems": 2,
+            },
+            "needs_sources": {"type": "boolean"},
+        },
+        "required": ["language", "topics", "needs_sources"],
+        "additionalProperties": False,
+    },
+)
+"""None of their documents takes more than some 60 tokens."""
 
 
 def answers(
@@ -36,6 +68,21 @@ def answers(
 ) -> list[list[int]]:
     engine = LocalEngine(replica, SchedulerConfig(rows_max=batch, draft_len=k))
     return [output.tokens for output in engine.generate(requests)]
+
+
+def in_json(request: Request, number: int) -> Decoding:
+    schema = json.dumps(SCHEMAS[number % len(SCHEMAS)])
+    return Decoding(len(request.prompt), grammar=grammar_of("json_schema", [schema]))
+
+
+def documents_of(outputs: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, int]:
+    """How many came to their end, and how many of those are as their schemas say."""
+    ended = [number for number, one in enumerate(outputs) if one[-1] == tokenizer.eos_token_id]
+    valid = 0
+    for number in ended:
+        document = json.loads(tokenizer.decode(outputs[number], skip_special_tokens=True))
+        valid += Draft202012Validator(SCHEMAS[number % len(SCHEMAS)]).is_valid(document)
+    return {"asked": len(outputs), "ended": len(ended), "valid": valid}
 
 
 def replicas_of(args: argparse.Namespace, known: Sequence[Sequence[int]]) -> dict[str, Replica]:
@@ -50,6 +97,7 @@ def replicas_of(args: argparse.Namespace, known: Sequence[Sequence[int]]) -> dic
     pair = load_pair(plain)
     oracle = OracleDrafter(known, 0.7, pair.vocab_size)
     made["oracle"] = Replica(pair, plain, drafter=oracle)
+    made["oracle"].grammars = made["none"].grammars
     return made
 
 
@@ -72,6 +120,10 @@ def main() -> None:
         replace(request, id=f"sampled {request.id}", sampling=replace(SAMPLED, seed=number))
         for number, request in enumerate(greedy)
     ]
+    documents = [
+        replace(request, id=f"json {request.id}", decoding=in_json(request, number))
+        for number, request in enumerate(greedy)
+    ]
     path = Path(args.json)
     said: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if "generate" not in said:
@@ -81,10 +133,19 @@ def main() -> None:
     if "sampled" not in said:
         said["sampled"] = answers(plain, sampled, 1, 0)
         path.write_text(json.dumps(said))
-    both = ((greedy, said["generate"]), (sampled, said["sampled"]))
+    if "json" not in said:
+        said["json"] = answers(plain, documents, 1, 0)
+        said["documents"] = documents_of(said["json"], tokenizer)
+        path.write_text(json.dumps(said))
+    print(f"in JSON: {said['documents']}", flush=True)
+    all_kinds = {
+        "greedy": (greedy, said["generate"]),
+        "sampled": (sampled, said["sampled"]),
+        "json": (documents, said["json"]),
+    }
     known = [
         [*request.prompt, *tokens]
-        for requests, outputs in both
+        for requests, outputs in all_kinds.values()
         for request, tokens in zip(requests, outputs, strict=True)
     ]
     replicas = replicas_of(args, known)
@@ -92,7 +153,7 @@ def main() -> None:
     for batch in sorted(args.batches, reverse=True):
         for name, replica in replicas.items():
             for k in ("0",) if name == "none" else args.draft_lens:
-                for kind, (requests, expected) in zip(("greedy", "sampled"), both, strict=True):
+                for kind, (requests, expected) in all_kinds.items():
                     row = f"{kind}, {name}, batch {batch}, k {k}"
                     if row in rows:
                         continue
