@@ -74,8 +74,6 @@ TILES = (16, 32, 64)
 TILED_VERIFY = LinearCost(11e-3, 1e-3, 2e-7)
 """Bound by operations, or tiles would hardly matter."""
 TILED_ACCEPTANCES = (0.6, 0.75, 0.87)
-NEVER = 1 << 60
-"""More KV positions than any group reads."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,11 @@ class Mixed(Compared):
 class VirtualReplica:
     """Implements `Runner` of the local engine; time passes only while it runs a batch."""
 
-    def __init__(self, acceptance: Sequence[float], timed: bool, tile: int = 1) -> None:
-        """`tile`: tokens that a verification takes together; 1: as many as there are."""
+    def __init__(
+        self, acceptance: Sequence[float], timed: bool, tile: int = 1, cut: bool = True
+    ) -> None:
+        """`tile`: tokens that a verification takes together; 1: as many as there are. `cut`:
+        whether the scheduler knows that rows read as far as the longest."""
         self.now_s = 0.0
         self._tile = tile
         self.spec = ReplicaSpec(
@@ -120,6 +121,7 @@ class VirtualReplica:
             block_size=16,
             context_len=1 << 16,
             vocab_size=2,
+            reads_apart=not cut,
             timings=tuple(_trial(rows, k, tile) for rows in (1, 8) for k in (0, 4))
             if timed
             else (),
@@ -260,10 +262,9 @@ class FarApart:
 def measure_far_apart(rows: int, long: tuple[int, int]) -> FarApart:
     """One group of requests, never cut and cut by cost."""
     found = []
-    for apart in (NEVER, None):
-        replica = VirtualReplica((FAR_ACCEPTANCE,), timed=True)
-        config = SchedulerConfig(rows_max=rows, apart_positions=apart)
-        engine = LocalEngine(replica, config, clock=replica.clock)
+    for cut_by_cost in (False, True):
+        replica = VirtualReplica((FAR_ACCEPTANCE,), timed=True, cut=cut_by_cost)
+        engine = LocalEngine(replica, SchedulerConfig(rows_max=rows), clock=replica.clock)
         draw = Random(1)
         lengths = [draw.randint(*(SHORT if number % 2 else long)) for number in range(rows)]
         engine.generate(

@@ -182,7 +182,7 @@ def _timings(
         for number in range(STEPS + 1):
             ordered = sorted(ids, key=lengths.__getitem__)
             rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
-            batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len, trial=True)
+            batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
             result = replica.step(batch)
             for row in result.rows:
                 lengths[row.sequence_id] += len(row.tokens)

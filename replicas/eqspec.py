@@ -17,7 +17,6 @@ from itertools import takewhile
 from typing import Protocol
 
 import torch
-from torch.nn.functional import pad
 
 from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
@@ -65,8 +64,6 @@ class StepRows:
     """Draft tokens per row, at most k."""
     sampling: SamplingBatch
     table: torch.Tensor  # [rows, blocks], int64
-    whole_drafts: bool = False
-    """Check as many draft tokens as are asked for, though the drafter may have fewer."""
     hooks: RowHooks | None = None
 
 
@@ -137,8 +134,6 @@ def _propose(
         token_most=target.vocab,
     )
     proposal = drafter.propose(ask, watch)
-    if rows.whole_drafts:
-        return _whole(proposal, rows.draft_lens), rows.draft_lens
     proposal = Proposal(proposal.tokens[: max(proposal.lens)], proposal.lens)
     if rows.hooks is not None and rows.hooks.drafts:
         return _redraft(rows, rows.hooks, proposal)
@@ -155,12 +150,6 @@ def _redraft(rows: StepRows, hooks: RowHooks, proposal: Proposal) -> tuple[Propo
         drafts.append(draft)
         own.append(sum(takewhile(bool, same)))
     return Proposal.of(drafts, rows.table.device), own
-
-
-def _whole(proposal: Proposal, draft_lens: Sequence[int]) -> Proposal:
-    """The proposal with some token in each place that was asked for and not drafted."""
-    missing = max(draft_lens) - proposal.tokens.shape[0]
-    return Proposal(pad(proposal.tokens, (0, 0, 0, missing)), draft_lens)
 
 
 def _widths(rows: StepRows, proposal: Proposal) -> list[int]:

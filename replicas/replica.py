@@ -259,15 +259,7 @@ class Replica:
                 ]
                 contents = [resident.content for resident in rows]
                 own += sum(map(len, contents)) + len(rows) * max(caps)
-                of_step = StepRows(
-                    ids,
-                    contents,
-                    caps,
-                    sampling,
-                    table,
-                    batch.trial,
-                    hooks,
-                )
+                of_step = StepRows(ids, contents, caps, sampling, table, hooks)
                 outcome = step(self._target, self._drafter, of_step, watch)
                 read += outcome.positions_read
                 ended = False

@@ -23,12 +23,6 @@ class SchedulerConfig(BaseModel):
         description="Rows of a batch (the batch size): sequences that one step of a replica"
         " computes; more wait for their turn.",
     )
-    apart_positions: int | None = Field(
-        default=None,
-        ge=0,
-        description="A batch whose rows read so many KV positions beyond their own is cut in two,"
-        " where rows read as far as the longest. None: by cost, as many as one more step is worth.",
-    )
     draft_len: int | None = Field(
         default=None,
         ge=0,

@@ -134,9 +134,6 @@ class Batch:
     steps: int = 1
     """At most so many steps; the replica ends the batch early once a row has finished, or when it
     is interrupted."""
-    trial: bool = False
-    """Rows draft as many tokens as they are told, any tokens where the drafter has none: the time
-    is what counts."""
 
     @property
     def row_ids(self) -> list[str]:

@@ -74,7 +74,7 @@ def test_drafting_in_vain_would_show() -> None:
 
 def test_groups_are_cut_where_that_is_faster_and_nowhere_else() -> None:
     near, far = (measure_far_apart(8, long) for long in (LONG[0], LONG[-1]))
-    assert near.cut == near.whole
+    assert near.cut == pytest.approx(near.whole, rel=0.02)
     assert far.cut > 1.05 * far.whole
     assert far.padding_cut < 0.1 < far.padding_whole
 

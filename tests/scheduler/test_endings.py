@@ -6,13 +6,10 @@ batch than the caller's, tokens after the end counted or returned, a finished ro
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
-    Dispatch,
     Emit,
     Finish,
     FinishReason,
@@ -22,7 +19,6 @@ from scheduler.messages import (
     Release,
     Request,
     RowResult,
-    SamplingParams,
     StepDone,
     StepResult,
     Submit,
@@ -72,16 +68,6 @@ def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
     assert hand.tokens == {name: [ord(name[0])] for name in ("long", "short", "mid")}
 
 
-def test_a_waiting_request_is_cancelled_at_once() -> None:
-    hand = Hand()
-    hand.submit("a")
-    (finish,) = hand.cancel("a")
-    assert isinstance(finish, Finish)
-    assert finish.reason is FinishReason.CANCELLED
-    assert hand.cancel("a") == []
-    assert hand.join() == []
-
-
 @pytest.mark.parametrize("in_prefill", [True, False])
 def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_batch(
     in_prefill: bool,
@@ -101,15 +87,6 @@ def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_batch(
     actions = hand.done(batch, a=(5, 6))
     assert actions == [Release("r", ("a",))], "its tokens are dropped"
     assert hand.used() == 0
-
-
-def test_the_id_of_a_leaving_request_is_still_taken() -> None:
-    hand = stepping()
-    (batch,) = hand.in_flight()
-    hand.cancel("a")
-    assert only(hand.submit("a"), Reject).code is RejectCode.DUPLICATE
-    hand.done(batch)
-    assert only(hand.submit("a"), Dispatch)
 
 
 def test_a_ready_row_that_is_cancelled_frees_its_blocks_at_once() -> None:
@@ -161,46 +138,6 @@ def test_deadlines_of_finished_requests_do_not_pile_up() -> None:
     assert len(hand.scheduler._pool.deadlines) < 100
 
 
-def test_carried_tokens_count_and_numbering_goes_on_after_them() -> None:
-    hand = Hand()
-    hand.join()
-    hand.submit("a", prompt=(1, 2), max_new_tokens=4, committed=(7, 8))
-    (prefill,) = hand.in_flight()
-    assert prefill.prefill[0].tokens == (1, 2, 7, 8)
-    assert prefill.prefill[0].tokens_left == 2
-    (batch,) = hand.settle()
-    actions = hand.done(batch, a=(3, 4, 5))
-    assert only(actions, Emit) == Emit("a", 2, (3, 4))
-    assert hand.finishes["a"].usage.completion_tokens == 4
-
-
-@pytest.mark.parametrize(
-    ("committed", "reason"),
-    [((7, 8, 5), FinishReason.LENGTH), ((7, 9), FinishReason.STOP)],
-)
-def test_a_request_that_was_complete_before_finishes_at_once(
-    committed: tuple[int, ...], reason: FinishReason
-) -> None:
-    hand = Hand()
-    hand.join()
-    (finish,) = hand.submit("a", max_new_tokens=3, stop_token_ids=(9,), committed=committed)
-    assert isinstance(finish, Finish)
-    assert (finish.reason, finish.usage.completion_tokens) == (reason, len(committed))
-
-
-def test_refusals_name_code_and_field() -> None:
-    hand = Hand(waiting_requests_max=2)
-    hand.submit("a")
-    assert only(hand.submit("a"), Reject).code is RejectCode.DUPLICATE
-    reject = only(hand.submit("b", sampling=SamplingParams(math.nan)), Reject)
-    assert (reject.code, reject.field) == (RejectCode.INVALID, "temperature")
-    hand.submit("c")
-    assert only(hand.submit("d"), Reject).code is RejectCode.OVERLOADED
-    hand.cancel("c")
-    assert hand.submit("d") == []
-    assert hand.scheduler.snapshot().rejected == 3
-
-
 def test_what_an_earlier_incarnation_accepted_is_not_refused_for_load() -> None:
     scheduler = Scheduler(SchedulerConfig(waiting_requests_max=1))
     scheduler.step(Submit(Request("a", (1, 2), 4)), 0.0)
@@ -209,4 +146,4 @@ def test_what_an_earlier_incarnation_accepted_is_not_refused_for_load() -> None:
     assert refused.code is RejectCode.OVERLOADED
     assert scheduler.step(Submit(Request("c", (1, 2), 4), accepted_before=True), 0.0) == []
     scheduler.check_integrity()
-    assert scheduler.snapshot().waiting == 2
+    assert (scheduler.snapshot().waiting, scheduler.snapshot().rejected) == (2, 1)

@@ -14,7 +14,6 @@ from scheduler.messages import (
     Emit,
     Finish,
     FinishReason,
-    RecordFailure,
     Reject,
     ReplicaJoined,
     ReplicaSpec,
@@ -29,20 +28,6 @@ from tests.scheduler.hand import Hand, batches_of, of_kind, only, released, rows
 
 def waiting(hand: Hand) -> list[str]:
     return list(hand.scheduler._pool.waiting)
-
-
-def test_what_the_first_replica_refuses_fails_and_the_rest_starts() -> None:
-    hand = Hand()
-    hand.submit("a", prompt=(5000,))
-    hand.submit("b", 400, 400)
-    hand.submit("c")
-    actions = hand.join()
-    assert {one.request_id: one.reason for one in of_kind(actions, Finish)} == {
-        "a": FinishReason.FAILED,
-        "b": FinishReason.FAILED,
-    }
-    assert "prompt" in hand.finishes["a"].message
-    assert rows_of(only(actions, Dispatch).batch) == ["c"]
 
 
 def test_with_a_replica_known_the_same_is_refused_at_the_door() -> None:
@@ -83,38 +68,6 @@ def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are() -> 
     assert hand.finishes["a"].reason is FinishReason.FAILED
 
 
-def test_a_lost_replica_costs_a_prefill_and_no_token() -> None:
-    hand = Hand()
-    hand.join("one")
-    hand.submit("a", prompt=(4, 5), max_new_tokens=4)
-    (batch,) = hand.settle("one")
-    hand.done(batch, a=(7, 8))
-    (stale,) = hand.in_flight("one")
-    assert only(hand.lose("one"), RecordFailure).request_id == "a"
-    (batch,) = batches_of(hand.join("two"))
-    assert batch.prefill[0].tokens == (4, 5, 7, 8)
-    assert batch.prefill[0].tokens_left == 2
-    assert hand.done(stale, a=(9, 9)) == [], "a late result of a lost replica"
-    (batch,) = hand.settle("two")
-    hand.done(batch, a=(5, 6))
-    assert hand.tokens["a"] == [7, 8, 5, 6]
-    usage = hand.finishes["a"].usage
-    assert (usage.recovered, usage.replicas) == (1, ("one", "two"))
-
-
-def test_residents_of_a_lost_replica_wait_in_front_in_their_order_of_arrival() -> None:
-    hand = Hand(residents_max=4, rows_max=2)
-    hand.join("one")
-    for name in "abcdef":
-        hand.submit(name, length=ord(name) % 3 + 1)
-    for _ in range(6):
-        hand.done(hand.in_flight("one")[0])
-    assert waiting(hand) == ["e", "f"]
-    hand.lose("one")
-    assert waiting(hand) == ["a", "b", "c", "d", "e", "f"]
-    assert hand.lose("one") == []
-
-
 def test_a_draining_replica_hands_back_its_residents_and_takes_none() -> None:
     hand = Hand(rows_max=2, batches_in_flight_max=1)
     hand.join("one")
@@ -137,18 +90,6 @@ def test_a_draining_replica_hands_back_its_residents_and_takes_none() -> None:
     assert sorted(waiting(hand)) == ["a", "b", "c", "d"]
     (batch,) = batches_of(hand.join("two"))
     assert sorted(rows_of(batch)) == ["a", "b", "c", "d"]
-
-
-def test_a_failed_batch_is_tried_again_from_the_tokens_committed() -> None:
-    hand = Hand()
-    hand.join()
-    hand.submit("a", prompt=(1, 2))
-    (batch,) = hand.settle()
-    hand.done(batch, a=(7,))
-    actions = hand.fail(hand.in_flight()[0])
-    assert released(actions) == ["a"]
-    (batch,) = batches_of(actions)
-    assert batch.prefill[0].tokens == (1, 2, 7)
 
 
 def test_a_request_whose_batches_always_fail_is_failed_with_the_message() -> None:

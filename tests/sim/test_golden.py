@@ -1,4 +1,5 @@
-"""Proves that known events lead to exactly the actions that were once read and understood.
+"""Proves that known events lead to exactly the actions that were once read and understood: how a
+request goes through, ends, is refused or moves on from a replica that drains, fails or is lost.
 
 `tests/sim/trace.py` says how to read the traces and how to write them anew.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 from scheduler.batching import passes_bound
@@ -146,12 +147,12 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         waiting_tokens_max=rng.choice([300, 4_194_304, 4_194_304]),
         priority_age_s=rng.choice([0.0, 0.1, 30.0]),
         kv_reserve=knobs.kv_reserve,
-        # Drawn apart: the worlds are otherwise what they were.
-        apart_positions=Random(f"{seed}, apart").choice([None, None, 0, 20, 200]),
     )
     watcher = Watcher()
     acceptance = rng.choice([0.0, 0.7, 1.0])
-    world = World(rng, linear_times, config, faults=faults, watch=watcher)
+    # Where reading costs much batches are cut.
+    times = partial(linear_times, kv_position_s=rng.choice([0.0, 0.0, 2e-5, 1e-4]))
+    world = World(rng, times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
     for name in names:
@@ -178,12 +179,14 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     return world, requests
 
 
-def linear_times(batch: Batch) -> StepTimes:
-    """A small fixed cost and a part per token."""
+def linear_times(batch: Batch, kv_position_s: float) -> StepTimes:
+    """A small fixed cost, a part per token, and one per KV position up to the longest row."""
     if batch.kind is BatchKind.PREFILL:
         spent_s = 0.002 + 5e-6 * batch.prefill_tokens
         return StepTimes(prefill_s=spent_s, total_s=spent_s)
-    return StepTimes(total_s=0.004 + 2e-5 * sum(row.draft_len + 1 for row in batch.rows))
+    tokens = sum(row.draft_len + 1 for row in batch.rows)
+    positions = len(batch.rows) * batch.rows[-1].length
+    return StepTimes(total_s=0.004 + 2e-5 * tokens + kv_position_s * positions)
 
 
 def _gentle(faults: FaultPlan, knobs: Knobs) -> bool:

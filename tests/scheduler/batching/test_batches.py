@@ -4,49 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from scheduler.messages import BatchKind, Dispatch, Emit
-from tests.scheduler.hand import Hand, batches_of, of_kind, only, rows_of
-
-
-def test_a_prefill_commits_nothing_and_a_step_follows() -> None:
-    hand = Hand(draft_len=3)
-    hand.join()
-    (prefill,) = batches_of(hand.submit("a", prompt=(4, 5, 6)))
-    assert prefill.kind is BatchKind.PREFILL
-    assert (prefill.prefill[0].tokens, prefill.prefill[0].tokens_left) == ((4, 5, 6), 100)
-    actions = hand.done(prefill)
-    assert not of_kind(actions, Emit)
-    (steps,) = batches_of(actions)
-    assert (steps.kind, steps.rows[0].length, steps.draft_len) == (BatchKind.SPECULATE, 3, 3)
-
-
-def test_rows_up_to_the_batch_size_merge_into_one_batch() -> None:
-    """Two half batches would alternate for ever: a fragment waits for the batch in flight."""
-    hand = Hand(rows_max=8)
-    hand.join()
-    for name in "abcdefgh":
-        hand.submit(name, length=3 + ord(name) % 5)
-    for _ in range(12):
-        hand.done(hand.in_flight()[0])
-    (batch,) = hand.in_flight()
-    assert len(batch.rows) == 8
-    for _ in range(5):
-        (batch,) = batches_of(hand.done(batch))
-        assert len(batch.rows) == 8
-
-
-def test_two_whole_batches_are_pipelined() -> None:
-    hand = Hand(rows_max=2)
-    hand.join()
-    for name in "abcd":
-        hand.submit(name)
-    for _ in range(20):
-        hand.done(hand.in_flight()[0])
-    first, second = hand.in_flight()
-    assert sorted(rows_of(first) + rows_of(second)) == ["a", "b", "c", "d"]
-    assert (first.steps, second.steps) == (1, 1)
-    (third,) = batches_of(hand.done(first))
-    assert sorted(rows_of(third)) == sorted(rows_of(first)), "these rows are not in flight"
+from scheduler.messages import BatchKind, Dispatch
+from tests.scheduler.hand import Hand, batches_of, only, rows_of
 
 
 def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> None:

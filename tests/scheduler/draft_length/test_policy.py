@@ -88,17 +88,6 @@ def test_a_slow_first_run_bans_no_draft_length(times: float, acceptance: float) 
     assert sum(reached) / len(reached) >= 0.95 * max(goodputs)
 
 
-@pytest.mark.parametrize("calibrated", [True, False])
-def test_with_a_draft_that_is_never_right_it_costs_less_than_three_percent(
-    calibrated: bool,
-) -> None:
-    pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair if calibrated else None)
-    seconds, tokens = pair.turn(policy, rows_of(8), 1500)
-    assert tokens / seconds >= 0.97 * pair.goodput(8, 0)
-    assert policy.estimates("r").draft_len == 0
-
-
 def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     policy = policy_for(pair)

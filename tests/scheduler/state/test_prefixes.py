@@ -156,11 +156,3 @@ def test_it_is_left_a_few_times_at_most() -> None:
         if hand.in_flight("r2"):
             hand.done(hand.in_flight("r2")[0])
     assert prefill_of(hand, "a2")
-
-
-def test_without_sharing_nothing_is_hashed() -> None:
-    hand = Hand()
-    hand.join("r1", context_len=1000)
-    hand.submit("a", prompt=A)
-    (sequence,) = hand.sequences()
-    assert sequence.keys == ()

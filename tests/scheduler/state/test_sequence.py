@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from scheduler.messages import FinishReason, Request, RowResult
 from scheduler.state.sequence import (
-    IN_FLIGHT,
     LEGAL,
-    RESIDENT,
     Move,
     Sequence,
     State,
@@ -34,22 +32,6 @@ def test_a_move_is_in_the_table_or_an_assertion(state: State, move: Move) -> Non
         with pytest.raises(AssertionError, match="no move"):
             one.move(move)
         assert one.state is state
-
-
-def test_nothing_leads_out_of_finished() -> None:
-    assert not [move for state, move in LEGAL if state is State.FINISHED]
-
-
-def test_every_state_but_finished_can_end() -> None:
-    for state in State:
-        if state in (State.FINISHED, State.LEAVING):
-            continue
-        expected = State.LEAVING if state in IN_FLIGHT else State.FINISHED
-        assert LEGAL[state, Move.FINISH] is expected
-
-
-def test_a_row_in_flight_is_a_resident() -> None:
-    assert IN_FLIGHT < RESIDENT
 
 
 @pytest.mark.parametrize(
