@@ -26,27 +26,21 @@ def continue_prompts(
     prompts: torch.Tensor,  # [rows, length]
     new_tokens: int,
     temperature: float = 0.0,
-    noise: torch.Tensor | None = None,  # [rows, new_tokens, vocab], Gumbel
 ) -> torch.Tensor:
     """Prompts with their continuations, [rows, length + new_tokens]. An eos ends nothing."""
     cache = DynamicCache(config=model.config)
     texts = [prompts]
     ids = prompts
-    for i in range(new_tokens):
+    for _ in range(new_tokens):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = out.logits[:, -1].float()
         if temperature > 0:
-            gumbel = noise[:, i] if noise is not None else gumbel_noise(logits.shape)
-            logits = logits / temperature + gumbel
+            # Gumbel noise turns an argmax into a draw.
+            uniform = torch.rand(tuple(logits.shape)).clamp_(1e-9, 1 - 1e-7)
+            logits = logits / temperature - torch.log(-torch.log(uniform))
         ids = logits.argmax(-1, keepdim=True)
         texts.append(ids)
     return torch.cat(texts, 1)
-
-
-def gumbel_noise(shape: Sequence[int], generator: torch.Generator | None = None) -> torch.Tensor:
-    """Noise that turns an argmax into a draw."""
-    uniform = torch.rand(tuple(shape), generator=generator).clamp_(1e-9, 1 - 1e-7)
-    return -torch.log(-torch.log(uniform))
 
 
 def write_texts(

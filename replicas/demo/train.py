@@ -8,6 +8,7 @@ the order of the stages and their budgets, nothing of how each is done.
 import argparse
 import json
 import random
+import statistics
 import time
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from replicas.demo.grow import (
     new_model,
     save_model,
 )
-from replicas.demo.measure import held_out_loss
 from replicas.demo.optimise import Schedule, optimise, prepare_machine
 from replicas.demo.tokens import TokenStore, save_tokenizer, train_tokenizer
 
@@ -107,6 +107,19 @@ def _learn(
     last = optimise(name, model, store.batches(SHAPES, rng), loss_of, schedule)
     model.set_attn_implementation("sdpa")
     return last
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, store: TokenStore, length: int = 512) -> float:
+    """Mean loss in nats per token over all packed held-out rows of `length` tokens."""
+    stream = store.stream(random.Random(0))
+    rows = store.pass_tokens() // length
+    flat = [next(stream) for _ in range(rows * length)]
+    losses = []
+    for batch in torch.split(torch.tensor(flat).view(rows, length), 8):
+        logits = model(batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+        losses += [functional.cross_entropy(logits, batch[:, 1:].flatten()).item()] * len(batch)
+    return statistics.fmean(losses)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Proves that the embedded pair is a pair: small, loadable, one vocabulary, a draft that pays.
 
 The steps are simulated with plain transformers models and no cache, so nothing of the serving
-system can make the figure look better. Times are measured in `replicas.demo.measure`, not here.
+system can make the figure look better.
 """
 
 import subprocess
