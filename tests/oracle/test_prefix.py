@@ -70,10 +70,13 @@ def test_output_equals_plain_generate(
         assert got == plain_greedy(model, request.prompt, request.max_new_tokens), request.id
 
 
-def test_sampled_output_is_the_same_with_and_without_sharing() -> None:
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_sampled_output_is_the_same_with_and_without_sharing(graphs: str) -> None:
+    """Graphs: as on a device, where prompts with a cached prefix and without take two ways."""
     requests = sampled(conversations(seed=9))
-    shared, found = serve(tiny_replica("llama"), requests, 3, 16)
-    alone, none = serve(tiny_replica("llama", prefix_sharing=False), requests, 3, 2048)
+    shared, found = serve(tiny_replica("llama", graphs=graphs), requests, 3, 16)
+    unshared = tiny_replica("llama", graphs=graphs, prefix_sharing=False)
+    alone, none = serve(unshared, requests, 3, 2048)
     assert shared == alone
     assert found > none == 0
 

@@ -143,7 +143,7 @@ class World:
     heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
     starts=st.lists(st.integers(0, 30), min_size=1, max_size=4),
     width=st.sampled_from([1, 2, 5, 9]),
-    kind=st.sampled_from(["window", "later window", "ranges", "prompts"]),
+    kind=st.sampled_from(["window", "later window", "ranges", "some cached", "prompts"]),
 )
 def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     name: str,
@@ -162,6 +162,10 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     elif kind == "ranges":
         ranges = [(start, start + 1 + row % width) for row, start in enumerate(starts)]
         window = device_ranges(world_.table, ranges, world_.shape)
+    elif kind == "some cached":
+        ranges = [(start if row % 2 else 0, start + 1) for row, start in enumerate(starts)]
+        window = device_ranges(world_.table, ranges, world_.shape)
+        assert [part.causal for _, part in window.parts] in ([], [True, False])
     else:
         window = device_ranges(world_.table, [(0, start + 1) for start in starts], world_.shape)
         assert window.causal

@@ -206,8 +206,9 @@ def test_what_cannot_be_recorded_is_found(spoilt: Callable[[torch.Tensor], objec
         spoilt(x)
 
 
+@pytest.mark.parametrize("cached", [0, 8])
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [9, 40, 23]])
-def test_prefill_waits_for_no_copy(lengths: list[int]) -> None:
+def test_prefill_waits_for_no_copy(lengths: list[int], cached: int) -> None:
     """So that the host launches the draft's passes while the target's still run."""
     model = model_on_meta("qwen3", torch.bfloat16)
     allocator = BlockAllocator(BLOCKS, 16)
@@ -216,7 +217,8 @@ def test_prefill_waits_for_no_copy(lengths: list[int]) -> None:
     table = allocator.table([str(index) for index in range(len(lengths))], META)
     contents = [[7] * length for length in lengths]
     with Unwaited() as mode:
-        fill(model, contents, [(0, length) for length in lengths], table, 48)
+        ranges = [(cached * (row % 2), length) for row, length in enumerate(lengths)]
+        fill(model, contents, ranges, table, 48)
     assert mode.sent > 3
 
 
