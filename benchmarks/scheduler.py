@@ -16,11 +16,8 @@ between them. The scheduler itself needs neither Ray nor torch.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
@@ -269,26 +266,6 @@ def _rounds(rounds: list[Times], figure: Callable[[Times], float]) -> Rounds:
     return Rounds.of([1e6 * figure(one) for one in rounds])
 
 
-def shares(live: int, replicas: int, batches: int) -> dict[str, float]:
-    """Share of a batch's time in each module of the scheduler. The profiler itself adds most to
-    the smallest functions, so this says where to look and not how long it takes."""
-    load = Load(live, replicas)
-    profiler = cProfile.Profile(builtins=False)
-    profiler.enable()
-    for _ in range(batches):
-        load.answer()
-    profiler.disable()
-    spent: Counter[str] = Counter()
-    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
-    for (path, _, _), (_, _, own_s, _, _) in stats.items():
-        if "scheduler" in Path(path).parts[:-1]:
-            spent[Path(path).stem] += own_s
-        elif path == "<string>":
-            spent["messages"] += own_s  # where dataclasses have their constructors
-    whole = spent.total()
-    return {name: round(own_s / whole, 3) for name, own_s in spent.most_common()}
-
-
 def probe_us() -> float:
     """CPU time of a fixed loop that fits into any cache: what the machine gives at the moment."""
     began_s = time.process_time()
@@ -314,15 +291,11 @@ def main() -> None:
     header = ("live sequences", "replicas", "rows", *(f"us per {each}" for each in _FIGURES))
     print(table(header, [[cost.live, cost.replicas, cost.rows, *_cells(cost)] for cost in costs]))
     print("least / median of the rounds")
-    by_module = shares(LIVE[-1], REPLICAS[1], options.batches)
-    if by_module:
-        print("share of a batch's time:", ", ".join(f"{k} {v:.0%}" for k, v in by_module.items()))
     figures = {
         "batches_per_round": options.batches,
         "rounds": ROUNDS,
         "probe_us": asdict(Rounds.of(probes)),
         "costs": [asdict(cost) for cost in costs],
-        "share_by_module": by_module,
     }
     write_json(options.json, figures)
 

@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import mul
 
-STAY = 0.99
-"""The last choice is kept while it reaches that share of the best goodput."""
-
 
 def likelihoods(
     acceptances: Sequence[float], limits: Sequence[int], most: int
@@ -43,11 +40,3 @@ def goodputs(likely: Sequence[list[float]], rows: int, seconds: Sequence[float])
         tokens += sum(position)
         found.append(tokens / spent_s)
     return found
-
-
-def best_draft_len(by_draft_len: Sequence[float], last: int) -> int:
-    """The draft length of the greatest goodput; the last one where it is nearly as good."""
-    best = max(by_draft_len)
-    if last < len(by_draft_len) and by_draft_len[last] >= STAY * best:
-        return last
-    return by_draft_len.index(best)

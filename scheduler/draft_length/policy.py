@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.acceptance import Acceptance
 from scheduler.draft_length.estimates import CostEstimates
-from scheduler.draft_length.goodput import best_draft_len, goodputs, likelihoods
+from scheduler.draft_length.goodput import goodputs, likelihoods
 from scheduler.draft_length.latency import LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence
@@ -161,7 +161,6 @@ class DraftPolicy:
         chunk_s = max(
             step_s * max(self._config.rows_max / stepping_rows, 1.0),
             table.prefill_s(0, 0) * (1.0 + 1.0 / CHUNK_FIXED_SHARE),
-            table.prefill_s(PREFILL_TOKENS_LEAST, begin),
         )
         tokens = bisect_right(
             range(1, most + 1), chunk_s, key=lambda count: table.prefill_s(count, begin)
@@ -227,8 +226,8 @@ class DraftPolicy:
         ]
         likely = likelihoods(self._acceptance.of(rows), limits, most)
         by_draft_len = goodputs(likely, count, seconds)
-        best = known.draft_len = best_draft_len(by_draft_len, known.draft_len)
-        goodput = by_draft_len[best]
+        goodput = max(by_draft_len)
+        best = known.draft_len = by_draft_len.index(goodput)
         probe, promised = 0, PROBE_WORTH * goodput
         for draft_len, hoped_s in costs.hoped_s.items():
             full_s = seconds[draft_len]
