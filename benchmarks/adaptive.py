@@ -5,10 +5,10 @@
 The real scheduler over one replica whose steps take given times (those of the demo pair on two
 cores, rounded) and whose draft is right with a given probability per request. For every mix of
 requests: tokens/s of fixed draft lengths and of the chosen one, with the replica's trial steps and
-without, and by order of arrival instead of by length and kind. Then the same where a verification
-takes whole tiles of tokens, so that its time rises in steps and not in a straight line. At last,
-where short contexts meet long ones on a replica that reads all rows of a group as far as the
-longest: what cutting groups is worth. Needs neither Ray nor torch.
+without. Then the same where a verification takes whole tiles of tokens, so that its time rises in
+steps and not in a straight line. At last, where short contexts meet long ones on a replica that
+reads all rows of a batch as far as the longest: what cutting batches is worth. Needs neither Ray
+nor torch.
 """
 
 from __future__ import annotations
@@ -99,11 +99,6 @@ class Mixed(Compared):
 
     mix: str
     chosen_without_trials: float
-    chosen_by_arrival: float
-    padding: float
-    """Share of the KV positions read beyond a row's own, with the chosen draft length."""
-    longest_wait_batches: int
-    """Batches between two steps of one sequence, at most; 8 batches or less are a round."""
 
 
 class VirtualReplica:
@@ -170,35 +165,21 @@ def _trial(rows: int, k: int, tile: int) -> StepTiming:
     return StepTiming(rows, k, rows * (64 + k), draft_s, verify_s, REST_S)
 
 
-@dataclass(frozen=True)
-class _Run:
-    speed: float
-    padding: float
-    longest_wait_batches: int
-
-
-def _run(
+def _speed(
     mix: Sequence[float],
     config: SchedulerConfig,
     count: int,
     timed: bool = True,
     tile: int = 1,
-) -> _Run:
+) -> float:
+    """Tokens/s over so many requests that are all there at the start."""
     replica = VirtualReplica(mix, timed, tile)
     engine = LocalEngine(replica, config, clock=replica.clock)
     draw = Random(1)
     outputs = engine.generate(
         [Request(str(i), (1,) * draw.randint(*PROMPT), NEW_TOKENS) for i in range(count)]
     )
-    stepped = [result for result in engine.results if result.steps]
-    last: dict[str, int] = {}
-    longest = 0
-    for number, result in enumerate(stepped):
-        for row in result.rows:
-            longest = max(longest, number - last.get(row.sequence_id, number))
-            last[row.sequence_id] = number
-    tokens = sum(len(output.tokens) for output in outputs)
-    return _Run(tokens / replica.now_s, _padding(stepped), longest)
+    return sum(len(output.tokens) for output in outputs) / replica.now_s
 
 
 def _padding(stepped: Sequence[StepResult]) -> float:
@@ -209,23 +190,12 @@ def _padding(stepped: Sequence[StepResult]) -> float:
 def measure(mix: str, rows: int) -> Mixed:
     """All ways over the same requests: 16 of them at batch 1, else 64, all there at the start."""
     acceptance, count = MIXES[mix], 16 if rows == 1 else 64
-    chosen = _run(acceptance, SchedulerConfig(rows_max=rows), count)
-    by_arrival = SchedulerConfig(rows_max=rows, wait_rounds=1)
-    return Mixed(
-        mix=mix,
-        rows=rows,
-        fixed={
-            k: _run(acceptance, SchedulerConfig(rows_max=rows, draft_len=k), count).speed
-            for k in FIXED
-        },
-        chosen=chosen.speed,
-        chosen_without_trials=_run(
-            acceptance, SchedulerConfig(rows_max=rows), count, timed=False
-        ).speed,
-        chosen_by_arrival=_run(acceptance, by_arrival, count).speed,
-        padding=chosen.padding,
-        longest_wait_batches=chosen.longest_wait_batches,
-    )
+
+    def speed(draft_len: int | None, timed: bool = True) -> float:
+        config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
+        return _speed(acceptance, config, count, timed)
+
+    return Mixed(rows, {k: speed(k) for k in FIXED}, speed(None), mix, speed(None, timed=False))
 
 
 @dataclass(frozen=True)
@@ -241,15 +211,16 @@ def measure_tiled(tile: int, acceptance: float, rows: int) -> Tiled:
 
     def speed(draft_len: int | None) -> float:
         config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
-        return _run((acceptance,), config, 64, tile=tile).speed
+        return _speed((acceptance,), config, 64, tile=tile)
 
     return Tiled(rows, {k: speed(k) for k in range(9)}, speed(None), tile, acceptance)
 
 
 @dataclass(frozen=True)
 class FarApart:
-    """Half of a group's rows are short, half long. Tokens/s of steps alone: prompts as long as
-    these take most of the time to fill, whoever steps with whom. Paddings as in `Mixed`."""
+    """Half of a batch's rows are short, half long. Tokens/s of steps alone: prompts as long as
+    these take most of the time to fill, whatever steps together. Paddings are shares of the KV
+    positions read beyond a row's own."""
 
     rows: int
     long: tuple[int, int]
@@ -260,7 +231,7 @@ class FarApart:
 
 
 def measure_far_apart(rows: int, long: tuple[int, int]) -> FarApart:
-    """One group of requests, never cut and cut by cost."""
+    """One batch of requests, never cut and cut by cost."""
     found = []
     for cut_by_cost in (False, True):
         replica = VirtualReplica((FAR_ACCEPTANCE,), timed=True, cut=cut_by_cost)
@@ -287,7 +258,7 @@ def main() -> None:
     found = [measure(mix, rows) for mix in MIXES for rows in args.rows]
     header = (
         *("acceptance", "batch", "best fixed k", "tokens/s", "chosen k", "over best fixed"),
-        *("over k = 0", "without trials", "by arrival", "padding", "longest wait"),
+        *("over k = 0", "without trials"),
     )
     print(
         table(
@@ -297,8 +268,6 @@ def main() -> None:
                     *(one.mix, one.rows, one.best_fixed, one.fixed[one.best_fixed], one.chosen),
                     *(one.over_best_fixed, one.chosen / one.fixed[0]),
                     one.chosen_without_trials / one.fixed[one.best_fixed],
-                    one.chosen_by_arrival / one.fixed[one.best_fixed],
-                    *(f"{one.padding:.1%}", f"{one.longest_wait_batches} batches"),
                 )
                 for one in found
             ],

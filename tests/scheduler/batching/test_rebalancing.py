@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.batching import Dispatcher
 from scheduler.messages import BatchKind
 from tests.scheduler.hand import Hand, rows_of
 
@@ -66,27 +65,6 @@ def test_a_row_longer_than_a_prefill_batch_moves_too() -> None:
             step(hand, "s")
     assert hand.scheduler.snapshot().moved >= 4
     assert hand.scheduler._pool.replicas["s"].load >= 4
-
-
-def test_what_a_chunk_has_no_room_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the lighter replica left would come back, and be filled anew for nothing."""
-    hand = loaded(17, length=60, max_new_tokens=300)
-    # As of a cost model: where rows step a chunk is a part of what is allowed.
-    monkeypatch.setattr(Dispatcher, "chunk", lambda self, replica: 40 if replica.load else 2048)
-    with monkeypatch.context() as patch:
-        patch.setattr("scheduler.scheduler.lightest", lambda *_: None)
-        hand.join("s", kv_blocks=10_000)
-        for index in range(5):
-            hand.submit(f"p{index}", length=60, max_new_tokens=300)
-        while hand.scheduler.snapshot().waiting or hand.scheduler._pool.replicas["s"].partial:
-            step(hand, "s")
-    seen = set(hand.batches)
-    for _ in range(75):
-        step(hand, "r")
-        step(hand, "s")
-    assert hand.scheduler.snapshot().moved > 0
-    later = [batch for number, batch in hand.batches.items() if number not in seen]
-    assert not any(batch.prefill for batch in later if batch.replica_id == "r")
 
 
 @pytest.mark.parametrize(

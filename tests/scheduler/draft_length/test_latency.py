@@ -124,15 +124,6 @@ def test_one_slow_step_moves_it_little() -> None:
     assert table.step_s(8, 2, 2000) == pytest.approx(before_s, rel=0.1)
 
 
-def test_of_the_first_two_times_of_a_kind_the_lesser_counts() -> None:
-    for factors in ((9.0, 1.0), (1.0, 9.0)):
-        found = Latencies()
-        for now, factor in enumerate(factors):
-            found.observe(32, 0, factor * 1e-3, now)
-        found.fit(2)
-        assert found(32, 0) == pytest.approx(1e-3)
-
-
 def test_what_is_not_known_may_take_no_longer_than_fewer_tokens_do() -> None:
     """And so what was seen long ago may again; far beyond all that was seen nothing is hoped."""
     found = Latencies()

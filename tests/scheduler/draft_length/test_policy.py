@@ -98,17 +98,6 @@ def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again
     assert policy.estimates("r").draft_len >= 4
 
 
-def test_a_draft_that_becomes_right_is_used_again() -> None:
-    pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair)
-    rows = rows_of(8)
-    pair.turn(policy, rows, 300)
-    assert policy.estimates("r").draft_len == 0
-    pair.acceptance = 0.9
-    pair.turn(policy, rows, 600)
-    assert policy.estimates("r").draft_len >= 4
-
-
 def test_a_probe_that_hiccupped_is_not_the_last_for_long() -> None:
     """Probes may cost a share of the time, so by a probe of ten seconds the next were far away."""
     pair = Pair(CHEAP, TARGET, acceptance=0.0)

@@ -58,65 +58,40 @@ def test_a_row_that_breaks_every_batch_fails_alone() -> None:
     assert all(finish.reason is FinishReason.LENGTH for finish in others)
 
 
-def play_prefills(hand: Hand, breaks: str, times: int, rounds: int) -> list[list[str]]:
-    """Answers batches, the first `times` prefills of that row by failures; rows of each batch."""
-    played = []
-    for _ in range(rounds):
-        batch = hand.in_flight()[0]
-        played.append(rows_of(batch))
-        if batch.kind is BatchKind.PREFILL and breaks in rows_of(batch) and times:
-            times -= 1
-            hand.fail(batch)
-        else:
-            hand.done(batch)
-    return played
-
-
 def test_no_row_waits_long_for_a_prefill_that_failed_once() -> None:
     """The rows that run show that steps succeed; a prefill they cannot show."""
     hand = crowd(3)
     for name in ("broken", "next", "last"):
         hand.submit(name, length=8)
-    played = play_prefills(hand, "broken", times=1, rounds=30)
-    prefilled = [at for at, rows in enumerate(played) if not rows[0].startswith("q")]
-    assert {name for at in prefilled for name in played[at]} >= {"broken", "next", "last"}
+    while "broken" not in rows_of(hand.in_flight()[0]):
+        hand.done(hand.in_flight()[0])
+    hand.fail(hand.in_flight()[0])
+    for _ in range(30):
+        hand.done(hand.in_flight()[0])
     assert not hand.scheduler.snapshot().waiting
     assert len(hand.in_flight()) == 2, "a batch is prepared beside the running one again"
 
 
-def test_a_prompt_that_breaks_every_prefill_lets_the_others_pass_and_fails_after_three() -> None:
-    """Theirs show that it is the prompt and not the replica."""
-    hand = crowd(4)
-    hand.submit("broken", length=8)
-    waiting = iter(range(50))
-    failures = 0
-    while "broken" not in hand.finishes:
-        batch = hand.in_flight()[0]
-        if batch.kind is BatchKind.PREFILL and "broken" in rows_of(batch):
-            failures += 1
-            hand.submit(f"next{next(waiting)}", length=8)
-            hand.fail(batch)
-        else:
-            hand.done(batch)
-    assert hand.finishes["broken"].reason is FinishReason.FAILED
-    assert failures == 3
-
-
-def test_a_prompt_that_was_begun_shows_as_well_that_prefills_work() -> None:
-    hand = crowd(2, prefill_tokens_max=16)
+@pytest.mark.parametrize(("comes", "most"), [({1: 8, 2: 8, 3: 8}, 3), ({1: 200}, 4)])
+def test_a_prompt_that_breaks_every_prefill_lets_the_others_pass_and_fails_after_three(
+    comes: dict[int, int], most: int
+) -> None:
+    """Theirs show that it is the prompt and not the replica; so do the chunks of one long prompt.
+    `comes`: with which failure a prompt of which length comes."""
+    hand = crowd(4, prefill_tokens_max=16)
     hand.submit("broken", length=8)
     failures = 0
     while "broken" not in hand.finishes:
         batch = hand.in_flight()[0]
         if batch.kind is BatchKind.PREFILL and "broken" in rows_of(batch):
             failures += 1
-            if failures == 1:
-                hand.submit("long", length=200)
+            if failures in comes:
+                hand.submit(f"next{failures}", length=comes[failures])
             hand.fail(batch)
         else:
             hand.done(batch)
     assert hand.finishes["broken"].reason is FinishReason.FAILED
-    assert failures <= 4, "a chunk of the long one is filled between any two"
+    assert 3 <= failures <= most
 
 
 def test_other_rows_step_between_any_two_batches_of_rows_in_quarantine() -> None:

@@ -69,20 +69,12 @@ states = st.builds(
 
 
 @given(configs(), loads, st.integers(-3, 20), states, times)
-def test_the_number_is_within_the_bounds_whatever_the_figures(
+def test_the_number_is_within_the_bounds_and_no_live_request_without_a_replica(
     config: AutoscalingConfig, load: Load, wanted: int, state: ScalingState, now_s: float
 ) -> None:
     number, _ = wanted_replicas(config, load, wanted, state, now_s)
-    assert config.min_replicas <= number <= config.max_replicas
-
-
-@given(configs(), loads, st.integers(0, 12), states, times)
-def test_no_live_request_is_left_without_a_wanted_replica(
-    config: AutoscalingConfig, load: Load, wanted: int, state: ScalingState, now_s: float
-) -> None:
-    load = replace(load, waiting=max(load.waiting, 1))
-    number, _ = wanted_replicas(config, load, wanted, state, now_s)
-    assert number >= 1
+    least = max(config.min_replicas, 1 if load.waiting else 0)
+    assert least <= number <= config.max_replicas
 
 
 @given(configs(), st.lists(loads, min_size=1, max_size=6), st.integers(0, 12), states, times)
@@ -241,38 +233,33 @@ def seen(name: str, busy_s: float, committed: int, steps: int, rows: int) -> Rep
     return ReplicaStatus(name, SPEC, figures=figures)
 
 
-def test_until_something_was_measured_the_default_stands() -> None:
+Look = tuple[int, float, int, int, int]
+"""Requests that wait; then the sums of the one replica: busy_s, committed tokens, steps, rows."""
+
+
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        ([(0, 0.0, 0, 0, 0), (0, 0.5, 1000, 10, 8)], 300.0),  # too little: the default stands
+        # However much time passes between two looks: only time in batches is divided by.
+        ([(0, 0.0, 0, 0, 0), (0, 2.0, 200, 20, 8)], 100.0),
+        # Batches that are not full raise the figure and never lower it.
+        ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1)], 300.0),
+        ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1), (0, 4.0, 1100, 40, 1)], 500.0),
+        # Where requests wait a replica has enough to do, though its batches are small.
+        ([(5, 0.0, 0, 0, 0), (5, 2.0, 100, 20, 2)], 50.0),
+        # A replica that is new or begins again is no sample.
+        ([(0, 50.0, 10, 5, 8), (0, 1.0, 10, 5, 8)], 300.0),
+    ],
+)
+def test_what_a_replica_commits_is_known_from_enough_work(
+    looks: list[Look], expected: float
+) -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     assert meter.look(status(0)) == 300.0
-    assert meter.look(status(0, seen("a", 0.0, 0, 0, 0))) == 300.0
-    assert meter.look(status(0, seen("a", 0.5, 1000, 10, 8))) == 300.0
-
-
-def test_full_batches_say_what_a_replica_commits_and_idle_time_does_not_count() -> None:
-    meter = CapacityMeter(300.0, rows_max=8)
-    meter.look(status(0, seen("a", 0.0, 0, 0, 0)))
-    # However much time passes between the looks: only time in batches is divided by.
-    assert meter.look(status(0, seen("a", 2.0, 200, 20, 8))) == 100.0
-
-
-def test_batches_that_are_not_full_raise_the_figure_and_never_lower_it() -> None:
-    meter = CapacityMeter(300.0, rows_max=8)
-    meter.look(status(0, seen("a", 0.0, 0, 0, 0)))
-    assert meter.look(status(0, seen("a", 2.0, 100, 20, 1))) == 300.0
-    assert meter.look(status(0, seen("a", 4.0, 1100, 40, 1))) == 500.0
-
-
-def test_where_requests_wait_a_replica_has_enough_to_do_though_its_batches_are_small() -> None:
-    meter = CapacityMeter(300.0, rows_max=8)
-    meter.look(status(5, seen("a", 0.0, 0, 0, 0)))
-    assert meter.look(status(5, seen("a", 2.0, 100, 20, 2))) == 50.0
-
-
-def test_a_replica_that_is_new_or_begins_again_is_no_sample() -> None:
-    meter = CapacityMeter(300.0, rows_max=8)
-    assert meter.look(status(0, seen("a", 50.0, 10, 5, 8))) == 300.0
-    assert meter.look(status(0, seen("a", 1.0, 10, 5, 8))) == 300.0
-    assert meter.look(status(0)) == 300.0
+    for waiting, *sums in looks:
+        found = meter.look(status(waiting, seen("a", *sums)))
+    assert found == expected
 
 
 def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:

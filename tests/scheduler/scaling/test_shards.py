@@ -118,7 +118,3 @@ def test_merged_figures_are_sums() -> None:
             assert value == dict.fromkeys(FinishReason, 111)
         else:
             assert value == 111, field.name
-
-
-def test_one_shard_is_the_pool() -> None:
-    assert merged_status([_status(5)]) == _status(5)
