@@ -27,6 +27,7 @@ from benchmarks.report import table, write_json
 from benchmarks.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.bench.figures import percentile
+from cluster.bench.plots import Plot, line, to_svg
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig, from_args
 from protos import lockstep_pb2 as pb
@@ -259,40 +260,28 @@ def columns(lines: Sequence[str]) -> dict[str, list[float]]:
     return {name: [row[index] for row in rows] for index, name in enumerate(names)}
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
-    """One picture of what the JSON holds: four panels over one time axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "lockstep", "svg.fonttype": "none"})
-    from matplotlib import pyplot
-
+def picture(found: dict[str, Any]) -> str:
+    """What the JSON holds over time, as SVG text. Raises ImportError without matplotlib."""
     looks, times = columns(found["samples"]), columns(found["latency"])
-    seconds = looks["s"]
-    figure, (load, replicas, queue, wait) = pyplot.subplots(4, 1, figsize=(9, 10), sharex=True)
-    load.plot(seconds, looks["asked_per_s"], label="asked for")
-    load.plot(seconds, looks["committed_per_s"], label="committed")
-    load.set_ylabel("tokens/s")
-    replicas.step(seconds, looks["wanted"], where="post", label="wanted", ls=":")
-    replicas.step(seconds, looks["serving"], where="post", label="serving")
-    needed = [tokens / found["one_replica_tokens_per_s"] for tokens in looks["asked_per_s"]]
-    replicas.plot(seconds, needed, label="tokens asked for / what one commits", alpha=0.4)
-    replicas.set_ylabel("replicas")
-    queue.plot(seconds, looks["outstanding"], label="outstanding tokens")
-    queue.set_ylabel("tokens")
-    for name, label in (("total", "whole answer"), ("first", "first token")):
-        (line,) = wait.plot(times["s"], times[f"{name}_p50"], label=f"{label}, 50 %")
-        p95 = times[f"{name}_p95"]
-        wait.plot(times["s"], p95, ":", color=line.get_color(), label=f"{label}, 95 %")
-    wait.set_yscale("log")
-    wait.set_ylabel("seconds until")
-    wait.set_xlabel("seconds; requests by their arrival")
-    for axes in (load, replicas, queue, wait):
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(
-        path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None
+
+    def over_time(of: dict[str, list[float]], name: str, title: str, unit: str) -> Plot:
+        return line(list(zip(of["s"], of[name], strict=True)), title, "s", unit)
+
+    return to_svg(
+        [
+            [
+                over_time(looks, "asked_per_s", "Asked for", "tokens/s"),
+                over_time(looks, "committed_per_s", "Committed", "tokens/s"),
+            ],
+            [
+                over_time(looks, "wanted", "Replicas wanted", "replicas"),
+                over_time(looks, "serving", "Replicas that serve", "replicas"),
+            ],
+            [
+                over_time(times, "first_p95", "To the first token, 95 % by arrival", "s"),
+                over_time(times, "total_p95", "Whole answer, 95 % by arrival", "s"),
+            ],
+        ]
     )
 
 
@@ -310,7 +299,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=14.0, help="requests/s at the peak")
     parser.add_argument("--grpc-port", type=int, default=9230)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write the picture here (.svg or .png)")
+    parser.add_argument("--plot", type=Path, help="write the picture here, as SVG")
     args = parser.parse_args()
 
     config = from_args(
@@ -342,7 +331,7 @@ def main() -> None:
     settings = {"seed": args.seed, "peak_per_s": args.peak, "speed": vars(SPEED)}
     write_json(args.json, {**settings, "autoscaling": AUTOSCALING, **found})
     if args.plot:
-        plot(found, args.plot)
+        args.plot.write_text(picture(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

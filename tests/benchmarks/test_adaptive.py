@@ -1,7 +1,7 @@
 """Proves: with a draft that is never right the whole scheduler costs less than 3 % against one that
-never drafts: short and long requests, one row and full groups, all at once and Poisson. And cutting
-groups by cost gains where lengths are far apart, and changes nothing where they are near. And where
-a verification takes whole tiles of tokens, the draft length comes to fill one.
+never drafts: short and long requests, one row and full batches, all at once and Poisson. Cutting
+batches by cost gains where lengths are far apart, and changes nothing where they are near. Where a
+verification takes whole tiles of tokens, the draft length comes to fill one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_drafting_in_vain_would_show() -> None:
     assert load(plain, 32, None)[0] / load(drafting, 32, None)[0] < LEAST
 
 
-def test_groups_are_cut_where_that_is_faster_and_nowhere_else() -> None:
+def test_batches_are_cut_where_that_is_faster_and_nowhere_else() -> None:
     near, far = (measure_far_apart(8, long) for long in (LONG[0], LONG[-1]))
     assert near.cut == pytest.approx(near.whole, rel=0.02)
     assert far.cut > 1.05 * far.whole

@@ -188,14 +188,14 @@ def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "pinned", "tokens_left", "expected"),
+    ("of_batch", "pinned", "tokens_left", "expected"),
     [(4, None, 100, 4), (4, 2, 100, 2), (4, 0, 100, 0), (0, 3, 100, 0), (4, 9, 3, 2), (4, 9, 1, 0)],
 )
 def test_a_row_drafts_the_least_of_batch_request_and_tokens_left_but_one(
-    group: int, pinned: int | None, tokens_left: int, expected: int
+    of_batch: int, pinned: int | None, tokens_left: int, expected: int
 ) -> None:
     sequence = Sequence(Request("a", (1,), tokens_left, draft_len=pinned), 1)
-    assert row_draft_len(sequence, group) == expected
+    assert row_draft_len(sequence, of_batch) == expected
 
 
 @pytest.mark.parametrize(
