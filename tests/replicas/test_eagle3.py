@@ -25,7 +25,7 @@ from scheduler.messages import SamplingParams
 from tests.reference import plain_greedy
 from tests.replicas.built import built, uneven_model
 from tests.replicas.heads import TARGET_VOCAB, headed_replica, plain_head, said, save_head
-from tests.replicas.test_replica import Client, prompt
+from tests.replicas.pool import Client, failing_pass, prompt
 from tests.tiny_pairs import target_model, tiny_pair
 
 CPU = torch.device("cpu")
@@ -118,26 +118,14 @@ def test_a_row_of_one_token_drafts_from_its_second_step_on(tmp_path: Path) -> No
     assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
 
 
-def test_a_failed_batch_costs_a_row_one_plain_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_batch_costs_a_row_one_plain_step(tmp_path: Path) -> None:
     path = save_head(tmp_path, TARGET, said(True))
     replica = headed_replica(path)
     client = Client(replica)
     client.prefill(new=60, a=prompt(9), b=prompt(4))
     client.steps(3)
-    forward, calls = replica._target.forward, []
-
-    def failing(*args: object) -> object:
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("out of memory")
-        return forward(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(replica._target, "forward", failing)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            client.steps(3, 5)
+    with failing_pass(replica, 3):
+        client.steps(3, 5)
     assert sum(row.draft_tokens for row in client.steps(3).rows) == 0
     assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
     drafts, _ = drafts_of(replica, ["a", "b"], 4)

@@ -21,7 +21,8 @@ from replicas.eqspec import NotFinite, _of_numbers
 from replicas.models.pair import Pair
 from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch, choose
-from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
+from scheduler.messages import SamplingParams
+from tests.replicas.pool import Client
 from tests.tiny_pairs import tiny_pair
 
 BEYOND = 90
@@ -37,35 +38,20 @@ def half_pair() -> Pair:
     return dataclasses.replace(plain, target=target, draft=draft, dtype=torch.float16)
 
 
-class Client:
-    """Plays the pool by hand."""
+class Overflowing(Client):
+    """With a replica that overflows at one token."""
 
     def __init__(self, deterministic: bool = True, **config: object) -> None:
         settings = {"device": "cpu", "dtype": "float16", "block_size": 4, "kv_blocks": 64}
         settings |= {"prefix_sharing": False, "deterministic": deterministic, **config}
-        self.replica = Replica(copy.deepcopy(half_pair()), ReplicaConfig(**settings))
+        super().__init__(Replica(copy.deepcopy(half_pair()), ReplicaConfig(**settings)))
         for model in (self.replica._target, self.replica._drafter.model):
             paged = model.model if isinstance(model, GraphedModel) else model
             paged.model.get_input_embeddings().weight.data[BEYOND] = torch.inf
-        self.contents: dict[str, list[int]] = {}
 
-    def prefill(self, **prompts: list[int]) -> None:
-        rows = tuple(
-            PrefillRow(name, tuple(tokens), 20, SamplingParams(), (), -(-(len(tokens) + 20) // 4))
-            for name, tokens in prompts.items()
-        )
-        self.contents |= {name: list(tokens) for name, tokens in prompts.items()}
-        self.replica.step(Batch(0, "r", BatchKind.PREFILL, prefill=rows))
-
-    def steps(self, k: int, names: str, ragged: bool = False) -> None:
+    def two_steps(self, k: int, names: str, ragged: bool = False) -> None:
         """`ragged`: only the first row drafts."""
-        rows = tuple(
-            StepRow(one, len(self.contents[one]), own, -(-(len(self.contents[one]) + 20) // 4))
-            for one, own in zip(names, [k, *[0 if ragged else k] * (len(names) - 1)], strict=True)
-        )
-        batch = Batch(0, "r", BatchKind.SPECULATE, rows=rows, draft_len=k, steps=2)
-        for row in self.replica.step(batch).rows:
-            self.contents[row.sequence_id] += row.tokens
+        self.steps(k, 2, list(names), **dict.fromkeys(names[1:] if ragged else "", 0))
 
     def finite(self) -> bool:
         runners = (self.replica._target, self.replica._drafter.model)
@@ -74,17 +60,17 @@ class Client:
         return all(bool(layer.isfinite().all()) for layer in layers)
 
 
-def play(client: Client, k: int, ragged: bool, guilty: bool) -> dict[str, list[int]]:
+def play(client: Overflowing, k: int, ragged: bool, guilty: bool) -> dict[str, list[int]]:
     """The innocent in one batch with the guilty, and then some in blocks that were theirs."""
     bad = {"a": [5, 9, BEYOND, 4, 11, 6], "z": [BEYOND] * 30} if guilty else {}
     client.prefill(**bad, **{name: INNOCENT[name] for name in "bc"})
     names = "abc" if guilty else "bc"
-    client.steps(k, "cab" if guilty else "cb", ragged)
+    client.two_steps(k, "cab" if guilty else "cb", ragged)
     assert client.finite()
-    client.steps(k, names, ragged)
+    client.two_steps(k, names, ragged)
     client.replica.release(["a", "z"])
     client.prefill(d=INNOCENT["d"])
-    client.steps(k, "dcb", ragged)
+    client.two_steps(k, "dcb", ragged)
     assert client.finite()
     return {name: client.contents[name] for name in INNOCENT}
 
@@ -92,8 +78,8 @@ def play(client: Client, k: int, ragged: bool, guilty: bool) -> dict[str, list[i
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize(("k", "ragged"), [(0, False), (3, False), (3, True)])
 def test_others_commit_what_they_would_without_it(graphs: str, k: int, ragged: bool) -> None:
-    expected = play(Client(graphs=graphs), k, ragged, guilty=False)
-    got = play(Client(graphs=graphs), k, ragged, guilty=True)
+    expected = play(Overflowing(graphs=graphs), k, ragged, guilty=False)
+    got = play(Overflowing(graphs=graphs), k, ragged, guilty=True)
     for name, prompt in INNOCENT.items():
         # With a third row others draft.
         n = min(len(got[name]), len(expected[name]))
@@ -103,7 +89,7 @@ def test_others_commit_what_they_would_without_it(graphs: str, k: int, ragged: b
 
 @pytest.mark.parametrize("chunk", [3, 512])
 def test_a_prefill_in_chunks_leaves_only_numbers(chunk: int) -> None:
-    client = Client(prefill_chunk_tokens=chunk)
+    client = Overflowing(prefill_chunk_tokens=chunk)
     client.prefill(a=[BEYOND] * 9, b=INNOCENT["b"], c=[7, BEYOND, 7])
     assert client.finite()
 
@@ -111,24 +97,24 @@ def test_a_prefill_in_chunks_leaves_only_numbers(chunk: int) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_row_without_a_next_token_fails_and_the_others_go_on(fused: bool, ragged: bool) -> None:
-    client = Client(deterministic=not fused, fuse_layers=fused)
+    client = Overflowing(deterministic=not fused, fuse_layers=fused)
     assert (client.replica._target.decoder is not None) == fused
     client.prefill(a=[5, 9, BEYOND], b=INNOCENT["b"], c=INNOCENT["c"])
     with pytest.raises(NotFinite, match="row 1: the logits after 3 tokens"):
-        client.steps(3, "cab", ragged)
+        client.two_steps(3, "cab", ragged)
     with pytest.raises(NotFinite, match="row 0"):
-        client.steps(0, "a")
+        client.two_steps(0, "a")
     assert client.finite()
-    alone = Client(deterministic=not fused, fuse_layers=fused)
+    alone = Overflowing(deterministic=not fused, fuse_layers=fused)
     alone.prefill(b=INNOCENT["b"], c=INNOCENT["c"])
     for one in (client, alone):
-        one.steps(3, "cb", ragged)
+        one.two_steps(3, "cb", ragged)
     assert {one: client.contents[one] for one in "bc"} == alone.contents
 
 
 def test_what_a_row_drafted_beyond_its_own_length_cannot_fail_it() -> None:
     """Padding and rejected tokens have logits, too: no committed token is chosen from them."""
-    client = Client(graphs="on")
+    client = Overflowing(graphs="on")
     client.prefill(b=INNOCENT["b"], c=INNOCENT["c"])
     draft = client.replica._drafter.model
     forward = draft.forward
@@ -139,10 +125,10 @@ def test_what_a_row_drafted_beyond_its_own_length_cannot_fail_it() -> None:
         return out
 
     draft.forward = always_beyond  # type: ignore[method-assign]
-    client.steps(3, "cb")
-    alone = Client()
+    client.two_steps(3, "cb")
+    alone = Overflowing()
     alone.prefill(b=INNOCENT["b"], c=INNOCENT["c"])
-    alone.steps(0, "cb")
+    alone.two_steps(0, "cb")
     assert client.contents == alone.contents
 
 

@@ -31,7 +31,7 @@ from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.messages import Batch, BatchKind, PrefillRow, Request, SamplingParams, StepRow
-from tests.replicas.test_replica import Client
+from tests.replicas.pool import Client
 from tests.tiny_pairs import tiny_replica
 
 NEW = 16

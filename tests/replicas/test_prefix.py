@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks, root_key
-from replicas.replica import Replica
-from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepResult, StepRow
 from tests.reference import plain_greedy
+from tests.replicas.pool import Client
 from tests.tiny_pairs import target_model, tiny_replica
 
 BLOCK = 4
@@ -195,38 +194,17 @@ def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> 
 # ------------------------------------------------------------------------------ replica
 
 
-class Chats:
-    """Runs whole requests on one replica, by hand."""
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self._batches = 0
-
-    def batch(self, **fields: object) -> Batch:
-        self._batches += 1
-        return Batch(self._batches, "r", **fields)  # type: ignore[arg-type]
-
-    def prefill(
-        self, name: str, tokens: list[int], new: int, salt: str = "", until: int | None = None
-    ) -> StepResult:
-        blocks = -(-(len(tokens) + new) // self.replica.spec.block_size)
-        row = PrefillRow(
-            name, tuple(tokens), new, SamplingParams(), (), blocks, until=until, salt=salt
-        )
-        return self.replica.step(self.batch(kind=BatchKind.PREFILL, prefill=(row,)))
+class Chats(Client):
+    """Runs whole requests on one replica."""
 
     def run(self, name: str, tokens: list[int], new: int, k: int = 3, salt: str = "") -> int:
         """Runs it to its end and checks it; returns the positions that were found."""
-        found = self.prefill(name, tokens, new, salt).rows[0].reused
-        content = list(tokens)
-        while len(content) < len(tokens) + new:
-            row = StepRow(name, len(content), k, -(-(len(tokens) + new) // BLOCK))
-            batch = self.batch(kind=BatchKind.SPECULATE, rows=(row,), draft_len=k)
-            content += self.replica.step(batch).rows[0].tokens
-            self.replica.check_integrity()
-        reference = plain_greedy(target_model("llama"), tokens, new)
-        assert content[len(tokens) :][:new] == reference
-        self.last = content[: len(tokens) + new]
+        found = self.prefill(new, salt, **{name: tokens}).rows[0].reused
+        while len(self.new_tokens(name)) < new:
+            self.steps(k, names=[name])
+        said = self.new_tokens(name)
+        assert said == plain_greedy(target_model("llama"), tokens, new)
+        self.last = self.contents[name]
         return found
 
 
@@ -288,39 +266,26 @@ def test_without_sharing_nothing_is_found_and_the_spec_says_so() -> None:
 
 def test_a_found_prefix_goes_beyond_the_chunk_that_was_asked_for(chats: Chats) -> None:
     chats.run("a", PROMPT, 4)
-    result = chats.prefill("b", PROMPT, 4, until=3)
-    assert result.rows[0].reused == 16
-    row = PrefillRow("b", (), 4, SamplingParams(), (), 7, begin=16, until=20)
-    assert chats.replica.step(chats.batch(kind=BatchKind.PREFILL, prefill=(row,))).rows
-    chats.replica.check_integrity()
+    chats.contents["b"] = PROMPT
+    assert chats.prefill_until(4, b=3).rows[0].reused == 16
+    chats.filled["b"] = 16
+    assert chats.prefill_until(4, b=20).rows
 
 
 def test_prompts_of_one_batch_share_what_the_first_of_them_computes() -> None:
-    replica = tiny_replica("llama", block_size=BLOCK)
+    client = Client(tiny_replica("llama", block_size=BLOCK))
     system = PROMPT * 3
-    contents = {f"{n}": [*system, n, n + 1, n] for n in range(4)}
-    contents["alone"] = [7, *PROMPT]
-    rows = tuple(
-        PrefillRow(name, tuple(tokens), 20, SamplingParams(), (), -(-(len(tokens) + 20) // BLOCK))
-        for name, tokens in contents.items()
-    )
-    result = replica.step(Batch(1, "r", BatchKind.PREFILL, prefill=rows))
-    replica.check_integrity()
-    assert [row.sequence_id for row in result.rows] == list(contents), "in the batch's order"
+    prompts = {f"{n}": [*system, n, n + 1, n] for n in range(4)}
+    prompts["alone"] = [7, *PROMPT]
+    result = client.prefill(20, **prompts)
+    assert [row.sequence_id for row in result.rows] == list(prompts), "in the batch's order"
     assert [row.reused for row in result.rows] == [0, 60, 60, 60, 0]
-    for number in range(4):
-        steps = sorted(
-            (StepRow(name, len(tokens), 3, 40) for name, tokens in contents.items()),
-            key=lambda row: row.length,
-        )
-        batch = Batch(number + 2, "r", BatchKind.SPECULATE, rows=tuple(steps), draft_len=3)
-        for row in replica.step(batch).rows:
-            contents[row.sequence_id] += row.tokens
-    model = target_model("llama")
-    for row in rows:
-        new = contents[row.sequence_id][len(row.tokens) :]
+    for _ in range(4):
+        client.steps(3, names=sorted(prompts, key=lambda name: len(client.contents[name])))
+    for name, tokens in prompts.items():
+        new = client.new_tokens(name)
         assert len(new) >= 4
-        assert new[:20] == plain_greedy(model, row.tokens, 20)[: len(new)]
+        assert new == plain_greedy(target_model("llama"), tokens, 20)[: len(new)]
 
 
 def test_a_failed_prefill_leaves_what_is_shared_as_it_was(
@@ -334,7 +299,7 @@ def test_a_failed_prefill_leaves_what_is_shared_as_it_was(
 
         patch.setattr("replicas.replica.fill", broken)
         with pytest.raises(RuntimeError):
-            chats.prefill("b", [*PROMPT, *PROMPT], 10)
+            chats.prefill(10, b=[*PROMPT, *PROMPT])
     chats.replica.check_integrity()
     assert chats.replica.residents == ("a",)
     found = chats.run("c", [*PROMPT, *PROMPT], 10)

@@ -5,98 +5,14 @@ Output is compared with transformers' `generate` of the target alone, token for 
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from replicas.kv_cache import host_layout
-from replicas.replica import Replica
-from scheduler.messages import (
-    Batch,
-    BatchKind,
-    PrefillRow,
-    SamplingParams,
-    StepResult,
-    StepRow,
-)
+from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
 from tests.reference import plain_greedy
-from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
-
-NEW = 20
-
-
-class Client:
-    """Plays the pool by hand: keeps contents, numbers batches."""
-
-    def __init__(self, replica: Replica, stop: tuple[int, ...] = ()) -> None:
-        self.replica = replica
-        self.contents: dict[str, list[int]] = {}
-        self.prompts: dict[str, int] = {}
-        self.blocks: dict[str, int] = {}
-        self.filled: dict[str, int] = {}
-        self._stop = stop
-        self._batches = 0
-
-    def prefill(self, new: int = NEW, **prompts: list[int]) -> StepResult:
-        rows = tuple(
-            PrefillRow(
-                name,
-                tuple(tokens),
-                new,
-                SamplingParams(),
-                self._stop,
-                self._blocks(name, tokens, new),
-            )
-            for name, tokens in prompts.items()
-        )
-        self.contents.update({name: list(tokens) for name, tokens in prompts.items()})
-        self.prompts.update({name: len(tokens) for name, tokens in prompts.items()})
-        self._batches += 1
-        return self.replica.step(Batch(self._batches, "r", BatchKind.PREFILL, prefill=rows))
-
-    def prefill_until(self, new: int = NEW, **untils: int) -> StepResult:
-        """Fill each of `prompts` up to this position, from where it stands."""
-        rows = []
-        for name, until in untils.items():
-            tokens = self.contents[name]
-            begin = self.filled.get(name, 0)
-            blocks = self._blocks(name, tokens, new)
-            sent = () if begin else tuple(tokens)
-            rows.append(PrefillRow(name, sent, new, SamplingParams(), (), blocks, begin, until))
-        self._batches += 1
-        batch = Batch(self._batches, "r", BatchKind.PREFILL, prefill=tuple(rows))
-        result = self.replica.step(batch)
-        self.filled.update(untils)
-        self.replica.check_integrity()
-        return result
-
-    def steps(self, k: int, n: int = 1, names: list[str] | None = None, **own: int) -> StepResult:
-        """`own`: draft lengths of rows that differ from k, the most of all."""
-        rows = tuple(
-            StepRow(name, len(self.contents[name]), own.get(name, k), self.blocks[name])
-            for name in names or list(self.contents)
-        )
-        self._batches += 1
-        batch = Batch(self._batches, "r", BatchKind.SPECULATE, rows=rows, draft_len=k, steps=n)
-        result = self.replica.step(batch)
-        for row in result.rows:
-            self.contents[row.sequence_id].extend(row.tokens)
-        if isinstance(self.replica, Replica):
-            self.replica.check_integrity()
-        return result
-
-    def _blocks(self, name: str, tokens: list[int], new: int) -> int:
-        self.blocks[name] = -(-(len(tokens) + new) // self.replica.spec.block_size)
-        return self.blocks[name]
-
-    def new_tokens(self, name: str) -> list[int]:
-        return self.contents[name][self.prompts[name] :]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{length} {seed}")
-    return [rng.randrange(VOCAB) for _ in range(length)]
+from tests.replicas.pool import NEW, Client, failing_pass, prompt
+from tests.tiny_pairs import ARCHITECTURES, target_model, tiny_replica
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -178,26 +94,14 @@ def test_a_batch_ends_early_once_a_row_has_met_a_stop_token() -> None:
     assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
 
 
-def test_a_failed_batch_leaves_the_residents_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_batch_leaves_the_residents_as_they_were() -> None:
     replica = tiny_replica("llama")
     client = Client(replica)
     names = {"a": prompt(5), "b": prompt(12)}
     client.prefill(**names)
     client.steps(3)
-    calls = 0
-    forward = replica._target.forward
-
-    def failing(*args, **kwargs):  # type: ignore[no-untyped-def]
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("out of memory")
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(replica._target, "forward", failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with failing_pass(replica, 3):
         client.steps(2, 5)
-    monkeypatch.undo()
     replica.check_integrity()
     client.steps(3, 5)
     for name, tokens in names.items():

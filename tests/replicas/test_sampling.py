@@ -125,15 +125,6 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
         )
 
 
-def test_a_choice_does_not_depend_on_where_in_the_window_it_stands() -> None:
-    logits = torch.randn(1, 5, 50)
-    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=9)]
-    positions = torch.arange(100, 105)[None]
-    window = chosen(logits, params, positions)
-    for j in range(5):
-        assert window[0, j] == chosen(logits[:, j : j + 1], params, positions[:, j : j + 1])[0, 0]
-
-
 def test_seed_and_position_both_change_the_draw() -> None:
     logits = torch.zeros(1, 200, 64)
     same = torch.full((1, 200), 5)
@@ -164,30 +155,24 @@ def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary() -> Non
     assert torch.equal(gumbel_noise(keys, 50), gumbel_noise(keys, 60)[..., :50])
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])
-def test_a_vanishing_temperature_is_greedy_and_finite(temperature: float) -> None:
-    logits = torch.randn(1, 1, 50) * 30
-    params = [SamplingParams(temperature=temperature, seed=1)]
-    assert torch.equal(chosen(logits, params, torch.tensor([[3]])), logits.argmax(-1))
+VANISHING = (
+    *({"temperature": temperature} for temperature in (1e-6, 1e-30, 5e-324)),
+    *({"temperature": 2.0, "top_p": top_p} for top_p in (5e-324, 1e-46, 1e-9)),
+    {"temperature": 5.0, "top_k": 1},
+)
 
 
-@pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-9])
-def test_a_vanishing_top_p_is_greedy(top_p: float) -> None:
-    logits = torch.randn(1, 50, 50)
-    params = [SamplingParams(temperature=2.0, top_p=top_p, seed=1)]
-    assert torch.equal(chosen(logits, params, torch.arange(50)[None]), logits.argmax(-1))
+@pytest.mark.parametrize("params", VANISHING, ids=str)
+def test_what_leaves_one_token_is_greedy(params: dict[str, float]) -> None:
+    logits = torch.randn(1, 400, 50)
+    every = [SamplingParams(**params, seed=1)]
+    assert torch.equal(chosen(logits, every, torch.arange(400)[None]), logits.argmax(-1))
 
 
 def test_equal_logits_end_the_search_for_the_nucleus() -> None:
     logits = torch.zeros(1, 50, 8)
     params = [SamplingParams(temperature=1.0, top_p=1e-46, seed=1)]
     assert chosen(logits, params, torch.arange(50)[None]).shape == (1, 50)
-
-
-def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
-    logits = torch.randn(1, 400, 50)
-    params = [SamplingParams(temperature=5.0, top_k=1, seed=1)]
-    assert torch.equal(chosen(logits, params, torch.arange(400)[None]), logits.argmax(-1))
 
 
 def test_acceptance_under_the_coupling_is_what_theory_says() -> None:

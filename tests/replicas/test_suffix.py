@@ -14,7 +14,7 @@ from replicas.drafters.history import History
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
-from tests.replicas.test_replica import Client, prompt
+from tests.replicas.pool import Client, failing_pass, prompt
 from tests.tiny_pairs import tiny_replica
 
 CPU = torch.device("cpu")
@@ -149,9 +149,7 @@ def test_a_history_that_was_cut_back_is_as_it_was() -> None:
         assert cut.draft(8, 1) == History([*kept, 1, 2, 1]).draft(8, 1)
 
 
-def test_a_replica_tells_it_all_that_is_committed_and_takes_back_what_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replica_tells_it_all_that_is_committed_and_takes_back_what_failed() -> None:
     drafter = SuffixDrafter()
     replica = tiny_replica("llama", drafter=drafter)
     client = Client(replica)
@@ -160,16 +158,7 @@ def test_a_replica_tells_it_all_that_is_committed_and_takes_back_what_failed(
         client.steps(k, n)
         for name, content in client.contents.items():
             assert list(drafter._rows[name].history.tokens) == content
-    forward, calls = replica._target.forward, []
-
-    def failing(*args: object) -> object:
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("out of memory")
-        return forward(*args)
-
-    monkeypatch.setattr(replica._target, "forward", failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with failing_pass(replica, 3):
         client.steps(4, 5)
     for name, content in client.contents.items():
         assert list(drafter._rows[name].history.tokens) == content

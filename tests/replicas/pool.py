@@ -1,0 +1,112 @@
+"""Plays the pool to a replica by hand: for tests of what replicas keep from batch to batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from replicas.replica import Replica
+from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepResult, StepRow
+from tests.tiny_pairs import VOCAB
+
+NEW = 20
+
+
+class Client:
+    """Keeps contents, numbers batches."""
+
+    def __init__(self, replica: Replica, stop: tuple[int, ...] = ()) -> None:
+        self.replica = replica
+        self.contents: dict[str, list[int]] = {}
+        self.prompts: dict[str, int] = {}
+        self.blocks: dict[str, int] = {}
+        self.filled: dict[str, int] = {}
+        self._stop = stop
+        self._batches = 0
+
+    def prefill(self, new: int = NEW, salt: str = "", **prompts: list[int]) -> StepResult:
+        rows = tuple(
+            PrefillRow(
+                name,
+                tuple(tokens),
+                new,
+                SamplingParams(),
+                self._stop,
+                self._blocks(name, tokens, new),
+                salt=salt,
+            )
+            for name, tokens in prompts.items()
+        )
+        self.contents.update({name: list(tokens) for name, tokens in prompts.items()})
+        self.prompts.update({name: len(tokens) for name, tokens in prompts.items()})
+        return self._prefill(rows)
+
+    def prefill_until(self, new: int = NEW, **untils: int) -> StepResult:
+        """Fill each of `contents` up to this position, from where it stands."""
+        rows = []
+        for name, until in untils.items():
+            tokens = self.contents[name]
+            begin = self.filled.get(name, 0)
+            blocks = self._blocks(name, tokens, new)
+            sent = () if begin else tuple(tokens)
+            rows.append(PrefillRow(name, sent, new, SamplingParams(), (), blocks, begin, until))
+        result = self._prefill(tuple(rows))
+        self.filled.update(untils)
+        return result
+
+    def _prefill(self, rows: tuple[PrefillRow, ...]) -> StepResult:
+        self._batches += 1
+        result = self.replica.step(Batch(self._batches, "r", BatchKind.PREFILL, prefill=rows))
+        if isinstance(self.replica, Replica):
+            self.replica.check_integrity()
+        return result
+
+    def steps(self, k: int, n: int = 1, names: list[str] | None = None, **own: int) -> StepResult:
+        """`own`: draft lengths of rows that differ from k, the most of all."""
+        rows = tuple(
+            StepRow(name, len(self.contents[name]), own.get(name, k), self.blocks[name])
+            for name in names or list(self.contents)
+        )
+        self._batches += 1
+        batch = Batch(self._batches, "r", BatchKind.SPECULATE, rows=rows, draft_len=k, steps=n)
+        result = self.replica.step(batch)
+        for row in result.rows:
+            self.contents[row.sequence_id].extend(row.tokens)
+        if isinstance(self.replica, Replica):
+            self.replica.check_integrity()
+        return result
+
+    def _blocks(self, name: str, tokens: list[int], new: int) -> int:
+        self.blocks[name] = -(-(len(tokens) + new) // self.replica.spec.block_size)
+        return self.blocks[name]
+
+    def new_tokens(self, name: str) -> list[int]:
+        return self.contents[name][self.prompts[name] :]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@contextmanager
+def failing_pass(replica: Replica, number: int) -> Iterator[None]:
+    """The target's pass of this number within fails, and what is done there with it."""
+    forward, passes = replica._target.forward, 0
+
+    def failing(*args: object) -> object:
+        nonlocal passes
+        passes += 1
+        if passes == number:
+            raise RuntimeError("out of memory")
+        return forward(*args)  # type: ignore[arg-type]
+
+    replica._target.forward = failing  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            yield
+    finally:
+        replica._target.forward = forward  # type: ignore[method-assign]
