@@ -1,8 +1,7 @@
 """What the scheduler costs per batch and per event, from 1,000 to 100,000 live sequences.
 
-It drives `Scheduler.step` with answers made up on the spot: no replica, no network, one process.
-They come when a small GPU would give them, in a time of the benchmark's own, so that the policy has
-something to learn, and drafts.
+It drives `Scheduler.step` with the answers of simulated replicas: no network, one process. Answers
+come when a small GPU would give them, in virtual time, so that the policy learns, and drafts.
 A batch's time is that of its StepDone: its tokens are booked, rows finish, waiting ones are placed
 and the next batch is given out. The pool is in the midst of its work: replicas are as full as they
 get and rows are of all ages. CPU time of this process is measured, not time on the wall, because
@@ -30,22 +29,20 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
     Batch,
-    BatchKind,
     Cancel,
     Dispatch,
     Event,
     Finish,
+    Release,
     ReplicaJoined,
     ReplicaSpec,
     Request,
-    RowResult,
     StepDone,
-    StepResult,
-    StepTimes,
     Submit,
     Tick,
 )
 from scheduler.scheduler import Scheduler
+from scheduler.simulation import FittedTimes, SimulatedReplica
 
 LIVE = (1_000, 10_000, 100_000)
 REPLICAS = (1, 16, 256)
@@ -54,6 +51,17 @@ TENANTS = 20
 """Names among which the requests are spread, so that the queue has something to share."""
 ACCEPTANCE = 0.7
 """Of a draft token."""
+TIMES = FittedTimes(
+    draft_fixed_s=1e-3,
+    draft_row_s=1e-5,
+    verify_fixed_s=8e-3,
+    verify_token_s=2e-5,
+    kv_position_s=1e-8,
+    prefill_fixed_s=1e-3,
+    prefill_token_s=2e-5,
+    overhead_s=5e-4,
+)
+"""Like a small GPU's."""
 TRIP_S = 3e-4
 """Between a batch's end and its answer."""
 EVENTS = 200
@@ -106,6 +114,7 @@ class Load:
         self._scheduler = Scheduler(roomy)
         self._batches: list[tuple[float, int, Batch]] = []
         """A heap of (time of the answer [s], id, batch)."""
+        self._replicas: dict[str, SimulatedReplica] = {}
         self._busy_until_s: dict[str, float] = {}
         self._now_s = 0.0
         self._number = 0
@@ -120,8 +129,11 @@ class Load:
             context_len=8192,
             vocab_size=1000,
         )
-        for index in range(replicas):
-            self._tell(ReplicaJoined(f"r{index}", spec))
+        for name in (f"r{index}" for index in range(replicas)):
+            self._replicas[name] = SimulatedReplica(
+                name, spec, TIMES.times, lambda request_id: ACCEPTANCE, self._rng
+            )
+            self._tell(ReplicaJoined(name, spec))
         while self._live < live:
             # In the midst of things those that are there are half done, on average.
             self.submit(self._rng.randint(1, 200))
@@ -161,40 +173,21 @@ class Load:
         self._now_s, _, batch = heappop(self._batches)
         self.rows += len(batch.prefill or batch.rows)
         self.answered += 1
-        return self._tell(StepDone(_result(batch, self._rows(batch))))
+        replica = self._replicas[batch.replica_id]
+        replica.begin(batch)
+        replica.advance()  # no more than one step, as where other rows wait
+        return self._tell(StepDone(replica.end()))
 
     def refill(self) -> None:
         """As many requests as have finished come in anew."""
         while self._live < self._live_most:
             self.submit()
 
-    def _rows(self, batch: Batch) -> tuple[RowResult, ...]:
-        if batch.kind is BatchKind.PREFILL:
-            return tuple(RowResult(row.sequence_id) for row in batch.prefill)
-        draw = self._rng
-        rows = []
-        for row in batch.rows:
-            accepted = 0
-            while accepted < row.draft_len and draw.random() < ACCEPTANCE:
-                accepted += 1
-            tried = min(accepted + 1, row.draft_len)
-            rows.append(
-                RowResult(
-                    row.sequence_id,
-                    (5,) * (accepted + 1),
-                    1,
-                    row.draft_len,
-                    (1,) * accepted + (0,) * (row.draft_len - accepted),
-                    (1,) * tried + (0,) * (row.draft_len - tried),
-                    asked_tokens=row.draft_len,
-                )
-            )
-        return tuple(rows)
-
     def _run(self, batch: Batch) -> None:
         """It runs once its replica has done the one before it."""
+        self._replicas[batch.replica_id].receive(batch)
         began_s = max(self._now_s, self._busy_until_s.get(batch.replica_id, 0.0))
-        done_s = self._busy_until_s[batch.replica_id] = began_s + _times(batch).total_s
+        done_s = self._busy_until_s[batch.replica_id] = began_s + TIMES.times(batch).total_s
         heappush(self._batches, (done_s + TRIP_S, batch.id, batch))
 
     def _tell(self, event: Event) -> float:
@@ -204,30 +197,11 @@ class Load:
         for action in actions:
             if isinstance(action, Dispatch):
                 self._run(action.batch)
+            elif isinstance(action, Release):
+                self._replicas[action.replica_id].release(action)
             elif isinstance(action, Finish):
                 self._live -= 1
         return took_s
-
-
-def _times(batch: Batch) -> StepTimes:
-    """Like a small GPU's."""
-    if batch.kind is BatchKind.PREFILL:
-        spent_s = 1e-3 + 2e-5 * batch.prefill_tokens
-        return StepTimes(prefill_s=spent_s, total_s=spent_s)
-    draft_s = batch.draft_len * (1e-3 + 1e-5 * len(batch.rows))
-    verify_s = 8e-3 + 2e-5 * len(batch.rows) * (batch.draft_len + 1) + 1e-8 * _kv_read(batch)
-    return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + 5e-4)
-
-
-def _kv_read(batch: Batch) -> int:
-    return len(batch.rows) * (batch.rows[-1].length + batch.draft_len)
-
-
-def _result(batch: Batch, rows: tuple[RowResult, ...]) -> StepResult:
-    if batch.kind is BatchKind.PREFILL:
-        return StepResult(batch.id, batch.replica_id, rows, times=_times(batch))
-    read = _kv_read(batch)
-    return StepResult(batch.id, batch.replica_id, rows, 1, _times(batch), read, read)
 
 
 def one_round(load: Load, batches: int) -> Times:

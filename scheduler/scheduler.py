@@ -332,8 +332,6 @@ class Scheduler:
         rows = rows_to_move(replica, target, self.config, chunk)
         if rows:
             self._pool.moved += len(rows)
-            for sequence in rows:
-                self._release(replica.id, sequence.id)
-            self._pool.send_back(rows)
+            self._send_back(replica, rows)
             # The lighter one takes them before this one could take them back.
             self._dispatcher.touch_first(target.id)

@@ -6,6 +6,7 @@ Pure and without state, so that a frontend asks the same question before it subm
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig
 from scheduler.decoding import Decoding
@@ -26,6 +27,10 @@ END_TOKENS_MAX = 16
 """Of the target's own, which a frontend adds to the stop tokens that a client may give."""
 
 
+Objections = Iterator[tuple[str, str]]
+"""(field, what is wrong with it)."""
+
+
 def check_request(
     request: Request, config: SchedulerConfig, spec: ReplicaSpec | None = None
 ) -> None:
@@ -33,39 +38,8 @@ def check_request(
 
     Without a spec (no replica is known yet) vocabulary, context and KV blocks go unchecked.
     """
-    if not request.id:
-        raise InvalidRequest("id", "must not be empty")
-    _check_lengths(request, config)
-    _check_sampling(request.sampling)
-    stops_most = config.stop_token_ids_max + END_TOKENS_MAX
-    if len(request.stop_token_ids) > stops_most:
-        raise InvalidRequest(
-            "stop_token_ids", f"{len(request.stop_token_ids)} given, at most {stops_most} allowed"
-        )
-    if request.decoding is not None:
-        _check_decoding(request.decoding, request.max_new_tokens, spec)
-    if request.draft_len is not None and not 0 <= request.draft_len <= DRAFT_LEN_MAX:
-        raise InvalidRequest(
-            "draft_len", f"must be in [0, {DRAFT_LEN_MAX}], is {request.draft_len}"
-        )
-    if request.timeout_s is not None:
-        # Written so that NaN fails too.
-        if not request.timeout_s > 0:
-            raise InvalidRequest("timeout_s", f"must be positive, is {request.timeout_s}")
-        if request.timeout_s > config.timeout_s_max:
-            raise InvalidRequest(
-                "timeout_s", f"must be at most {config.timeout_s_max}, is {request.timeout_s}"
-            )
-    if spec is not None:
-        if request.length_max > spec.length_max:
-            raise InvalidRequest(
-                "max_new_tokens",
-                f"prompt ({len(request.prompt)}) + max_new_tokens ({request.max_new_tokens}) "
-                f"exceed the {spec.length_max} tokens that a replica can hold",
-            )
-        _check_vocabulary("prompt", request.prompt, spec.vocab_size)
-        _check_vocabulary("committed", request.committed, max(spec.vocab_size, spec.embedding_size))
-        _check_vocabulary("stop_token_ids", request.stop_token_ids, spec.vocab_size)
+    for field, reason in _objections(request, config, spec):
+        raise InvalidRequest(field, reason)
 
 
 def blocks_needed(length: int, block_size: int) -> int:
@@ -73,77 +47,92 @@ def blocks_needed(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
 
-def _check_lengths(request: Request, config: SchedulerConfig) -> None:
-    if not request.prompt:
-        raise InvalidRequest("prompt", "must have at least one token")
-    if len(request.prompt) > config.prompt_tokens_max:
-        raise InvalidRequest(
-            "prompt",
-            f"{len(request.prompt)} tokens, at most {config.prompt_tokens_max} allowed",
-        )
-    if request.max_new_tokens < 1:
-        raise InvalidRequest("max_new_tokens", f"must be at least 1, is {request.max_new_tokens}")
-    if len(request.committed) > request.max_new_tokens:
-        raise InvalidRequest(
-            "committed",
-            f"{len(request.committed)} tokens exceed max_new_tokens ({request.max_new_tokens})",
-        )
+def _objections(request: Request, config: SchedulerConfig, spec: ReplicaSpec | None) -> Objections:
+    if not request.id:
+        yield "id", "must not be empty"
+    yield from _lengths(request, config)
+    yield from _sampling(request.sampling)
+    stops, stops_most = len(request.stop_token_ids), config.stop_token_ids_max + END_TOKENS_MAX
+    if stops > stops_most:
+        yield "stop_token_ids", f"{stops} given, at most {stops_most} allowed"
+    if request.decoding is not None:
+        yield from _decoding(request.decoding, request.max_new_tokens, spec)
+    if request.draft_len is not None and not 0 <= request.draft_len <= DRAFT_LEN_MAX:
+        yield "draft_len", f"must be in [0, {DRAFT_LEN_MAX}], is {request.draft_len}"
+    if request.timeout_s is not None:
+        # Written so that NaN fails too.
+        if not request.timeout_s > 0:
+            yield "timeout_s", f"must be positive, is {request.timeout_s}"
+        if request.timeout_s > config.timeout_s_max:
+            yield "timeout_s", f"must be at most {config.timeout_s_max}, is {request.timeout_s}"
+    if spec is not None:
+        if request.length_max > spec.length_max:
+            yield (
+                "max_new_tokens",
+                f"prompt ({len(request.prompt)}) + max_new_tokens ({request.max_new_tokens}) "
+                f"exceed the {spec.length_max} tokens that a replica can hold",
+            )
+        embedded = max(spec.vocab_size, spec.embedding_size)
+        yield from _vocabulary("prompt", request.prompt, spec.vocab_size)
+        yield from _vocabulary("committed", request.committed, embedded)
+        yield from _vocabulary("stop_token_ids", request.stop_token_ids, spec.vocab_size)
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequest(
-            "temperature", f"must be finite and at least 0, is {sampling.temperature}"
-        )
+def _lengths(request: Request, config: SchedulerConfig) -> Objections:
+    prompt, new, most = len(request.prompt), request.max_new_tokens, config.prompt_tokens_max
+    if not prompt:
+        yield "prompt", "must have at least one token"
+    if prompt > most:
+        yield "prompt", f"{prompt} tokens, at most {most} allowed"
+    if new < 1:
+        yield "max_new_tokens", f"must be at least 1, is {new}"
+    if len(request.committed) > new:
+        yield "committed", f"{len(request.committed)} tokens exceed max_new_tokens ({new})"
+
+
+def _sampling(sampling: SamplingParams) -> Objections:
+    temperature = sampling.temperature
+    if not (math.isfinite(temperature) and temperature >= 0):
+        yield "temperature", f"must be finite and at least 0, is {temperature}"
     if sampling.top_k < 0:
-        raise InvalidRequest("top_k", f"must be at least 0 (0 keeps all), is {sampling.top_k}")
+        yield "top_k", f"must be at least 0 (0 keeps all), is {sampling.top_k}"
     if not 0 < sampling.top_p <= 1:
-        raise InvalidRequest("top_p", f"must be in (0, 1], is {sampling.top_p}")
+        yield "top_p", f"must be in (0, 1], is {sampling.top_p}"
     if not 0 <= sampling.min_p <= 1:
-        raise InvalidRequest("min_p", f"must be in [0, 1], is {sampling.min_p}")
+        yield "min_p", f"must be in [0, 1], is {sampling.min_p}"
     if not 0 <= sampling.seed < SEED_MAX:
-        raise InvalidRequest("seed", f"must be in [0, 2**63), is {sampling.seed}")
+        yield "seed", f"must be in [0, 2**63), is {sampling.seed}"
 
 
-def _check_decoding(decoding: Decoding, max_new_tokens: int, spec: ReplicaSpec | None) -> None:
-    for name, value, most in (
-        ("frequency_penalty", decoding.frequency_penalty, PENALTY_MAX),
-        ("presence_penalty", decoding.presence_penalty, PENALTY_MAX),
-    ):
-        if not abs(value) <= most:
-            raise InvalidRequest(name, f"must be in [{-most:g}, {most:g}], is {value}")
+def _decoding(decoding: Decoding, max_new_tokens: int, spec: ReplicaSpec | None) -> Objections:
+    for name in ("frequency_penalty", "presence_penalty"):
+        value = getattr(decoding, name)
+        if not abs(value) <= PENALTY_MAX:
+            yield name, f"must be in [{-PENALTY_MAX:g}, {PENALTY_MAX:g}], is {value}"
     factor = decoding.repetition_penalty
     if not (math.isfinite(factor) and factor > 0):
-        raise InvalidRequest("repetition_penalty", f"must be finite and above 0, is {factor}")
-    if len(decoding.logit_bias) > LOGIT_BIAS_MAX:
-        raise InvalidRequest(
-            "logit_bias", f"{len(decoding.logit_bias)} given, at most {LOGIT_BIAS_MAX} allowed"
-        )
-    for token, bias in decoding.logit_bias:
+        yield "repetition_penalty", f"must be finite and above 0, is {factor}"
+    biases = decoding.logit_bias
+    if len(biases) > LOGIT_BIAS_MAX:
+        yield "logit_bias", f"{len(biases)} given, at most {LOGIT_BIAS_MAX} allowed"
+    for token, bias in biases:
         if not abs(bias) <= BIAS_MAX:
-            raise InvalidRequest(
-                "logit_bias", f"must be in [{-BIAS_MAX:g}, {BIAS_MAX:g}], is {bias} of {token}"
-            )
-    for name, count in (
-        ("logprobs", decoding.logprobs),
-        ("prompt_logprobs", decoding.prompt_logprobs),
-    ):
+            yield "logit_bias", f"must be in [{-BIAS_MAX:g}, {BIAS_MAX:g}], is {bias} of {token}"
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(decoding, name)
         if count is not None and not 0 <= count <= LOGPROBS_MAX:
-            raise InvalidRequest(name, f"must be in [0, {LOGPROBS_MAX}], is {count}")
+            yield name, f"must be in [0, {LOGPROBS_MAX}], is {count}"
     if not 0 <= decoding.min_tokens <= max_new_tokens:
-        raise InvalidRequest(
-            "min_tokens", f"must be in [0, max_new_tokens], is {decoding.min_tokens}"
-        )
+        yield "min_tokens", f"must be in [0, max_new_tokens], is {decoding.min_tokens}"
     if decoding.grammar and (decoding.min_tokens or decoding.bad_words):
         name = "min_tokens" if decoding.min_tokens else "bad_words"
-        raise InvalidRequest(name, "not together with a grammar, which may leave no other token")
+        yield name, "not together with a grammar, which may leave no other token"
     if spec is not None:
-        ids = tuple(token for token, _ in decoding.logit_bias)
-        _check_vocabulary("logit_bias", ids, spec.vocab_size)
+        yield from _vocabulary("logit_bias", [token for token, _ in biases], spec.vocab_size)
 
 
-def _check_vocabulary(field: str, tokens: tuple[int, ...], vocab_size: int) -> None:
+def _vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> Objections:
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
         return
     wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-    raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary of {vocab_size}")
+    yield field, f"token id {wrong} is outside the vocabulary of {vocab_size}"

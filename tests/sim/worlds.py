@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 from scheduler.batching import passes_bound
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
-    Batch,
-    BatchKind,
     Emit,
     Event,
     FinishReason,
@@ -21,10 +18,9 @@ from scheduler.messages import (
     ReplicaSpec,
     Request,
     SamplingParams,
-    StepTimes,
     Submit,
 )
-from scheduler.simulation import FaultPlan, Report, World, reference_output
+from scheduler.simulation import FaultPlan, FittedTimes, Report, World, reference_output
 
 VOCAB_SIZE = 50
 LONGEST_S = 600.0
@@ -150,9 +146,16 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     )
     watcher = Watcher()
     acceptance = rng.choice([0.0, 0.7, 1.0])
-    # Where reading costs much batches are cut.
-    times = partial(linear_times, kv_position_s=rng.choice([0.0, 0.0, 2e-5, 1e-4]))
-    world = World(rng, times, config, faults=faults, watch=watcher)
+    times = FittedTimes(
+        draft_fixed_s=0.0,
+        verify_fixed_s=0.004,
+        verify_token_s=2e-5,
+        # Where reading takes long, batches are cut.
+        kv_position_s=rng.choice([0.0, 0.0, 2e-5, 1e-4]),
+        prefill_fixed_s=0.002,
+        prefill_token_s=5e-6,
+    )
+    world = World(rng, times.times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
     for name in names:
@@ -177,16 +180,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     for _ in range(knobs.drains):
         world.drain(rng.random() * 0.5, rng.choice(names), leave_s=0.3)
     return world, requests
-
-
-def linear_times(batch: Batch, kv_position_s: float) -> StepTimes:
-    """A small fixed cost, a part per token, and one per KV position up to the longest row."""
-    if batch.kind is BatchKind.PREFILL:
-        spent_s = 0.002 + 5e-6 * batch.prefill_tokens
-        return StepTimes(prefill_s=spent_s, total_s=spent_s)
-    tokens = sum(row.draft_len + 1 for row in batch.rows)
-    positions = len(batch.rows) * batch.rows[-1].length
-    return StepTimes(total_s=0.004 + 2e-5 * tokens + kv_position_s * positions)
 
 
 def _gentle(faults: FaultPlan, knobs: Knobs) -> bool:

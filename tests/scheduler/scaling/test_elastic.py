@@ -12,13 +12,10 @@ import pytest
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,
-    Batch,
-    BatchKind,
     Event,
     ReplicaSpec,
     Request,
     SamplingParams,
-    StepTimes,
     Tick,
 )
 from scheduler.scaling import (
@@ -28,7 +25,7 @@ from scheduler.scaling import (
     pool_load,
     wanted_replicas,
 )
-from scheduler.simulation import Times, World, reference_output
+from scheduler.simulation import FittedTimes, Times, World, reference_output
 
 SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
 
@@ -100,11 +97,10 @@ class ElasticWorld(World):
                 self.drain(now_s, self._serving.pop(), _LEAVE_S, rejoin=False)
 
 
-def times_of(batch: Batch) -> StepTimes:
-    """8 rows at 3 tokens per row and step: about 400 tokens/s."""
-    if batch.kind is BatchKind.PREFILL:
-        return StepTimes(prefill_s=0.01, total_s=0.01)
-    return StepTimes(total_s=0.06)
+TIMES = FittedTimes(
+    draft_fixed_s=0, verify_fixed_s=0.06, verify_token_s=0, prefill_fixed_s=0.01, prefill_token_s=0
+)
+"""8 rows at 3 tokens per row and step: about 400 tokens/s."""
 
 
 def tide(rng: Random, seconds: float, peak_per_s: float) -> list[tuple[float, Request]]:
@@ -126,7 +122,7 @@ def request_of(rng: Random, name: str) -> Request:
 
 def play(rng: Random, start_s: float, requests: list[tuple[float, Request]]) -> ElasticWorld:
     """Every request must be served with the reference output."""
-    world = ElasticWorld(rng, TIDE, SchedulerConfig(rows_max=8), SPEC, times_of, start_s)
+    world = ElasticWorld(rng, TIDE, SchedulerConfig(rows_max=8), SPEC, TIMES.times, start_s)
     for at_s, request in requests:
         world.submit(at_s, request)
     world.run(3000.0)
