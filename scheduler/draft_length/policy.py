@@ -283,12 +283,15 @@ def _positions_of_a_step(known: _Known) -> float:
     """KV positions whose reading takes as long as it takes more to run the last batch in two
     halves: a second step's fixed cost, and a round trip."""
     table, (rows, draft_len, _) = known.table, known.planned
-    position_s = table.slowdown * (table.step.kv_s + draft_len * table.draft.kv_s)
+    position_s = table.step.kv_s + draft_len * table.draft.kv_s
     if position_s <= 0.0 or not rows:
         return math.inf
-    halves_s = sum(table.step_s(part, draft_len, 0) for part in (rows // 2, rows - rows // 2))
-    more_s = max(halves_s - table.step_s(rows, draft_len, 0), 0.0)
-    return (more_s + max(known.round_trip_s or 0.0, 0.0)) / position_s
+    most = max(known.most, draft_len)
+    first_s, second_s, whole_s = (
+        table.costs(part, most).base_s[draft_len] for part in (rows // 2, rows - rows // 2, rows)
+    )
+    round_trip_s = max(known.round_trip_s or 0.0, 0.0) / table.slowdown
+    return (max(first_s + second_s - whole_s, 0.0) + round_trip_s) / position_s
 
 
 def row_draft_len(sequence: Sequence, draft_len: int) -> int:
