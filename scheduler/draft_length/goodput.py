@@ -1,7 +1,7 @@
-"""The draft length of the greatest goodput: expected tokens over expected time.
+"""The goodput of each draft length: expected tokens over expected time.
 
 With acceptance a of a row, k draft tokens commit 1 + a + ... + a^k tokens of it. Every k from 0 to
-the most is tried, because times rise in steps and so goodput has several peaks.
+the most has its own figure, because times rise in steps and so goodput has several peaks.
 
 Pure arithmetic; knows no sequence and no replica.
 """
