@@ -1,14 +1,15 @@
-"""What the cluster costs: tokens/s through gRPC over the same work without Ray and gRPC.
+"""What the cluster costs: tokens/s through its doors over the same work without Ray and gRPC.
 
     python -m benchmarks.cluster [--parts real synthetic] [--in-flight 1 4 16 64] [--json FILE]
 
 For each number of replicas a cluster is started on this machine, and for each number of clients a
-closed loop of unary calls and one of streams runs against it. Every answer is compared with the
-right tokens. `real` has the demo pair, and as its base one engine in this process, measured in the
-same round; `synthetic` has replicas whose steps take a given time, and as its base the same
-scheduler over the same number of them in virtual time, where nothing else takes any. Latencies are
-the clients'; CPU times are the kernel's, by kind of process. `pools` has no Ray and no gRPC: it
-says what one pool process can give, and how much more several do (benchmarks/cluster/pool.py).
+closed loop of unary calls, one of streams and one of streams of OpenAI's API run against it. Every
+answer is compared with the right tokens. `real` has the demo pair, and as its base one engine in
+this process, measured in the same round; `synthetic` has replicas whose steps take a given time,
+and as its base the same scheduler over the same number of them in virtual time, where nothing else
+takes any. Latencies are the clients'; CPU times are the kernel's, by kind of process. `pools` has
+no Ray and no gRPC: it says what one pool process can give, and how much more several do
+(benchmarks/cluster/pool.py).
 """
 
 from __future__ import annotations

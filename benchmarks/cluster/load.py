@@ -1,4 +1,4 @@
-"""A closed loop of clients over gRPC: tokens/s, latencies, and what each process had of the CPU.
+"""A closed loop of clients: tokens/s, latencies, and what each process had of the CPU.
 
 The processes' CPU time comes from the kernel, so this must run on the cluster's own machine and in
 a process that is connected to its Ray.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
+import aiohttp
 import ray
 
 from benchmarks.processes import cluster_processes
@@ -28,7 +30,8 @@ from protos import lockstep_pb2 as pb
 Prompts = Sequence[Sequence[int]]
 Tokens = list[list[int]]
 
-WAYS = ("unary", "stream")
+WAYS = ("unary", "stream", "sse")
+"""Over gRPC, the same as a stream, and as a stream of OpenAI's API."""
 
 _salts = itertools.count()
 
@@ -94,8 +97,48 @@ class Served:
         return found
 
 
+@dataclass(frozen=True)
+class Clients:
+    """Ways to ask for the same tokens; each iteration is what one message brought."""
+
+    grpc: AsyncClient
+    http: aiohttp.ClientSession
+
+    async def unary(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
+        yield list((await self.grpc.generate(_request(prompt, new, salt))).token_ids)
+
+    async def stream(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
+        async for chunk in self.grpc.stream(_request(prompt, new, salt)):
+            yield list(chunk.token_ids)
+
+    async def sse(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
+        fields = {
+            "prompt": list(prompt),
+            "max_tokens": new,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_salt": salt,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async with self.http.post("/v1/completions", json=fields) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])["choices"][0]["token_ids"]
+
+
+def _request(prompt: Sequence[int], new: int, salt: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        prompt_token_ids=pb.TokenIds(ids=prompt),
+        max_new_tokens=new,
+        ignore_eos=True,
+        cache_salt=salt,
+    )
+
+
 async def compare(
-    client: AsyncClient,
+    clients: Clients,
     load: Load,
     base: Callable[[], Base],
     rounds: int,
@@ -110,7 +153,7 @@ async def compare(
     for _ in range(rounds):
         bases.append(base())
         for way in WAYS:
-            served = await through_grpc(client, load, way == "stream", count_batches)
+            served = await run(clients, load, way, count_batches)
             assert served.tokens == bases[-1].tokens, f"{way}: a wrong token"
             runs[way].append(served)
     entry: dict[str, Any] = {
@@ -144,13 +187,20 @@ def batch_counter(config: ClusterConfig) -> Callable[[], int]:
 
 
 @asynccontextmanager
-async def clients_of(config: ClusterConfig) -> AsyncIterator[AsyncClient]:
-    """One client, when all replicas serve."""
-    async with AsyncClient(f"localhost:{config.server.grpc_port}", retry=NO_RETRY) as client:
+async def clients_of(config: ClusterConfig) -> AsyncIterator[Clients]:
+    """One client of each edge, when all replicas serve."""
+    async with (
+        AsyncClient(f"localhost:{config.server.grpc_port}", retry=NO_RETRY) as client,
+        aiohttp.ClientSession(
+            f"http://localhost:{config.server.http_port}",
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=600),
+        ) as http,
+    ):
         await client.wait_until_ready(120)
         while len((await client.status()).replicas) < config.replicas:
             await asyncio.sleep(0.1)
-        yield client
+        yield Clients(client, http)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -159,10 +209,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": round(cuts[49], 4), "p99": round(cuts[98], 4)}
 
 
-async def through_grpc(
-    client: AsyncClient, load: Load, stream: bool, count_batches: Callable[[], int] | None = None
+async def run(
+    clients: Clients, load: Load, way: str, count_batches: Callable[[], int] | None = None
 ) -> Served:
-    """The load once, over one client; with the processes' CPU time if batches are counted."""
+    """The load once, in one of WAYS; with the processes' CPU time if batches are counted."""
+    ask = {"unary": clients.unary, "stream": clients.stream, "sse": clients.sse}[way]
     places = asyncio.Semaphore(load.in_flight)
     latencies: dict[int, float] = {}
     first: dict[int, float] = {}
@@ -171,23 +222,14 @@ async def through_grpc(
 
     async def one(number: int, prompt: Sequence[int]) -> list[int]:
         nonlocal chunks
-        request = pb.GenerateRequest(
-            prompt_token_ids=pb.TokenIds(ids=prompt),
-            max_new_tokens=load.new_tokens,
-            ignore_eos=True,
-            cache_salt=salt,
-        )
         async with places:
             start = perf_counter()
             tokens: list[int] = []
-            if stream:
-                async for chunk in client.stream(request):
-                    chunks += 1
-                    tokens.extend(chunk.token_ids)
-                    if tokens and number not in first:
-                        first[number] = perf_counter() - start
-            else:
-                tokens.extend((await client.generate(request)).token_ids)
+            async for new in ask(prompt, load.new_tokens, salt):
+                chunks += 1
+                tokens.extend(new)
+                if tokens and number not in first:
+                    first[number] = perf_counter() - start
             latencies[number] = perf_counter() - start
             return tokens
 
@@ -205,7 +247,7 @@ async def through_grpc(
         {kind: after[kind] - before[kind] for kind in after},
         count_batches() - batches if count_batches else 0,
         tuple(first.values()),
-        chunks,
+        chunks if way != "unary" else 0,
     )
 
 

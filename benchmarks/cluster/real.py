@@ -9,13 +9,14 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.cluster.load import (
+    WAYS,
     Base,
     Load,
     batch_counter,
     clients_of,
     compare,
     fresh_salt,
-    through_grpc,
+    run,
 )
 from benchmarks.prompts import benchmark_tokens
 from cluster import app
@@ -64,16 +65,16 @@ def measure_real(
 
     async def measure() -> list[dict[str, Any]]:
         entries = []
-        async with clients_of(config) as client:
+        async with clients_of(config) as clients:
             warm_up = Load(prompts[:16], 32, 16)
-            for stream in (False, True):
-                await through_grpc(client, warm_up, stream)
+            for way in WAYS:
+                await run(clients, warm_up, way)
             in_process(replica, config, warm_up)
             for number in in_flight:
                 requests = min(max(8, requests_per_client * number), len(prompts))
                 load = Load(prompts[:requests], new_tokens, number)
                 entry = await compare(
-                    client,
+                    clients,
                     load,
                     lambda: in_process(replica, config, load),  # noqa: B023
                     rounds,

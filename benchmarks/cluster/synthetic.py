@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.cluster.ideal import ideal
-from benchmarks.cluster.load import Load, batch_counter, clients_of, compare, through_grpc
+from benchmarks.cluster.load import WAYS, Load, batch_counter, clients_of, compare, run
 from benchmarks.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.config import ClusterConfig
@@ -41,14 +41,14 @@ def measure_synthetic(
 
     async def measure() -> list[dict[str, Any]]:
         entries = []
-        async with clients_of(config) as client:
-            for stream in (False, True):  # warm-up of every process on the way
+        async with clients_of(config) as clients:
+            for way in WAYS:  # warm-up of every process on the way
                 warm_up = load_of(spec, 16, 4 * config.replicas, 32)
-                await through_grpc(client, warm_up, stream)
+                await run(clients, warm_up, way)
             for number in in_flight:
                 load = load_of(spec, number, requests_per_client * number, new_tokens)
                 best = ideal(load, spec, speed, config.replicas, config.scheduler)
-                entry = await compare(client, load, lambda: best, rounds, batch_counter(config))  # noqa: B023
+                entry = await compare(clients, load, lambda: best, rounds, batch_counter(config))  # noqa: B023
                 entries.append({"replicas": config.replicas, **entry})
                 print(entries[-1], flush=True)
         return entries
