@@ -217,6 +217,9 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
     transport_bytes = 4 * config.frontend.message_bytes_max
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray's workers yield to every other process of the machine: beside one that is
+        # always busy a replica of two threads took thirty times as long for a step.
+        "RAY_worker_niceness": "0",
         # The proxies' own limit; up to it the frontend says what is wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
         # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
