@@ -8,7 +8,6 @@ an oracle of acceptance 0.7. The time is the replica's own per step, over that o
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.drafters import asked, replica_config
+from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.measured import MeasuredWay, side_by_side
 from benchmarks.oracle import OracleDrafter
 from replicas.decoding import grammar_of
@@ -32,21 +31,6 @@ from scheduler.messages import Request, StepResult
 PLAIN = "plain"
 LONG_LIST = json.dumps({"type": "array", "items": {"type": "string"}, "minItems": 1000})
 """Of a schema that no answer completes, so that all ways write as many tokens."""
-
-
-class TimedWay(MeasuredWay):
-    """Keeps the seconds of a step, the median over its batches, of each run."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.step_s: list[float] = []
-
-    def _figures(self, results: Sequence[StepResult]) -> Any:
-        full = [one for one in results if one.steps]
-        most = max(len(one.rows) for one in full)
-        same = [one.times.total_s / one.steps for one in full if len(one.rows) == most]
-        self.step_s.append(median(same))
-        return super()._figures(results)
 
 
 def asking(request: Request, way: str) -> Request:
@@ -63,29 +47,30 @@ def asking(request: Request, way: str) -> Request:
     return replace(request, stop_token_ids=(), decoding=decoding, id=f"{way} {request.id}")
 
 
-class AskingWay(TimedWay):
-    """Asks for one thing more in each request."""
+class AskingWay(MeasuredWay):
+    """Asks for one thing more in each request; keeps the seconds of a step, the median over its
+    batches, of each run."""
 
     def __init__(self, way: str, *args: Any) -> None:
         super().__init__(*args)
         self._way = way
+        self.step_s: list[float] = []
 
     def begin(self, requests: Sequence[Request]) -> None:
         super().begin([asking(request, self._way) for request in requests])
 
+    def _figures(self, results: Sequence[StepResult]) -> Any:
+        full = [one for one in results if one.steps]
+        most = max(len(one.rows) for one in full)
+        same = [one.times.total_s / one.steps for one in full if len(one.rows) == most]
+        self.step_s.append(median(same))
+        return super()._figures(results)
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--questions", required=True, help="Questions in JSON, one a line.")
-    parser.add_argument("--n", type=int, default=4, help="Questions of each of two kinds.")
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--context-len", type=int, default=1536)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8])
+    parser = question_parser(__doc__, n=4, new_tokens=96, batches=[8])
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="File for all figures.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     requests = [one for kind in asked(args, tokenizer).values() for one in kind]

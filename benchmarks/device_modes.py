@@ -7,11 +7,11 @@ figures. A mode that fails is told, with its message, and costs no other mode an
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TextIO
 
 import torch
 
@@ -180,23 +180,12 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def unrecorded_steps(found: list[str]) -> Iterator[None]:
-    """Collect what replicas warn of steps that run unrecorded; all warnings are shown as ever."""
-    with warnings.catch_warnings():
+    """Collect what replicas warn of steps that run unrecorded; show all at the end."""
+    with warnings.catch_warnings(record=True) as shown:
         warnings.filterwarnings("always", UNRECORDED)
-        show = warnings.showwarning
-
-        def note(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            text = one_line(message)
-            if text.startswith(UNRECORDED) and text not in found:
-                found.append(text)
-            show(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = note
-        yield
+        try:
+            yield
+        finally:
+            texts = dict.fromkeys(one_line(each.message) for each in shown)
+            found += [text for text in texts if text.startswith(UNRECORDED)]
+            print("\n".join(texts), file=sys.stderr, flush=True)

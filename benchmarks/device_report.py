@@ -42,11 +42,6 @@ class Report:
                 "complete": all(one.state != WAITING for one in self.modes.values()),
                 **self.about,
                 "modes": {mode: asdict(outcome) for mode, outcome in self.modes.items()},
-                "attention": {
-                    mode: outcome.attention
-                    for mode, outcome in self.modes.items()
-                    if outcome.attention
-                },
                 "figures": figures(self.runs, USUAL),
                 "prefill": [asdict(prefill) for prefill in self.prefills],
                 "runs": [asdict(run) for run in self.runs],

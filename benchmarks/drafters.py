@@ -48,6 +48,24 @@ class FreshWay(MeasuredWay):
         super().begin([replace(request, cache_salt=salt) for request in requests])
 
 
+def question_parser(
+    about: str, n: int, new_tokens: int, batches: list[int]
+) -> argparse.ArgumentParser:
+    """A command line for benchmarks that ask questions, with these defaults."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument(
+        "--target", required=True, help="Directory or hub name, with a chat template."
+    )
+    parser.add_argument("--questions", required=True, help="Questions in JSON, one a line.")
+    parser.add_argument("--n", type=int, default=n, help="Questions of each of two kinds.")
+    parser.add_argument("--new-tokens", type=int, default=new_tokens)
+    parser.add_argument("--context-len", type=int, default=1536)
+    parser.add_argument("--batches", type=int, nargs="+", default=batches)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="File for all figures.")
+    return parser
+
+
 def asked(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[Request]]:
     """Questions of both kinds, drawn evenly from their categories."""
     lines = [json.loads(line) for line in Path(args.questions).read_text().splitlines()]
@@ -142,15 +160,7 @@ def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--target", required=True, help="Directory or hub name, with a chat template."
-    )
-    parser.add_argument("--questions", required=True, help="Questions in JSON, one a line.")
-    parser.add_argument("--n", type=int, default=12, help="Questions of each kind.")
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--context-len", type=int, default=1536)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser = question_parser(__doc__, n=12, new_tokens=96, batches=[1, 8])
     parser.add_argument("--fixed", type=int, default=4, help="Draft tokens of the fixed way.")
     parser.add_argument("--head", help="EAGLE-3 head to run, too; planted:head is never right.")
     parser.add_argument(
@@ -160,8 +170,6 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--references", type=int, default=2, help="Outputs of generate to compare.")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="File for all figures.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     kinds = asked(args, tokenizer)

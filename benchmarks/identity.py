@@ -21,7 +21,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
-from benchmarks.drafters import asked, generated, replica_config
+from benchmarks.drafters import asked, generated, question_parser, replica_config
 from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
 from replicas.decoding import grammar_of
@@ -102,17 +102,11 @@ def replicas_of(args: argparse.Namespace, known: Sequence[Sequence[int]]) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--questions", required=True, help="Questions in JSON, one a line.")
-    parser.add_argument("--n", type=int, default=12, help="Questions of each of two kinds.")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--context-len", type=int, default=1536)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
+    parser = question_parser(__doc__, n=12, new_tokens=128, batches=[1, 8, 16])
     parser.add_argument("--draft-lens", nargs="+", default=["0", "2", "4", "chosen"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", required=True, help="File of the rows, one by one.")
     args = parser.parse_args()
+    if args.json is None:
+        parser.error("--json: needed, for the rows one by one")
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     kinds = asked(args, tokenizer)
     greedy = [request for requests in kinds.values() for request in requests]

@@ -19,10 +19,12 @@ from replicas.stopwatch import Stopwatch
 
 
 class OracleDrafter:
-    """Proposes each next token rightly with the given probability, in drafts of ragged lengths."""
+    """Proposes each next token rightly with the given probability, in drafts of ragged lengths.
+
+    With a `worker` it costs what that drafter costs, whose drafts are thrown away.
+    """
 
     name = "oracle"
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -31,6 +33,7 @@ class OracleDrafter:
         vocab: int,
         ragged: bool = True,
         seed: int = 0,
+        worker: Drafter | None = None,
     ) -> None:
         self._next: dict[tuple[int, ...], int] = {}
         self.learn(sequences)
@@ -40,6 +43,8 @@ class OracleDrafter:
         self._rng = random.Random(seed)
         self.rows: dict[str, int] = {}
         """Valid positions of each row, as it was told."""
+        self._worker = worker
+        self.taps: tuple[int, ...] = () if worker is None else worker.taps
 
     def learn(self, sequences: Sequence[Sequence[int]]) -> None:
         """Whole ones, prompt and continuation."""
@@ -50,16 +55,24 @@ class OracleDrafter:
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
         assert row not in self.rows, "a row's life begins once"
         self.rows[row] = filled
+        if self._worker is not None:
+            self._worker.begin(row, tokens, salt, filled)
 
     def end(self, row: str) -> None:
         self.rows.pop(row, None)
+        if self._worker is not None:
+            self._worker.end(row)
 
     def observe(self, seen: Seen) -> None:
         for row, (begin, end) in zip(seen.ids, seen.ranges, strict=True):
             assert self.rows[row] == begin, "what is seen follows on what was seen before"
             self.rows[row] = end
+        if self._worker is not None:
+            self._worker.observe(seen)
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+        if self._worker is not None:
+            self._worker.propose(ask, watch)
         lens = [self._rng.randint(0, most) if self._ragged else most for most in ask.draft_lens]
         drafts = [
             self._draft(list(content), most)
@@ -83,42 +96,11 @@ class OracleDrafter:
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
             self.rows[row] = length - 1
+        if self._worker is not None:
+            self._worker.rollback(rows, lengths)
 
     def valid(self, row: str) -> int | None:
-        return None
-
-
-class CostlyOracle:
-    """Proposes an oracle's tokens after another drafter has done its work for nothing."""
-
-    def __init__(self, oracle: OracleDrafter, worker: Drafter) -> None:
-        self.oracle = oracle
-        self._worker = worker
-        self.name, self.taps = "oracle", worker.taps
-
-    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
-        self.oracle.begin(row, tokens, salt, filled)
-        self._worker.begin(row, tokens, salt, filled)
-
-    def end(self, row: str) -> None:
-        self.oracle.end(row)
-        self._worker.end(row)
-
-    def observe(self, seen: Seen) -> None:
-        self.oracle.observe(seen)
-        self._worker.observe(seen)
-
-    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
-        self._worker.propose(ask, watch)
-        with watch.section("oracle"):
-            return self.oracle.propose(ask, watch)
-
-    def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
-        self.oracle.rollback(rows, lengths)
-        self._worker.rollback(rows, lengths)
-
-    def valid(self, row: str) -> int | None:
-        return self._worker.valid(row)
+        return None if self._worker is None else self._worker.valid(row)
 
 
 def oracle_replica(config: ReplicaConfig, probability: float) -> tuple[Replica, OracleDrafter]:
@@ -127,7 +109,7 @@ def oracle_replica(config: ReplicaConfig, probability: float) -> tuple[Replica, 
     plan = plan_memory(config, pair_shape(pair), pair.device, loaded=True)
     worker = load_drafter(pair, config, plan)
     assert worker is not None, "a drafter whose cost counts"
-    oracle = OracleDrafter([], probability, pair.vocab_size, ragged=False)
-    replica = Replica(pair, config, plan, CostlyOracle(oracle, worker))
+    oracle = OracleDrafter([], probability, pair.vocab_size, ragged=False, worker=worker)
+    replica = Replica(pair, config, plan, oracle)
     replica.spec = calibrated(replica, *replica.planned)
     return replica, oracle
