@@ -1,5 +1,5 @@
 """Proves that one setting picks the drafter, that what contradicts itself is refused by the field's
-name, and that a replica says what drafts and is timed with it."""
+name, and that a replica says what drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from cluster.local_engine import LocalEngine
-from replicas.calibration import calibrate
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters import ModelDrafter, SuffixDrafter
 from replicas.drafters.eagle3 import Eagle3Drafter
@@ -18,9 +17,8 @@ from replicas.memory import check_memory, pair_shape, pair_shape_of
 from replicas.models.pair import PairRefused, load_pair, read_pair, resolve, resolve_device
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, StepTiming
+from scheduler.messages import Request
 from tests.replicas.heads import save_head
-from tests.tiny_pairs import tiny_replica
 
 PROMPT = tuple(range(40, 60))
 
@@ -164,22 +162,3 @@ def test_a_planted_head_is_right_as_often_as_its_target_follows_the_map() -> Non
     alone = LocalEngine(plain, SchedulerConfig(rows_max=1))
     (again,) = alone.generate([Request("5", (5, 7), 60)])
     assert again.tokens == outputs[5].tokens
-
-
-def test_trials_are_as_wide_as_they_say_though_the_drafter_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    replica = tiny_replica("llama", drafter=SuffixDrafter())
-    monkeypatch.setattr(SuffixDrafter, "_draft", lambda *_: [])
-    widths = set()
-    forward = replica._target.forward
-
-    def noted(tokens, layout, wants):  # type: ignore[no-untyped-def]
-        if wants.logits is not False:
-            widths.add(tokens.shape[0])
-        return forward(tokens, layout, wants)
-
-    monkeypatch.setattr(replica._target, "forward", noted)
-    timings = [one for one in calibrate(replica) if isinstance(one, StepTiming)]
-    assert {(one.rows, one.draft_len) for one in timings} == {(1, 0), (1, 4), (8, 0), (8, 4)}
-    assert widths == {1, 5, 8, 40}
