@@ -68,6 +68,9 @@ class _Known:
     round_trip_s: float | None = None
     credit_s: float = math.inf
     """Time saved up for probes."""
+    apart: float = math.inf
+    apart_version: int = 0
+    """The table's, when that was worked out."""
     filled_behind: int = 0
     """The most KV positions that a prefill batch filled up to."""
 
@@ -143,7 +146,12 @@ class DraftPolicy:
         """KV positions that a batch may read beyond its rows' own; with more, two steps take less
         time than one. Infinitely many where its rows need not read so far, or nothing is known."""
         known = self._replicas[replica_id]
-        return math.inf if known.reads_apart else _positions_of_a_step(known)
+        if known.reads_apart:
+            return math.inf
+        if known.apart_version != known.table.version and known.planned[0]:
+            known.apart_version = known.table.version
+            known.apart = _positions_of_a_step(known)
+        return known.apart
 
     def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
         """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
@@ -283,15 +291,12 @@ def _positions_of_a_step(known: _Known) -> float:
     """KV positions whose reading takes as long as it takes more to run the last batch in two
     halves: a second step's fixed cost, and a round trip."""
     table, (rows, draft_len, _) = known.table, known.planned
-    position_s = table.step.kv_s + draft_len * table.draft.kv_s
+    position_s = table.slowdown * (table.step.kv_s + draft_len * table.draft.kv_s)
     if position_s <= 0.0 or not rows:
         return math.inf
-    most = max(known.most, draft_len)
-    first_s, second_s, whole_s = (
-        table.costs(part, most).base_s[draft_len] for part in (rows // 2, rows - rows // 2, rows)
-    )
-    round_trip_s = max(known.round_trip_s or 0.0, 0.0) / table.slowdown
-    return (max(first_s + second_s - whole_s, 0.0) + round_trip_s) / position_s
+    halves_s = sum(table.step_s(part, draft_len, 0) for part in (rows // 2, rows - rows // 2))
+    more_s = max(halves_s - table.step_s(rows, draft_len, 0), 0.0)
+    return (more_s + max(known.round_trip_s or 0.0, 0.0)) / position_s
 
 
 def row_draft_len(sequence: Sequence, draft_len: int) -> int:
