@@ -103,6 +103,7 @@ class Clients:
 
     grpc: AsyncClient
     http: aiohttp.ClientSession
+    model: str
 
     async def unary(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
         yield list((await self.grpc.generate(_request(prompt, new, salt))).token_ids)
@@ -113,6 +114,7 @@ class Clients:
 
     async def sse(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
         fields = {
+            "model": self.model,
             "prompt": list(prompt),
             "max_tokens": new,
             "temperature": 0,
@@ -200,7 +202,8 @@ async def clients_of(config: ClusterConfig) -> AsyncIterator[Clients]:
         await client.wait_until_ready(120)
         while len((await client.status()).replicas) < config.replicas:
             await asyncio.sleep(0.1)
-        yield Clients(client, http)
+        name = config.server.served_model_name or config.replica.target
+        yield Clients(client, http, name)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -124,7 +124,7 @@ def test_without_keys_who_passes_on_a_call_is_not_this_machine(cluster: RunningC
     for name in ("x-forwarded-for", "forwarded", "x-real-ip"):
         for error in refusals(cluster.address, REQUEST, [(name, "127.0.0.1")]):
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-    body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
     for name in ("x-forwarded-for", "x-real-ip"):
         assert post(cluster.http, body, {name: "127.0.0.1"})[0] == 401
     assert post(cluster.http, body)[0] == 200
@@ -132,7 +132,7 @@ def test_without_keys_who_passes_on_a_call_is_not_this_machine(cluster: RunningC
 
 def test_without_keys_no_web_page_is_served(cluster: RunningCluster) -> None:
     """Through Serve's proxy, which passes these headers on."""
-    body = json.dumps({"prompt": "x", "max_new_tokens": 1}).encode()
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
     assert post(cluster.http, body, {"host": "evil.example"})[0] == 421
     assert post(cluster.http, body, {"origin": "http://evil.example"})[0] == 403
     assert post(cluster.http, body, {"content-type": "text/plain"})[0] == 415
@@ -210,7 +210,7 @@ def post(
     server: str, body: bytes, headers: dict[str, str] | None = None
 ) -> tuple[int, Message, Any]:
     headers = {"content-type": "application/json"} | (headers or {})
-    request = urllib.request.Request(f"{server}/v1/generate", body, headers)
+    request = urllib.request.Request(f"{server}/v1/completions", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=CALL_S) as answer:
             return answer.status, answer.headers, json.load(answer)
@@ -260,7 +260,7 @@ def test_a_used_up_rate_tells_when_to_come_back_over_grpc_and_http(keyed: Keyed)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "dave" in error.details()
         assert 100 < retry_after_s(error) < 300
-    body = json.dumps({"prompt": "x", "max_new_tokens": 2}).encode()
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
     status, headers, _ = post(keyed.http, body, {"authorization": f"Bearer {keyed.dave}"})
     assert status == 429
     assert 100 < int(headers["retry-after"]) < 300
@@ -268,17 +268,18 @@ def test_a_used_up_rate_tells_when_to_come_back_over_grpc_and_http(keyed: Keyed)
 
 
 def test_http_takes_the_same_keys(keyed: Keyed) -> None:
-    body = json.dumps({"prompt": REQUEST.prompt, "max_new_tokens": 8, "ignore_eos": True}).encode()
+    asked = {"model": "tiny", "prompt": REQUEST.prompt, "max_tokens": 8, "ignore_eos": True}
+    body = json.dumps(asked | {"temperature": 0, "return_token_ids": True}).encode()
     status, _, answer = post(keyed.http, body, {"Authorization": f"Bearer {keyed.alice}"})
     assert status == 200
-    assert answer["token_ids"] == tokens(keyed.target, bearer(keyed.alice))
+    assert answer["choices"][0]["token_ids"] == tokens(keyed.target, bearer(keyed.alice))
     status, headers, answer = post(keyed.http, body)
     assert (status, answer["error"]["code"]) == (401, "UNAUTHENTICATED")
     assert headers["www-authenticate"] == "Bearer"
 
 
 def test_a_body_that_is_too_long_is_refused(keyed: Keyed) -> None:
-    body = json.dumps({"prompt": "x", "request_id": "y" * (5 << 20)}).encode()
+    body = json.dumps({"model": "tiny", "prompt": "y" * (5 << 20)}).encode()
     status, _, answer = post(keyed.http, body, {"authorization": f"Bearer {keyed.alice}"})
     assert status == 400
     assert "bytes" in answer["error"]["message"]

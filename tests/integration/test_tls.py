@@ -361,7 +361,7 @@ def test_http_routes_pass_and_others_do_not(open_to_all: Terminator) -> None:
 
     for path in ("/healthz", "/readyz"):
         assert ask(path)["path"] == path
-    answer = ask("/v1/generate", b'{"prompt": "x"}')
+    answer = ask("/v1/completions", b'{"prompt": "x"}')
     assert answer["body"] == '{"prompt": "x"}'
     assert answer["headers"]["authorization"] == "Bearer secret"
     assert answer["headers"]["x-real-ip"] == "127.0.0.1"

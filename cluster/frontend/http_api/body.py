@@ -63,4 +63,10 @@ def _parsed(body: bytearray, parse: Callable[[dict[str, Any]], T]) -> T:
         raise InvalidRequest("request", f"no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("request", "the body must be a JSON object")
+    if b"\\u" in body:  # JSON can write what no text holds
+        for name, value in fields.items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest(name, "holds half of a surrogate pair") from None
     return parse(fields)
