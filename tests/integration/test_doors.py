@@ -124,7 +124,8 @@ def test_without_keys_who_passes_on_a_call_is_not_this_machine(cluster: RunningC
     for name in ("x-forwarded-for", "forwarded", "x-real-ip"):
         for error in refusals(cluster.address, REQUEST, [(name, "127.0.0.1")]):
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
+    model = cluster.config.replica.target
+    body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1}).encode()
     for name in ("x-forwarded-for", "x-real-ip"):
         assert post(cluster.http, body, {name: "127.0.0.1"})[0] == 401
     assert post(cluster.http, body)[0] == 200
@@ -132,7 +133,7 @@ def test_without_keys_who_passes_on_a_call_is_not_this_machine(cluster: RunningC
 
 def test_without_keys_no_web_page_is_served(cluster: RunningCluster) -> None:
     """Through Serve's proxy, which passes these headers on."""
-    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
+    body = b'{"prompt": "x"}'
     assert post(cluster.http, body, {"host": "evil.example"})[0] == 421
     assert post(cluster.http, body, {"origin": "http://evil.example"})[0] == 403
     assert post(cluster.http, body, {"content-type": "text/plain"})[0] == 415
@@ -184,6 +185,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         *("--target", str(target), "--draft", str(draft), "--memory", "64MiB"),
         *("--grpc-port", str(server.grpc_port), "--http-port", str(server.http_port)),
         *("--http-host", "0.0.0.0", "--keys-file", str(keys_file)),
+        *("--served-model-name", "tiny"),
     ]
     environment = {**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as out:

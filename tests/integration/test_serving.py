@@ -170,7 +170,8 @@ def test_health_and_reflection(cluster: RunningCluster) -> None:
 def test_http(cluster: RunningCluster) -> None:
     assert urllib.request.urlopen(f"{cluster.http}/healthz", timeout=CALL_S).status == 200
     assert urllib.request.urlopen(f"{cluster.http}/readyz", timeout=CALL_S).status == 200
-    for body in (b'{"model": "tiny", "prompt": ""}', b'{"prompts": "x"}', b"{", b"[]"):
+    empty = json.dumps({"model": cluster.config.replica.target, "prompt": ""}).encode()
+    for body in (empty, b'{"prompts": "x"}', b"{", b"[]"):
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{cluster.http}/v1/completions", body, headers)
         with pytest.raises(urllib.error.HTTPError) as caught:
