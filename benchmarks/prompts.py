@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.workload import held_out_prompts
-from cluster.prompts import read_prompts
+from cluster.files import read_prompts
 
 
 def benchmark_tokens(tokenizer: Any, n: int, file: Path | None, tokens_max: int) -> list[list[int]]:

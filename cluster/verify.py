@@ -64,6 +64,29 @@ class VerifyReport:
     def ties(self) -> int:
         return sum(difference.tie for difference in self.differences)
 
+    def said(self) -> list[str]:
+        """What was found, a line each."""
+        share = self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+        lines = [
+            f"against {self.against}: {self.tokens} tokens, {share:.1%} of drafts accepted",
+            f"{self.identical} of {self.prompts} outputs identical",
+        ]
+        if self.ties:
+            lines.append(f"{self.ties} part at a tie below the noise of float32")
+        for one in self.differences:
+            lines.append(
+                f"  prompt {one.prompt}: first difference at new token {one.position}: "
+                f"expected {one.expected}, got {one.got}"
+            )
+            if (judged := one.judgement) is not None:
+                lines.append(
+                    f"    in float64 the expected logit is {judged.gap:+.1e} above the other and"
+                    f" token {judged.choice} is chosen; the error of transformers' float32 is"
+                    f" {judged.error_expected:.1e}, of Lockstep's {judged.error_got:.1e}:"
+                    f" {'a tie' if judged.tie else 'no tie'}"
+                )
+        return lines
+
 
 def verify(
     prompts: Sequence[str],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.prompts import read_prompts
+from cluster.files import read_prompts
 from scheduler.messages import Request, SamplingParams
 
 Prompt = str | tuple[int, ...]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli.flags import ENGINE, with_server, with_settings
-from cluster.writable import check_writable
+from cluster.files import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,7 +152,7 @@ def _run(
     from cluster.bench.page import to_html
     from cluster.bench.report import to_json, write_each
     from cluster.bench.session import run_on_cluster, run_on_engine, run_on_openai
-    from cluster.cli.console import Bars, console, failure
+    from cluster.cli.terminal import Bars, console, failure
     from scheduler.errors import LockstepError
 
     notes, out = console(stderr=True), console()

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToDict, MessageToJson
 
-from cluster.cli.console import Bars, console, failure
+from cluster.cli.terminal import Bars, console, failure
 from cluster.client import AsyncClient, Client
 from cluster.client.channel import Server
-from cluster.prompts import PromptsError, read_prompts
+from cluster.files import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 
 

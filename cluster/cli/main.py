@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cluster.cli.bench import bench
-from cluster.cli.flags import ENGINE, SectionedCommand, with_request, with_server, with_settings
-from cluster.cli.keys import keys
+from cluster.cli.flags import (
+    ENGINE,
+    PriorityName,
+    SectionedCommand,
+    with_request,
+    with_server,
+    with_settings,
+)
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, from_args
 from cluster.config_sources import overridden
@@ -132,10 +140,32 @@ def verify(
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, with a temperature.")] = 0,
 ) -> None:
     """Compare every token with plain decoding of the target; status 1 if any differs."""
-    from cluster.cli.verify import compare
+    from transformers.utils import logging as transformers_logging
 
-    sampling = {"temperature": temperature, "seed": seed}
-    raise typer.Exit(compare(settings, prompts, limit, sampling, max_new_tokens))
+    from cluster import verify as verifying
+    from cluster.cli.terminal import Bars, console
+    from cluster.files import read_prompts
+    from scheduler.errors import InvalidRequest
+    from scheduler.messages import SamplingParams
+
+    transformers_logging.disable_progress_bar()
+    sampling = SamplingParams(temperature=temperature, seed=seed)
+    try:
+        texts = read_prompts(prompts, limit)
+        with Bars() as bars:
+            report = verifying.verify(
+                texts,
+                settings.planned_replica,
+                settings.scheduler,
+                sampling,
+                max_new_tokens,
+                bars.note,
+            )
+    except (InvalidRequest, OSError, ValueError) as error:
+        console(stderr=True).print(str(error))
+        raise typer.Exit(2) from None
+    console().print("\n".join(report.said()))
+    raise typer.Exit(1 if len(report.differences) > report.ties else 0)
 
 
 @main.command(cls=SectionedCommand)
@@ -198,6 +228,69 @@ def demo(
     given = {"replicas": replicas, "grpc_port": grpc_port, "http_port": http_port}
     settings = from_args({name: value for name, value in given.items() if value is not None})
     raise typer.Exit(run_demo(settings, max_new_tokens, verbose))
+
+
+keys = typer.Typer(help="API keys: add, list, remove.", no_args_is_help=True)
+File = Annotated[Path, typer.Option("--file", help="The file of keys.", dir_okay=False)]
+
+
+@keys.command()
+def add(
+    name: Annotated[str, typer.Argument(help="Whom its requests count for.")],
+    file: File,
+    priority_max: Annotated[
+        PriorityName, typer.Option(help="The highest class that it may ask for.")
+    ] = PriorityName.NORMAL,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Prompt and new tokens; no limit unless given.")
+    ] = None,
+    requests_max: Annotated[
+        int | None, typer.Option(min=1, help="Requests in flight; no limit unless given.")
+    ] = None,
+) -> None:
+    """Make a key, print it, and store its hash. The file is made if need be."""
+    from cluster.frontend.admission import keys as store
+
+    with _errors():
+        key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max)
+    typer.echo(key)
+    typer.echo(f"The key of {name}; nobody can show it again.", err=True)
+
+
+@keys.command("list")
+def show(file: File) -> None:
+    """Names and limits, one line each."""
+    from cluster.frontend.admission import keys as store
+
+    with _errors():
+        entries = store.read(file)
+    for entry in entries:
+        limits = [f"priority up to {entry.priority_max}"]
+        if entry.tokens_per_minute is not None:
+            limits.append(f"{entry.tokens_per_minute} tokens per minute")
+        if entry.requests_max is not None:
+            limits.append(f"{entry.requests_max} requests in flight")
+        typer.echo(f"{entry.name}  {', '.join(limits)}")
+
+
+@keys.command()
+def remove(
+    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    file: File,
+) -> None:
+    """Take a key away. Requests that are running finish; new ones are refused within a second."""
+    from cluster.frontend.admission import keys as store
+
+    with _errors():
+        store.remove(file, name)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 main.command(cls=SectionedCommand)(bench)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from cluster.cli.console import console
+from cluster.cli.terminal import console
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, TooLittleMemory, Workload, pair_shape_of, plan_memory

@@ -14,8 +14,7 @@ import typer
 
 from cluster import simulate as runs
 from cluster.cli.flags import with_settings
-from cluster.prompts import read_prompts
-from cluster.writable import check_writable
+from cluster.files import check_writable, read_prompts
 from scheduler.messages import ReplicaSpec
 from scheduler.simulation import (
     DEVICES,

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.console import console, failure
+from cluster.cli.terminal import console, failure
 from cluster.client import Client
 from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.writable import check_writable
+from cluster.files import check_writable
 
 
 def test_the_check_leaves_everything_as_it_is(tmp_path: Path) -> None:

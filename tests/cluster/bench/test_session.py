@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.bench import compare, session
 from cluster.bench.arrivals import Closed, Extent
@@ -18,6 +19,7 @@ from cluster.bench.figures import PoolSums, Record
 from cluster.bench.session import Plan
 from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Workload
+from cluster.cli.main import main
 from cluster.config import from_args
 from protos import lockstep_pb2 as pb
 from replicas.models.names import TINY
@@ -169,18 +171,17 @@ def test_an_engine_has_memory_and_leave_for_what_is_asked_of_it(
 
 
 def test_so_has_the_engine_that_verifies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from cluster.cli import verify as cli_verify
-
     told: list[Any] = []
 
     def verify(prompts: Any, replica: Any, *rest: Any) -> Any:
         told.append(replica.plan_rows)
         raise ValueError("enough")
 
-    monkeypatch.setattr(cli_verify, "verify", verify)
+    monkeypatch.setattr("cluster.verify.verify", verify)
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    assert cli_verify.compare(from_args({"batch_size": 64}), path, None, {}, 4) == 2
+    arguments = ["verify", "--prompts", str(path), "--batch-size", "64"]
+    assert CliRunner().invoke(main, arguments).exit_code == 2
     assert told == [64]
 
 

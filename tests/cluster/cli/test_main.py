@@ -18,7 +18,7 @@ from cluster.cli import generate as cli_generate
 from cluster.cli.generate import figures
 from cluster.cli.main import main
 from cluster.cli.status import shown
-from cluster.prompts import PromptsError, read_prompts
+from cluster.files import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 
 RUN = CliRunner()

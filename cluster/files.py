@@ -1,4 +1,7 @@
-"""Prompt files: JSON lines with `prompt`, or with `turns` as in Spec-Bench (the first is taken)."""
+"""Files that a command is given: prompts to read, and a place to write its result to.
+
+Prompts are JSON lines with `prompt`, or with `turns` as in Spec-Bench (the first is taken).
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,19 @@ def _prompt(line: str, where: str) -> str:
         lone = ord(prompt[error.start])
         raise PromptsError(f"{where}: \\u{lone:04x} is half a character") from None
     return prompt
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError if it cannot be written, before the work whose result it is to hold.
+
+    Makes missing folders, changes no file and leaves none.
+    """
+    if path.exists():
+        if path.is_file() or path.is_dir():  # the reader of a pipe would take this for its end
+            path.open("ab").close()
+        return
+    # Where a link points to nothing, that is tried, and the link stays.
+    new = path.resolve()
+    new.parent.mkdir(parents=True, exist_ok=True)
+    new.open("ab").close()
+    new.unlink()

@@ -1,5 +1,0 @@
-"""`python -m cluster.cli`."""
-
-from cluster.cli.main import main
-
-main()
