@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -96,10 +97,16 @@ def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:
     assert set(re.findall(r"ray_lockstep_\w+", text)) == exported
 
 
-def test_the_image_copies_folders_that_exist() -> None:
+def test_the_image_copies_all_that_is_packaged_and_nothing_else() -> None:
     root = DEPLOY.parent
+    copied: set[str] = set()
     for line in (DEPLOY / "Dockerfile").read_text().splitlines():
         # What another stage of the image makes is not here.
         if line.startswith("COPY ") and "--from=" not in line:
-            for source in line.split()[1:-1]:
-                assert (root / source).exists(), source
+            copied.update(line.split()[1:-1])
+    assert all((root / source).exists() for source in copied), copied
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {name.rstrip("*") for name in packages} == {one for one in copied if "." not in one} - {
+        "LICENSE"
+    }
