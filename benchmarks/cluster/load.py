@@ -177,13 +177,13 @@ async def compare(
 
 
 def batch_counter(config: ClusterConfig) -> Callable[[], int]:
-    """Asks the pool's actors how many batches they have given to the replicas of now."""
+    """Asks the pool's actors how many batches they have given."""
     namespace = config.pool.namespace
     actors = [ray.get_actor(name, namespace=namespace) for name in config.pool_names]
 
     def count() -> int:
         views = ray.get([actor.status.remote() for actor in actors])
-        return sum(replica.batches for view in views for replica in view.status.replicas)
+        return sum(view.status.figures.batches for view in views)
 
     return count
 
