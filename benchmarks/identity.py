@@ -85,20 +85,26 @@ def documents_of(outputs: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, 
     return {"asked": len(outputs), "ended": len(ended), "valid": valid}
 
 
-def replicas_of(args: argparse.Namespace, known: Sequence[Sequence[int]]) -> dict[str, Replica]:
-    """By drafter; `known`: whole sequences, for the oracle."""
-    methods: dict[str, dict[str, Any]] = {
-        "none": {"method": "none"},
-        "suffix": {"method": "suffix"},
-        "head": {"method": "eagle3", "model": PLANTED_HEAD},
-    }
-    made = {name: Replica.load(replica_config(args, said)) for name, said in methods.items()}
-    plain = replica_config(args, methods["none"])
-    pair = load_pair(plain)
-    oracle = OracleDrafter(known, 0.7, pair.vocab_size)
-    made["oracle"] = Replica(pair, plain, drafter=oracle)
-    made["oracle"].grammars = made["none"].grammars
-    return made
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "suffix": {"method": "suffix"},
+    "head": {"method": "eagle3", "model": PLANTED_HEAD},
+}
+
+
+def replica_with(
+    name: str, args: argparse.Namespace, plain: Replica, known: Sequence[Sequence[int]]
+) -> Replica:
+    """`name`: of a drafter; `known`: whole sequences, for the oracle."""
+    if name == "none":
+        return plain
+    if name in METHODS:
+        return Replica.load(replica_config(args, METHODS[name]))
+    config = replica_config(args, METHODS["none"])
+    pair = load_pair(config)
+    replica = Replica(pair, config, drafter=OracleDrafter(known, 0.7, pair.vocab_size))
+    replica.grammars = plain.grammars
+    return replica
 
 
 def main() -> None:
@@ -123,7 +129,7 @@ def main() -> None:
     if "generate" not in said:
         said["generate"] = generated(args.target, greedy)
         path.write_text(json.dumps(said))
-    plain = Replica.load(replica_config(args, {"method": "none"}))
+    plain = Replica.load(replica_config(args, METHODS["none"]))
     if "sampled" not in said:
         said["sampled"] = answers(plain, sampled, 1, 0)
         path.write_text(json.dumps(said))
@@ -142,10 +148,10 @@ def main() -> None:
         for requests, outputs in all_kinds.values()
         for request, tokens in zip(requests, outputs, strict=True)
     ]
-    replicas = replicas_of(args, known)
     rows = said.setdefault("identical", {})
-    for batch in sorted(args.batches, reverse=True):
-        for name, replica in replicas.items():
+    for name in (*METHODS, "oracle"):
+        replica = replica_with(name, args, plain, known)
+        for batch in sorted(args.batches, reverse=True):
             for k in ("0",) if name == "none" else args.draft_lens:
                 for kind, (requests, expected) in all_kinds.items():
                     row = f"{kind}, {name}, batch {batch}, k {k}"
