@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from scheduler.errors import InvalidRequest
+
+_M = TypeVar("_M", bound=BaseModel)
 _RULES: Mapping[str, str] = {
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -34,6 +37,22 @@ _KINDS: Mapping[str, str] = {
 }
 """By the first word of the type of error."""
 _VALUE_CHARS_MAX = 80
+
+
+class Strict(BaseModel):
+    """An object in a request: takes the fields that it names, of their own types, and no other."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def validated(model: type[_M], fields: dict[str, Any]) -> _M:
+    """Raises InvalidRequest, which names the field."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        said = sentences(error, model)
+        field, colon, reason = said.partition(": ")
+        raise InvalidRequest(field if colon else "request", reason or said) from None
 
 
 def sentences(error: ValidationError, model: type[BaseModel], values: bool = True) -> str:

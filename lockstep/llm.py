@@ -19,13 +19,13 @@ from cluster.frontend.calls import (
     ChatPrompt,
     GenerateCall,
     Prompt,
-    Structure,
     TextPrompt,
     TokenPrompt,
     call_field,
     check_call,
 )
 from cluster.frontend.requests import requests_of
+from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.local_engine import LocalEngine, Output

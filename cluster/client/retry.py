@@ -237,17 +237,19 @@ class Continuation:
             self._request.seed = chunk.seed
         self._request.committed_token_ids.extend(chunk.token_ids)
         self._fruitful |= bool(chunk.token_ids)
-        if not (chunk.text or chunk.token_ids or chunk.HasField("end")):
+        if not (chunk.text or chunk.token_ids or chunk.tool_calls or chunk.HasField("end")):
             # A call that fails before its first token begins with such a chunk.
             return None
-        seen = pb.GenerateChunk(text=chunk.text, token_ids=chunk.token_ids)
+        seen = pb.GenerateChunk()
+        seen.CopyFrom(chunk)
+        for name in ("request_id", "seed"):
+            seen.ClearField(name)
         if not self._seen_any:
             self._seen_any = True
             seen.request_id = self._request.request_id
             if self._request.temperature > 0 and self._request.HasField("seed"):
                 seen.seed = self._request.seed
         if chunk.HasField("end"):
-            seen.end.CopyFrom(chunk.end)
             seen.end.recovered += self._recovered
             self._end = seen.end
         return seen

@@ -20,6 +20,7 @@ from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
+from cluster.frontend.tools import ToolCall, ToolReader
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter
 from scheduler.decoding import TokenLogprobs
@@ -42,6 +43,8 @@ class _Sequence:
     text: TextStream
     taken: int
     """Tokens of `live` that the text has seen."""
+    tools: ToolReader | None = None
+    """Where it may call some."""
     stop: str | None = None
     """The stop string that was found."""
 
@@ -72,12 +75,16 @@ class Answer:
         self._status = StatusCode.CANCELLED
         """How it ended for the client: it has left, unless it was told something else."""
 
-    def submit(self, request: Request, text: TextStream, seen: Piece) -> None:
+    def submit(
+        self, request: Request, text: TextStream, seen: Piece, tools: ToolReader | None
+    ) -> None:
         """Hand one more sequence to the pool. `seen`: what `text` made of its committed tokens."""
         assert request.timeout_s is not None
         live = self._router.submit(request, request.timeout_s)
         taken = len(request.committed)
-        self._sequences.append(_Sequence(len(self._sequences), live, text, taken, seen.stop))
+        if tools is not None:
+            tools.push(seen.text)
+        self._sequences.append(_Sequence(len(self._sequences), live, text, taken, tools, seen.stop))
         if seen.stop is not None:
             self._router.cancel(live)
 
@@ -183,6 +190,12 @@ class Answer:
         Without a stream and without stop strings nothing is looked at before the end.
         """
         live, streamed = sequence.live, self.call.stream
+        if self.call.max_new_tokens == 0:
+            # One is computed, which ends the request, and is not told of.
+            await live.ended.wait()
+            _, end = await self._end(sequence)
+            yield self._delta(sequence, "", [], end)
+            return
         update = live.changed if streamed or self.call.stop else live.ended
         text, tokens = "", list[int]()
         while sequence.stop is None and not live.ended.is_set():
@@ -192,7 +205,7 @@ class Answer:
             if not tokens or sequence.stop is not None or live.ended.is_set():
                 continue
             if streamed:
-                yield Delta(sequence.index, text, tokens, self._told(sequence, tokens))
+                yield self._delta(sequence, text, tokens)
                 text, tokens = "", []
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s()):
@@ -202,9 +215,20 @@ class Answer:
             rest, end = await self._end(sequence)
         except Refused:
             if tokens and streamed:
-                yield Delta(sequence.index, text, tokens, self._told(sequence, tokens))
+                yield self._delta(sequence, text, tokens)
             raise
-        yield Delta(sequence.index, text + rest, tokens, self._told(sequence, tokens), end)
+        yield self._delta(sequence, text + rest, tokens, end)
+
+    def _delta(
+        self, sequence: _Sequence, text: str, tokens: list[int], end: SequenceEnd | None = None
+    ) -> Delta:
+        calls: list[ToolCall] = []
+        if sequence.tools is not None:
+            text, calls = sequence.tools.push(text)
+            if end is not None and end.refusal is None:
+                rest, more = sequence.tools.finish()
+                text, calls = text + rest, calls + more
+        return Delta(sequence.index, text, tokens, self._told(sequence, tokens), calls, end)
 
     def _told(self, sequence: _Sequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
         """Of these tokens, the last ones that were taken; nothing where nothing is asked for."""

@@ -10,17 +10,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as field_of
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.status_codes import Refusal
+from cluster.frontend.structure import Structure
+from cluster.frontend.tools import ToolCall, ToolUse
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage
-
-STRUCTURE_BYTES_MAX = 1 << 16
-"""Of a schema, an expression or a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +58,6 @@ class ChatPrompt:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What the new text must be: one of `texts` (for `choice`), else what its one text describes:
-    a JSON schema, a regular expression, a grammar in llguidance's variant of Lark."""
-
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
-    texts: Sequence[str]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     """One call: sequences that are admitted, charged, cancelled and ended together.
@@ -87,6 +77,7 @@ class GenerateCall:
     priority: Priority | None = None
     timeout_s: float | None = None
     max_new_tokens: int | None = None
+    """0: only log-probabilities of the prompt are asked for."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -105,6 +96,7 @@ class GenerateCall:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     structure: Structure | None = None
+    tools: ToolUse | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -147,6 +139,8 @@ class Delta:
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs] = ()
     """Of each of the tokens, where they were asked for."""
+    calls: Sequence[ToolCall] = ()
+    """Calls of tools after the text; theirs is left out of it."""
     end: SequenceEnd | None = None
 
 
@@ -161,6 +155,8 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
         )
     for prompt in call.prompts:
         _check_prompt(prompt, config)
+    if call.max_new_tokens == 0 and call.prompt_logprobs is None:
+        raise InvalidRequest("max_new_tokens", "must be at least 1, is 0")
     if call.max_new_tokens is not None and call.max_new_tokens > context_len:
         raise InvalidRequest(
             "max_new_tokens",
@@ -191,7 +187,7 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
                     "allowed",
                 )
     if call.structure is not None:
-        _check_structure(call.structure, call.ignore_eos)
+        call.structure.check(call.ignore_eos)
     for name in ("temperature", "top_p", "min_p", "timeout_s"):
         if not math.isfinite(getattr(call, name) or 0.0):
             raise InvalidRequest(name, "must be a finite number")
@@ -200,15 +196,6 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
             raise InvalidRequest("committed_token_ids", "only one sequence can be continued")
         if call.sampled and call.seed is None:
             raise InvalidRequest("seed", "a sampled stream can only be continued with its seed")
-
-
-def _check_structure(structure: Structure, ignore_eos: bool) -> None:
-    if ignore_eos:
-        raise InvalidRequest("ignore_eos", f"not with {structure.kind}, which says where to end")
-    if not all(structure.texts) or not structure.texts:
-        raise InvalidRequest(structure.kind, "must not be empty")
-    if (size := sum(len(text.encode()) for text in structure.texts)) > STRUCTURE_BYTES_MAX:
-        raise InvalidRequest(structure.kind, f"{size} bytes, at most {STRUCTURE_BYTES_MAX} allowed")
 
 
 def _check_prompt(prompt: Prompt, config: ClusterConfig) -> None:

@@ -30,8 +30,11 @@ def requests_of(
     turns = isinstance(prompt, ChatPrompt) or call.structure is not None
     own_ends = text.end_of_turn_ids if turns else text.eos_token_ids
     ends = (*call.stop_token_ids, *(() if call.ignore_eos else own_ends))
-    left = max(text.context_len - len(tokens), 1)
     most = call.max_new_tokens
+    if most == 0:
+        # A replica tells of the prompt with the first new token.
+        most, ends = 1, ()
+    left = max(text.context_len - len(tokens), 1)
     seed = call.seed
     if seed is None:
         seed = secrets.randbelow(SEED_MAX) if call.sampled else 0

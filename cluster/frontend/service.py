@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from grpc import StatusCode
@@ -31,6 +32,7 @@ from cluster.frontend.requests import requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
+from cluster.frontend.tools import ToolReader, tool_format
 from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
@@ -135,6 +137,9 @@ class FrontendService:
         """All checks of all sequences come before any token is decoded or any request sent."""
         if self.stopping.is_set():
             raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
+        form = tool_format(self._text.chat_template)
+        if call.tools is not None:
+            call = replace(call, structure=call.tools.structure(form, call.structure))
         check_call(call, self.config, self._text.context_len)
         priority = admitted.priority(call.priority)
         unfinished = self._router.unfinished
@@ -159,7 +164,8 @@ class FrontendService:
             begun.append((request, text, await push_in_slices(text, request.committed)))
         # Without a pause in between: they are submitted together.
         for request, text, seen in begun:
-            answer.submit(request, text, seen)
+            tools = ToolReader(form, call.tools.names) if call.tools and form else None
+            answer.submit(request, text, seen, tools)
         return answer
 
     async def tokens(self, prompt: Prompt) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
 
 if TYPE_CHECKING:
-    from cluster.frontend.calls import ChatPrompt, Structure
+    from cluster.frontend.calls import ChatPrompt
+    from cluster.frontend.structure import Structure
     from replicas.decoding import Grammars
 
 

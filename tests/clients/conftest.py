@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replicas.demo import TARGET_DIR
-from tests.cluster.frontend.test_openai_tools import HERMES_TEMPLATE
+from tests.cluster.frontend.test_tools import HERMES_TEMPLATE
 from tests.free_ports import free_port
 
 ROOT = Path(__file__).parents[2]

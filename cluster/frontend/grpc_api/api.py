@@ -14,7 +14,7 @@ from cluster.frontend.calls import GenerateCall
 from cluster.frontend.grpc_api.context import CallContext, caller_of, refuse
 from cluster.frontend.grpc_api.handlers import Unparsed
 from cluster.frontend.grpc_api.health import HealthService
-from cluster.frontend.grpc_api.messages import to_call, to_end, to_logprobs
+from cluster.frontend.grpc_api.messages import to_call, to_calls, to_end, to_logprobs
 from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
@@ -58,6 +58,7 @@ class GrpcApi(HealthService):
                     chunk.text = delta.text
                     chunk.token_ids.extend(delta.tokens)
                     chunk.logprobs.extend(to_logprobs(delta.logprobs))
+                    chunk.tool_calls.extend(to_calls(delta.calls))
                     if delta.end is not None:
                         chunk.end.CopyFrom(to_end(delta.end))
                         if delta.end.refusal is not None:
@@ -94,6 +95,7 @@ async def whole_answer(
                 raise Refused(delta.end.refusal)
             response.text = delta.text
             response.logprobs.extend(to_logprobs(delta.logprobs))
+            response.tool_calls.extend(to_calls(delta.calls))
             response.token_ids.extend(delta.tokens)
             response.end.CopyFrom(to_end(delta.end))
     return response

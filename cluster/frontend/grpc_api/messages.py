@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import (
@@ -10,10 +14,20 @@ from cluster.frontend.calls import (
     GenerateCall,
     Prompt,
     SequenceEnd,
-    Structure,
     TextPrompt,
     TokenPrompt,
 )
+from cluster.frontend.structure import Structure
+from cluster.frontend.tools import (
+    CallTurn,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+)
+from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
@@ -34,6 +48,14 @@ _PRIORITIES: Mapping[int, Priority | None] = {
     pb.PRIORITY_LOW: Priority.LOW,
 }
 
+_TOOL_MODES: Mapping[int, ToolChoice] = {
+    pb.TOOL_MODE_UNSPECIFIED: "auto",
+    pb.TOOL_MODE_NONE: "none",
+    pb.TOOL_MODE_REQUIRED: "required",
+}
+
+_M = TypeVar("_M", bound=BaseModel)
+
 
 def to_call(
     message: pb.GenerateRequest, caller: Caller, stream: bool, bytes_max: int
@@ -49,9 +71,11 @@ def to_call(
     draft_len = message.draft_len if has("draft_len") else None
     if has("speculation") and not message.speculation:
         draft_len = 0
+    tools = _tool_use(message)
     return GenerateCall(
         caller=caller,
-        prompts=(_prompt(message),),
+        prompts=(_prompt(message, tools),),
+        tools=tools,
         stream=stream,
         request_id=message.request_id,
         priority=priority,
@@ -80,18 +104,80 @@ def to_call(
     )
 
 
-def _prompt(message: pb.GenerateRequest) -> Prompt:
+def _prompt(message: pb.GenerateRequest, tools: ToolUse | None) -> Prompt:
     """Raises InvalidRequest unless it is given in exactly one form."""
     form = message.WhichOneof("input")
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(message, name) and not message.messages:
+            raise InvalidRequest(name, "only with messages")
     if form and message.messages:
         raise InvalidRequest("messages", f"{form} is given as well; exactly one is allowed")
     if message.messages:
-        return ChatPrompt([{"role": one.role, "content": one.content} for one in message.messages])
+        turns = [_turn(f"messages.{at}", one) for at, one in enumerate(message.messages)]
+        options = _json_object(message.chat_template_kwargs, "chat_template_kwargs")
+        return ChatPrompt(turns, () if tools is None else tools.for_template, options)
     if form == "prompt_token_ids":
         return TokenPrompt(message.prompt_token_ids.ids)
     if form == "prompt":
         return TextPrompt(message.prompt)
     raise InvalidRequest("prompt", "one of prompt, prompt_token_ids and messages must be given")
+
+
+def _turn(place: str, turn: pb.ChatMessage) -> dict[str, Any]:
+    """As a chat template wants it. Raises InvalidRequest."""
+    said: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    said |= {name: value for name in ("name", "tool_call_id") if (value := getattr(turn, name))}
+    if turn.tool_calls:
+        said["tool_calls"] = [
+            _validated(
+                CallTurn,
+                {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}},
+                f"{place}.tool_calls.{at}",
+            ).for_template
+            for at, call in enumerate(turn.tool_calls)
+        ]
+    return said
+
+
+def _tool_use(message: pb.GenerateRequest) -> ToolUse | None:
+    """Raises InvalidRequest."""
+    tools = []
+    for at, tool in enumerate(message.tools):
+        place = f"tools.{at}"
+        given = {field.name: value for field, value in tool.ListFields()}
+        if tool.parameters:
+            given["parameters"] = _json_object(tool.parameters, f"{place}.parameters")
+        tools.append(_validated(Tool, {"type": "function", "function": given}, place))
+    choice: ToolChoice
+    if message.WhichOneof("tool_choice") == "tool_name":
+        choice = NamedTool(type="function", function=FunctionName(name=message.tool_name))
+    elif message.tool_mode in _TOOL_MODES:
+        choice = _TOOL_MODES[message.tool_mode]
+    else:
+        raise InvalidRequest("tool_mode", f"{message.tool_mode} names no mode")
+    parallel = message.parallel_tool_calls or not message.HasField("parallel_tool_calls")
+    return ToolUse.of(tools, choice, parallel)
+
+
+def _validated(model: type[_M], fields: dict[str, Any], place: str) -> _M:
+    """Raises InvalidRequest, which names the field behind `place`."""
+    try:
+        return validated(model, fields)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"{place}.{error.field.removeprefix('function.')}", error.reason
+        ) from None
+
+
+def _json_object(text: str, field: str) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidRequest(field, "must be the text of a JSON object")
+    return found
 
 
 def _structure(message: pb.GenerateRequest) -> Structure | None:
@@ -112,6 +198,10 @@ def to_logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
         )
         for one in told
     ]
+
+
+def to_calls(calls: Iterable[ToolCall]) -> list[pb.ToolCall]:
+    return [pb.ToolCall(name=one.name, arguments=one.arguments, id=one.id) for one in calls]
 
 
 def to_end(end: SequenceEnd) -> pb.End:

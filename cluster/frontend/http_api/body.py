@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict
 
 from scheduler.errors import InvalidRequest
 
@@ -17,12 +16,6 @@ _BODY_S = 30.0
 _PARSE_INLINE_BYTES = 16_384
 """A longer body is parsed on a thread: 100,000 token ids take about 0.15 s."""
 T = TypeVar("T")
-
-
-class Strict(BaseModel):
-    """An object in a body: takes the fields that it names, of their own types, and no other."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class BodyReader:

@@ -11,8 +11,8 @@ from typing import Any
 
 from cluster.frontend.calls import Delta, SequenceEnd
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
-from cluster.frontend.http_api.openai_tools import ToolCall, ToolReader, tool_format
 from cluster.frontend.target_text import TargetText
+from cluster.frontend.tools import ToolCall
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FinishReason, Usage
 
@@ -38,11 +38,11 @@ class Written:
     """One sequence as far as it was written."""
 
     prompt: Sequence[int]
-    tools: ToolReader | None = None
-    """Where the target may call some."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    """Of tools."""
     chars: int = 0
     """Of the texts of its tokens, the prompt's with `echo`: where the next token begins."""
     place: Place = Place()
@@ -54,6 +54,7 @@ class Written:
         self.text += delta.text
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
+        self.calls += delta.calls
 
 
 class OpenAIAnswer:
@@ -65,18 +66,8 @@ class OpenAIAnswer:
         self._chat = isinstance(asked, ChatRequest)
         self.id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
-        self._form = tool_format(text.chat_template)
-        offered = asked.offered if isinstance(asked, ChatRequest) else ()
-        self._tools = frozenset(tool.function.name for tool in offered)
         options = asked.stream_options
         self.with_usage = options is not None and options.include_usage
-
-    def begin(self, prompt: Sequence[int]) -> Written:
-        """One sequence of which nothing is written yet."""
-        reader = None
-        if self._tools and self._form is not None:
-            reader = ToolReader(self._form, self._tools)
-        return Written(prompt, reader)
 
     def whole(
         self, written: Mapping[int, Written], ends: Mapping[int, SequenceEnd]
@@ -89,12 +80,9 @@ class OpenAIAnswer:
             if self.asked.echoes:
                 text = self._echo(index, one.prompt) + text
             said = self._said(text, told, one, whole=True)
-            if one.tools is not None:
-                content, calls = one.tools.push(text)
-                rest, more = one.tools.finish()
-                if calls := calls + more:
-                    said["message"]["content"] = content + rest or None
-                    said["message"]["tool_calls"] = [call.as_openai() for call in calls]
+            if one.calls:
+                said["message"]["content"] = text or None
+                said["message"]["tool_calls"] = [_called(call) for call in one.calls]
             if self.asked.return_token_ids:
                 said |= {"token_ids": one.tokens, "prompt_token_ids": list(one.prompt)}
             if self.asked.prompt_logprobs is not None:
@@ -105,33 +93,30 @@ class OpenAIAnswer:
 
     def events(self, delta: Delta, one: Written, first: bool) -> Iterator[dict[str, Any]]:
         """Of one sequence; `first`: its first ones. What the client has already is left out."""
-        text, calls, reads = delta.text, list[ToolCall](), one.tools is not None
+        text = delta.text
         if first and self._chat and one.skip == Place():
             role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
             yield self._chunk(delta.index, role, None, one)
         elif first and self.asked.echoes:
             text = self._echo(delta.index, one.prompt) + text
-        if one.tools is not None:
-            text, calls = one.tools.push(text)
-            if delta.end is not None:
-                rest, more = one.tools.finish()
-                text, calls = text + rest, calls + more
         tokens, told = list(delta.tokens), list(zip(delta.tokens, delta.logprobs, strict=False))
         seen = max(0, min(one.skip.tokens - one.place.tokens, len(tokens)))
         if seen and self.asked.top_logprobs_wanted is not None:
             one.chars += sum(len(self._name(token)) for token in tokens[:seen])
         told, new_tokens = told[seen:], tokens[seen:]
         new_text = text[max(0, one.skip.chars - one.place.chars) :]
-        begun = one.place.calls
+        begun = len(one.calls)
+        one.calls += delta.calls
         one.place = Place(one.place.tokens + len(tokens), one.place.chars + len(text), begun)
-        if new_text and calls:
+        if new_text and delta.calls:
             yield self._chunk(delta.index, self._said(new_text, [], one, whole=False), None, one)
             new_text = ""
-        for number, call in enumerate(calls, begun):
+        for number, call in enumerate(delta.calls, begun):
             one.place = replace(one.place, calls=number + 1)
             if number >= one.skip.calls:
-                called = {"tool_calls": [{"index": number, **call.as_openai()}]}
+                called = {"tool_calls": [{"index": number, **_called(call)}]}
                 yield self._chunk(delta.index, {"delta": called, "logprobs": None}, None, one)
+        reads = self.asked.tool_use is not None
         if new_text or told or delta.end is not None or (new_tokens and not reads):
             said = self._said(new_text, told, one, whole=False)
             if self.asked.return_token_ids:
@@ -280,7 +265,7 @@ class OpenAIAnswer:
         self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: Written
     ) -> dict[str, Any]:
         reason = None if end is None else _FINISH_REASONS.get(end.reason)
-        if reason == "stop" and one.tools is not None and one.tools.calls:
+        if reason == "stop" and one.calls:
             reason = "tool_calls"
         return {"index": index, **said, "finish_reason": reason}
 
@@ -292,6 +277,11 @@ class OpenAIAnswer:
             "model": self.asked.model,
             "choices": choices,
         }
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _speculation(usage: Usage) -> dict[str, Any]:

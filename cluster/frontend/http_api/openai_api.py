@@ -28,7 +28,6 @@ from cluster.frontend.http_api.openai_models import (
     CompletionRequest,
     parse_request,
 )
-from cluster.frontend.http_api.openai_tools import tool_format
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
 from scheduler.errors import InvalidRequest
@@ -85,7 +84,7 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
             shape = OpenAIAnswer(asked, service.text)
             with service.refusals():
                 name = request.headers.get("x-request-id") or shape.id
-                call = asked.to_call(caller, name, tool_format(service.text.chat_template))
+                call = asked.to_call(caller, name)
                 call, place = _resumed(call, request.headers.get("last-event-id"))
         except Refused as refused:
             return refusal_response(refused.refusal)
@@ -144,9 +143,7 @@ class _CallResponse(Response):
                             raise Refused(delta.end.refusal)
                         ends[delta.index] = delta.end
                     if first := delta.index not in written:
-                        one = self._shape.begin(answer.prompt(delta.index))
-                        one.skip = self._skip
-                        written[delta.index] = one
+                        written[delta.index] = Written(answer.prompt(delta.index), skip=self._skip)
                     one = written[delta.index]
                     if not self._call.stream:
                         one.add(delta)

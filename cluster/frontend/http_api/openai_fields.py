@@ -12,9 +12,9 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.frontend.calls import Structure
-from cluster.frontend.http_api.body import Strict
-from cluster.frontend.http_api.openai_tools import CallTurn
+from cluster.frontend.structure import Structure
+from cluster.frontend.tools import CallTurn
+from cluster.sentences import Strict
 
 
 class StreamOptions(Strict):

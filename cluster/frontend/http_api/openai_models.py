@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -17,25 +16,19 @@ from cluster.frontend.calls import (
     ChatPrompt,
     GenerateCall,
     Prompt,
-    Structure,
     TextPrompt,
     TokenPrompt,
 )
-from cluster.frontend.http_api.body import Strict
 from cluster.frontend.http_api.openai_fields import (
     Message,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
 )
-from cluster.frontend.http_api.openai_tools import (
-    Tool,
-    ToolChoice,
-    ToolFormat,
-    tool_structure,
-)
 from cluster.frontend.status_codes import Refusal
-from cluster.sentences import sentences
+from cluster.frontend.structure import Structure
+from cluster.frontend.tools import Tool, ToolChoice, ToolUse
+from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Priority
 
@@ -57,9 +50,6 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 }
 """Names that other servers know, and the values that ask for nothing: with those, and with null,
 they are taken."""
-
-
-_M = TypeVar("_M", bound=BaseModel)
 
 
 class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which looks no further
@@ -132,10 +122,15 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
         """The prompt of this number where it was given as text."""
         return None
 
-    def structure_of(self, form: ToolFormat | None) -> Structure | None:
-        """What the new text must be. Raises InvalidRequest."""
+    @property
+    def structure(self) -> Structure | None:
+        """What the new text must be."""
         asked = self.response_format or self.structured_outputs
         return None if asked is None else asked.structure
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        return None
 
     @property
     def structure_field(self) -> str:
@@ -151,10 +146,8 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     def prompts(self) -> tuple[Prompt, ...]:
         raise NotImplementedError
 
-    def to_call(
-        self, caller: Caller, request_id: str, form: ToolFormat | None = None
-    ) -> GenerateCall:
-        """`form`: how the target writes tool calls. Raises InvalidRequest."""
+    def to_call(self, caller: Caller, request_id: str) -> GenerateCall:
+        """Raises InvalidRequest."""
         return GenerateCall(
             caller=caller,
             prompts=self.prompts,
@@ -180,15 +173,17 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
             presence_penalty=self.presence_penalty,
             min_tokens=self.min_tokens,
             bad_words=self.bad_words,
-            structure=self.structure_of(form),
+            structure=self.structure,
+            tools=self.tool_use,
             logprobs=self.top_logprobs_wanted,
             prompt_logprobs=self._prompt_logprobs,
         )
 
     @property
     def _prompt_logprobs(self) -> int | None:
-        if self.echoes and self.top_logprobs_wanted is not None:
-            return max(self.top_logprobs_wanted, self.prompt_logprobs or 0)
+        # Without new tokens a call asks for what the target says of its prompt.
+        if self.echoes and (self.top_logprobs_wanted is not None or self.max_tokens == 0):
+            return max(self.top_logprobs_wanted or 0, self.prompt_logprobs or 0)
         return self.prompt_logprobs
 
     def renamed(self, refusal: Refusal) -> Refusal:
@@ -269,8 +264,6 @@ class ChatRequest(_Request):
             raise ValueError("top_logprobs: only with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens: max_completion_tokens is given as well")
-        if self.tool_choice not in ("none", "auto") and not self.tools:
-            raise ValueError("tool_choice: no tools are given")
         return self
 
     @property
@@ -282,27 +275,12 @@ class ChatRequest(_Request):
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         turns = [turn.for_template for turn in self.messages]
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered]
+        tools = () if self.tool_use is None else self.tool_use.for_template
         return (ChatPrompt(turns, tools, self.chat_template_kwargs),)
 
     @property
-    def offered(self) -> Sequence[Tool]:
-        """Tools that the target may call."""
-        return () if self.tool_choice == "none" else self.tools
-
-    def structure_of(self, form: ToolFormat | None) -> Structure | None:
-        asked = super().structure_of(form)
-        if not self.offered:
-            return asked
-        if form is None:
-            raise InvalidRequest("tools", "the target's chat template knows none")
-        try:
-            calls = tool_structure(self.offered, self.tool_choice, self.parallel_tool_calls, form)
-        except ValueError as error:
-            raise InvalidRequest("tool_choice", str(error)) from None
-        if calls is not None and asked is not None:
-            raise InvalidRequest(super().structure_field, "not with tools that bind the text")
-        return calls or asked
+    def tool_use(self) -> ToolUse | None:
+        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def structure_field(self) -> str:
@@ -328,16 +306,6 @@ def parse_request(model: type[AnyRequest], fields: dict[str, Any]) -> AnyRequest
             for name in [name for name, value in turn.items() if value is None]:
                 del turn[name]
     return validated(model, given)
-
-
-def validated(model: type[_M], fields: dict[str, Any]) -> _M:
-    """Raises InvalidRequest, which names the parameter."""
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        said = sentences(error, model)
-        field, colon, reason = said.partition(": ")
-        raise InvalidRequest(field if colon else "request", reason or said) from None
 
 
 def _is_id(value: Any) -> bool:

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.frontend.calls import ChatPrompt, TextPrompt
-from cluster.frontend.http_api.body import BodyReader, Strict
+from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import caller_of, refusal_response
 from cluster.frontend.http_api.openai_fields import Message
-from cluster.frontend.http_api.openai_models import validated
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
+from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 
 

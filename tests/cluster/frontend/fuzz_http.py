@@ -33,7 +33,7 @@ from tests.cluster.frontend import fuzz_requests as draw
 from tests.cluster.frontend.rig import CONFIG, Context, frontend
 from tests.cluster.frontend.test_http import http
 from tests.cluster.frontend.test_openai_decoding import PAIR, text
-from tests.cluster.frontend.test_openai_tools import HERMES_TEMPLATE
+from tests.cluster.frontend.test_tools import HERMES_TEMPLATE
 
 KINDS: dict[type[AnyRequest], str] = {
     CompletionRequest: "/v1/completions",

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from google.protobuf.json_format import ParseDict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cluster.client.retry import Continuation
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.target_text import TargetText
@@ -105,11 +106,10 @@ async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
             assert said["text"] == answer.text
             if fields != {"min_tokens": 20}:
                 assert said["text"] != plain, fields
-        named = {name for fields, _ in SAME for name in fields} | {
-            "logprobs",
-            "prompt_logprobs",
+        named = {name for fields, _ in SAME for name in fields} | {"logprobs", "prompt_logprobs"}
+        known = {
+            field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if 20 < field.number < 33
         }
-        known = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.number > 20}
         assert known == named, "each field of decoding stands in the table"
 
 
@@ -147,6 +147,9 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         assert [one.logprob for one in both] == told["token_logprobs"][1:]
         chunks = [chunk async for chunk in made.GenerateStream(asked, Context())]
         assert [one for chunk in chunks for one in chunk.logprobs] == list(answer.logprobs)
+        whole_stream = Continuation(asked)
+        seen = [whole_stream.take(chunk) for chunk in chunks]
+        assert [one for each in seen if each for one in each.logprobs] == list(answer.logprobs)
         streamed = await post(app, "completions", **fields, stream=True)
         events = [
             json.loads(line.partition("data: ")[2])
@@ -155,10 +158,19 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         parts = [event["choices"][0]["logprobs"] for event in events]
         new = told["token_logprobs"][len(said["prompt_token_ids"]) :]
         assert [one for part in parts for one in part["token_logprobs"]] == new
+        scored = await whole(app, prompt=PROMPT, max_tokens=0, logprobs=3, echo=True)
+        assert scored["text"] == PROMPT
+        assert scored["finish_reason"] == "length"
+        count = len(said["prompt_token_ids"])
+        assert scored["logprobs"] == {name: each[:count] for name, each in told.items()}
+        asked.max_new_tokens = 0
+        alone = await made.Generate(asked, Context())
+        assert alone.end.prompt_logprobs == answer.end.prompt_logprobs
+        assert not alone.token_ids
+        assert alone.end.usage.completion_tokens == 0
         of_prompt = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
         assert of_prompt["prompt_logprobs"][0] is None
         values = [next(iter(one.values())) for one in of_prompt["prompt_logprobs"][1:]]
-        count = len(said["prompt_token_ids"])
         assert [one["logprob"] for one in values] == told["token_logprobs"][1:count]
         assert [one["decoded_token"] for one in values] == told["tokens"][1:count]
 

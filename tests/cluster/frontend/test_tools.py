@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.http_api.openai_tools import ToolFormat, ToolReader, tool_format
+from cluster.frontend.tools import ToolFormat, ToolReader, tool_format
+from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
-from tests.cluster.frontend.rig import CONFIG, frontend
+from tests.cluster.frontend.rig import CONFIG, Context, frontend
 from tests.cluster.frontend.test_openai import events, post
 from tests.cluster.frontend.test_openai_decoding import PAIR, text
 
@@ -42,6 +44,10 @@ WEATHER = {
 }
 TIME = {"name": "time"}
 TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
+GRPC_TOOLS = [
+    pb.Tool(name="weather", parameters=json.dumps(WEATHER["parameters"])),
+    pb.Tool(name="time"),
+]
 ASKED = [{"role": "user", "content": "what is the weather?"}]
 
 UNKNOWN = {"type": "function", "function": {"name": "x"}}
@@ -91,6 +97,10 @@ def test_a_template_says_its_format() -> None:
     assert tool_format("{{ messages }}") is tool_format(None) is None
 
 
+def as_http(call: pb.ToolCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
 @pytest.mark.parametrize("template", [HERMES_TEMPLATE, LLAMA_TEMPLATE])
 async def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
     encoder = copy(text().encoder)
@@ -126,18 +136,41 @@ async def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
         [call_delta] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
         assert call_delta[0]["function"] == choices[0]["message"]["tool_calls"][0]["function"]
         assert all(not delta.get("content") for delta in deltas)
-        # The conversation goes on with what the call gave.
         turn = choices[0]["message"]
         result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
+        # gRPC gives the same calls, also in a stream that is continued from any of its chunks.
+        asked = pb.GenerateRequest(
+            messages=[pb.ChatMessage(**turn) for turn in ASKED],
+            tools=GRPC_TOOLS,
+            tool_name="weather",
+            max_new_tokens=60,
+            temperature=1,
+            seed=4,
+        )
+        answer = await made.Generate(asked, Context())
+        assert [as_http(call) for call in answer.tool_calls] == [call_delta[0]["function"]]
+        assert not answer.text
+        chunks = [chunk async for chunk in made.GenerateStream(asked, Context())]
+        for done in range(len(chunks)):
+            again = pb.GenerateRequest()
+            again.CopyFrom(asked)
+            for chunk in chunks[:done]:
+                again.committed_token_ids.extend(chunk.token_ids)
+            rest = [chunk async for chunk in made.GenerateStream(again, Context())]
+            calls = [call for chunk in (*chunks[:done], *rest) for call in chunk.tool_calls]
+            assert [as_http(call) for call in calls] == [call_delta[0]["function"]]
+        came = pb.ToolCall(name="weather", arguments=call["function"]["arguments"], id="c")
+        asked.messages.append(pb.ChatMessage(role="assistant", tool_calls=[came]))
+        asked.messages.append(pb.ChatMessage(role="tool", content="5", tool_call_id="c"))
+        asked.tool_mode = pb.TOOL_MODE_NONE
+        more_over_grpc = await made.Generate(asked, Context())
+        assert not more_over_grpc.tool_calls
         more = await post(
             app,
             "chat/completions",
-            messages=[*ASKED, turn, result],
-            max_tokens=4,
-            tools=TOOLS,
-            tool_choice="none",
+            **(fields | {"messages": [*ASKED, turn, result], "tool_choice": "none"}),
         )
-        assert more.status == 200, more.body
+        assert more.json["choices"][0]["message"]["content"] == more_over_grpc.text
         # A strict tool binds what is called, but not whether.
         strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
         free = await post(app, "chat/completions", **(fields | {"tools": strict}), n=4)
@@ -156,7 +189,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
     ],
 )
-async def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str) -> None:
+async def test_what_cannot_be_is_refused_over_http(fields: dict[str, Any], param: str) -> None:
     encoder = copy(text().encoder)
     encoder.chat_template = HERMES_TEMPLATE
     config = CONFIG.model_copy(update={"replica": PAIR})
@@ -165,3 +198,36 @@ async def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str) -> 
         answer = await post(http_app(made.service), "chat/completions", messages=ASKED, **fields)
         assert answer.status == 400
         assert answer.error["param"] == param
+
+
+A_CALL = [{"name": "f", "arguments": "[]"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_mode": 2}, "tool_choice: no tools are given"),
+        ({"tool_mode": 7, "tools": GRPC_TOOLS}, "tool_mode: 7 names no mode"),
+        ({"tools": GRPC_TOOLS, "tool_name": "x"}, "tool_choice: 'x' is not among the tools"),
+        ({"tools": [pb.Tool(name="a b")]}, "tools.0.name: must match"),
+        ({"tools": [pb.Tool(name="a", parameters="x")]}, "tools.0.parameters: must be the text"),
+        ({"tools": GRPC_TOOLS, "tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
+        ({"chat_template_kwargs": "[]"}, "chat_template_kwargs: must be the text of a JSON"),
+        ({"chat_template_kwargs": '{"tokenize": 1}'}, "chat_template_kwargs: tokenize is not"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": A_CALL}]},
+            "messages.0.tool_calls.0.arguments: must be the text of a JSON object",
+        ),
+        ({"messages": [], "prompt": "a", "tools": GRPC_TOOLS}, "tools: only with messages"),
+    ],
+)
+async def test_what_cannot_be_is_refused_over_grpc(fields: dict[str, Any], message: str) -> None:
+    encoder = copy(text().encoder)
+    encoder.chat_template = HERMES_TEMPLATE
+    config = CONFIG.model_copy(update={"replica": PAIR})
+    spoken = replace(text(), encoder=encoder)
+    async with frontend(config=config, replicas=0, text=spoken) as made:
+        context = Context()
+        await made.Generate(pb.GenerateRequest(**({"messages": ASKED} | fields)), context)
+        assert context.code is StatusCode.INVALID_ARGUMENT
+        assert context.details.startswith(message)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from cluster.frontend.calls import Structure
-from cluster.frontend.http_api.body import Strict
+from cluster.frontend.structure import Structure
+from cluster.sentences import Strict
+from scheduler.errors import InvalidRequest
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -99,16 +100,50 @@ class CallTurn(Strict):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-def tool_structure(
-    tools: Sequence[Tool], choice: ToolChoice, parallel: bool, form: ToolFormat
-) -> Structure | None:
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that a call offers, and how the target may use them."""
+
+    tools: Sequence[Tool]
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+    """Whether an answer may have several calls."""
+
+    @classmethod
+    def of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> ToolUse | None:
+        """None where the target is to know of no tool. Raises InvalidRequest."""
+        if not tools and choice not in ("none", "auto"):
+            raise InvalidRequest("tool_choice", "no tools are given")
+        return cls(tools, choice, parallel) if tools and choice != "none" else None
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self.tools)
+
+    def structure(self, form: ToolFormat | None, asked: Structure | None) -> Structure | None:
+        """What an answer must be that is `asked` to be so beside. Raises InvalidRequest."""
+        if form is None:
+            raise InvalidRequest("tools", "the target's chat template knows none")
+        calls = _tool_structure(self, form)
+        if calls is not None and asked is not None:
+            raise InvalidRequest(asked.kind, "not with tools that bind the text")
+        return calls or asked
+
+
+def _tool_structure(use: ToolUse, form: ToolFormat) -> Structure | None:
     """What binds an answer to these tools: calls alone where one is required, text and calls where
-    some tool is strict; else nothing does. Raises ValueError for a name that is not offered."""
-    offered = [tool.function for tool in tools]
+    some tool is strict; else nothing does. Raises InvalidRequest for a name that is not offered."""
+    offered = [tool.function for tool in use.tools]
+    choice, parallel = use.choice, use.parallel
     if isinstance(choice, NamedTool):
         offered = [one for one in offered if one.name == choice.function.name]
         if not offered:
-            raise ValueError(f"{choice.function.name!r} is not among the tools")
+            name = choice.function.name
+            raise InvalidRequest("tool_choice", f"{name!r} is not among the tools")
         parallel = False
     elif choice != "required" and not any(one.strict for one in offered):
         return None
@@ -151,10 +186,7 @@ class ToolCall:
     name: str
     arguments: str
     """A JSON object."""
-
-    def as_openai(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
 class ToolReader:
