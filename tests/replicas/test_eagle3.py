@@ -15,6 +15,7 @@ from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
 from replicas.drafters.eagle3 import Eagle3Drafter, HeadRefused, load_head, read_head
 from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.eagle3.drafter import TOGETHER
 from replicas.drafters.load import load_drafter
 from replicas.memory import PairShape, pair_shape, plan_memory
 from replicas.models.paged_model import Wants
@@ -78,7 +79,7 @@ def test_drafts_are_those_of_the_equations(
     replica = headed_replica(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client = Client(replica)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
-    for k, n in ((0, 2), (3, 2), (0, 1), (2, 3)):
+    for k, n in ((0, 2), (3, 2), (0, 1), (2, 3), (0, TOGETHER + 2)):
         client.steps(k, n)
         drafts, lens = drafts_of(replica, ["a", "b", "c"], 4)
         assert lens == [4, 4, 4]
@@ -128,6 +129,11 @@ def test_a_failed_batch_costs_a_row_one_plain_step(tmp_path: Path) -> None:
         client.steps(3, 5)
     assert sum(row.draft_tokens for row in client.steps(3).rows) == 0
     assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
+    # Nor does it forget what it saw before, or remember what was taken back.
+    client.steps(0, 2)
+    with failing_pass(replica, 3):
+        client.steps(0, 5)
+    client.steps(0)
     drafts, _ = drafts_of(replica, ["a", "b"], 4)
     assert drafts == [expected(path, client.contents[name], 4) for name in "ab"]
 

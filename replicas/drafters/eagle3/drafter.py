@@ -1,15 +1,16 @@
 """Drafts by an EAGLE-3 head: it sees what the target has computed, and goes on from its own output.
 
-Its KV of a position needs the target's hidden states there, so it looks on at every step, also of
-those without drafts. That is half of the layer; the other half is computed for one position of a
-row, when the row drafts. Between steps a row carries what that takes. A batch that failed takes it
-away; the next step of such a row is a plain one, which brings it back.
+Its KV of a position needs the target's hidden states there, also those of steps without drafts.
+They are kept and taken in together, when the row drafts next or after TOGETHER of them. To take
+them in is half of the layer; the other half is computed for one position of a row, when the row
+drafts. Between steps a row carries what that takes. A batch that failed takes it away; the next
+step of such a row is a plain one, which brings it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -20,6 +21,9 @@ from replicas.drafters.protocol import Ask, Proposal, Seen
 from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch
 
+TOGETHER = 16
+"""Positions of a row that are taken in at the latest while no row of its batch drafts."""
+
 
 @dataclass(slots=True)
 class _Row:
@@ -27,6 +31,14 @@ class _Row:
     """KV positions."""
     carry: tuple[torch.Tensor, torch.Tensor] | None = None
     """What has entered the layer at position `valid` - 1; see `HeadLayer.enter`."""
+    tokens: list[int] = field(default_factory=list)
+    """What follows on each position from `valid` on that was seen and not taken in."""
+    taps: list[torch.Tensor] = field(default_factory=list)  # each [taps, positions, hidden]
+    """The hidden states there."""
+
+    def __len__(self) -> int:
+        """Positions that were seen."""
+        return self.valid + len(self.tokens)
 
 
 class Eagle3Drafter:
@@ -47,28 +59,50 @@ class Eagle3Drafter:
         return self._rows[row].valid
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
-        for row, length in zip(rows, lengths, strict=True):
-            self._rows[row] = _Row(min(self._rows[row].valid, length - 1))
+        for id, length in zip(rows, lengths, strict=True):
+            row = self._rows[id]
+            row.carry, row.valid = None, min(row.valid, length - 1)
+            count = length - 1 - row.valid
+            row.tokens = row.tokens[:count]
+            row.taps = [torch.cat(row.taps, 1)[:, :count]] if row.tokens else []
 
     def observe(self, seen: Seen) -> None:
-        tokens: list[int] = []
+        taps, first = torch.stack(list(seen.taps)), 0
         for index, (content, (begin, end)) in enumerate(
             zip(seen.contents, seen.ranges, strict=True)
         ):
-            assert self._rows[seen.ids[index]].valid == begin, "it sees every position once"
+            row = self._rows[seen.ids[index]]
+            assert len(row) == begin, "it sees every position once"
             # Of a check all next tokens are new, of a prefill none is.
             new = seen.committed[index] if seen.committed else content[begin + 1 : end + 1]
-            tokens += new
-        fed = upload(tokens, torch.int64, seen.table.device)
-        hidden = self._layer.fused([seen.taps[index] for index in self._order])
-        layout = self._layer.backend.ranges_layout(seen.table, seen.ranges)
-        last = [end - 1 for end in accumulate(end - begin for begin, end in seen.ranges)]
+            row.tokens += new
+            row.taps.append(taps[:, first : first + end - begin])
+            first += end - begin
+        drafting = seen.drafted is None or any(seen.drafted)
+        if drafting or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):
+            self._take_in(seen.ids, seen.table)
+
+    def _take_in(
+        self,
+        ids: Sequence[str],  # all with positions to take in
+        table: torch.Tensor,  # [rows, blocks], int64
+    ) -> None:
+        rows = [self._rows[id] for id in ids]
+        fed = upload([token for row in rows for token in row.tokens], torch.int64, table.device)
+        taps = torch.cat([piece for row in rows for piece in row.taps], 1)
+        hidden = self._layer.fused([taps[index] for index in self._order])
+        layout = self._layer.backend.ranges_layout(table, [(row.valid, len(row)) for row in rows])
+        last = [end - 1 for end in accumulate(len(row.tokens) for row in rows)]
         entered, residual = self._layer.enter(fed, hidden, layout)
         carries = zip(entered[last], residual[last], strict=True)
-        for row, (_, end), carry in zip(seen.ids, seen.ranges, carries, strict=True):
-            self._rows[row] = _Row(end, carry)
+        for id, row, carry in zip(ids, rows, carries, strict=True):
+            self._rows[id] = _Row(len(row), carry)
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+        behind = [at for at, id in enumerate(ask.ids) if self._rows[id].tokens]
+        if behind:
+            with watch.section("catch_up"):
+                self._take_in([ask.ids[at] for at in behind], ask.table[behind])
         rows = [self._rows[row] for row in ask.ids]
         lens = [
             0 if row.carry is None or row.valid != len(content) - 1 else most
