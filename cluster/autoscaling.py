@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.serve.config import AutoscalingConfig as ServeAutoscaling
-from ray.serve.config import AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig as ServeAutoscaling, AutoscalingPolicy
 
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import PoolView, merged_view

@@ -12,41 +12,17 @@ from enum import StrEnum
 from scheduler.decoding import TokenLogprobs
 from scheduler.requests import (
     Batch as Batch,
-)
-from scheduler.requests import (
     BatchKind as BatchKind,
-)
-from scheduler.requests import (
     PrefillRow as PrefillRow,
-)
-from scheduler.requests import (
     PrefillTiming as PrefillTiming,
-)
-from scheduler.requests import (
     Priority as Priority,
-)
-from scheduler.requests import (
     ReplicaSpec as ReplicaSpec,
-)
-from scheduler.requests import (
     Request as Request,
-)
-from scheduler.requests import (
     RowResult as RowResult,
-)
-from scheduler.requests import (
     SamplingParams as SamplingParams,
-)
-from scheduler.requests import (
     StepResult as StepResult,
-)
-from scheduler.requests import (
     StepRow as StepRow,
-)
-from scheduler.requests import (
     StepTimes as StepTimes,
-)
-from scheduler.requests import (
     StepTiming as StepTiming,
 )
 

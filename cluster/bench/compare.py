@@ -12,12 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from cluster.bench.transformers_runs import (
-    ASSISTANCES,
-    Assistance,
-    DoesNotRun,
-    Transformers,
-)
+from cluster.bench.transformers_runs import ASSISTANCES, Assistance, DoesNotRun, Transformers
 from cluster.bench.workload import BenchError, Workload, engine_request
 from cluster.config import ClusterConfig
 from cluster.local_engine import LocalEngine, Runner

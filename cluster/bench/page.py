@@ -9,14 +9,7 @@ from typing import Any
 
 from cluster.bench.figures import first_token_times, latencies
 from cluster.bench.plots import Plot, bars, columns, histogram, line, to_svg
-from cluster.bench.report import (
-    Report,
-    Table,
-    comparison_tables,
-    load_tables,
-    number,
-    percent,
-)
+from cluster.bench.report import Report, Table, comparison_tables, load_tables, number, percent
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

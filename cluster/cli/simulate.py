@@ -26,14 +26,12 @@ from scheduler.simulation import (
     Roofline,
     Setup,
     WorkloadRequest,
+    bursts as bursty,
     drawn,
     parse_acceptance,
     parse_lengths,
     poisson,
     read_trace,
-)
-from scheduler.simulation import (
-    bursts as bursty,
 )
 
 CHARACTERS_PER_TOKEN = 4

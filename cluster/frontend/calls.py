@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import field as field_of
+from dataclasses import dataclass, field as field_of
 from typing import Any, ClassVar
 
 from cluster.config import ClusterConfig

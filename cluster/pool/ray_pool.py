@@ -22,14 +22,7 @@ from cluster.config import ClusterConfig
 from cluster.frontend.metrics import PoolMeter, ray_sink
 from cluster.garbage import collect_seldom
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import (
-    FRONTEND,
-    WORKER,
-    JoinReply,
-    PoolUnreachable,
-    PoolView,
-    StopReply,
-)
+from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView, StopReply
 from cluster.transport.credentials import Key
 from cluster.transport.endpoint import Endpoint, Server, connect
 from cluster.transport.stream import Stream, StreamKind

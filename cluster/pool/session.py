@@ -35,15 +35,7 @@ from cluster.pool.protocol import (
     silence_s,
 )
 from cluster.transport.stream import Stream, StreamLost
-from scheduler.messages import (
-    Finish,
-    FinishReason,
-    Reject,
-    RejectCode,
-    Request,
-    Submit,
-    Usage,
-)
+from scheduler.messages import Finish, FinishReason, Reject, RejectCode, Request, Submit, Usage
 from scheduler.scaling import ShardLoad
 
 log = logging.getLogger("lockstep.frontend")

@@ -18,13 +18,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from replicas.demo.corpus import build_corpus
 from replicas.demo.distill import distill, write_texts
-from replicas.demo.grow import (
-    DRAFT_LAYERS,
-    TARGET_LAYERS,
-    grow,
-    new_model,
-    save_model,
-)
+from replicas.demo.grow import DRAFT_LAYERS, TARGET_LAYERS, grow, new_model, save_model
 from replicas.demo.optimise import Schedule, optimise, prepare_machine
 from replicas.demo.tokens import TokenStore, save_tokenizer, train_tokenizer
 

@@ -31,13 +31,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from replicas.models.shapes import (
-    SHAPES,
-    BadPlantedName,
-    PlantedName,
-    map_shift,
-    parse_planted,
-)
+from replicas.models.shapes import SHAPES, BadPlantedName, PlantedName, map_shift, parse_planted
 
 _log = logging.getLogger(__name__)
 

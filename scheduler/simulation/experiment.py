@@ -12,15 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import (
-    Action,
-    Event,
-    Finish,
-    Reject,
-    ReplicaSpec,
-    Request,
-    StepDone,
-)
+from scheduler.messages import Action, Event, Finish, Reject, ReplicaSpec, Request, StepDone
 from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_rank
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.faults import FaultPlan

@@ -15,15 +15,7 @@ from scheduler.messages import FinishReason, ReplicaSpec, Request
 from scheduler.queue import WaitingQueue
 from scheduler.state.rate import RateMeter
 from scheduler.state.replica import Replica
-from scheduler.state.sequence import (
-    IN_FLIGHT,
-    RESIDENT,
-    Answer,
-    Chunk,
-    Move,
-    Sequence,
-    State,
-)
+from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Answer, Chunk, Move, Sequence, State
 
 _HEAP_SLACK = 64
 REACHED_RECENT = 0.02

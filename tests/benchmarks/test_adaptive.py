@@ -11,13 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.adaptive import (
-    LONG,
-    PROMPT,
-    VirtualReplica,
-    measure_far_apart,
-    measure_tiled,
-)
+from benchmarks.adaptive import LONG, PROMPT, VirtualReplica, measure_far_apart, measure_tiled
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

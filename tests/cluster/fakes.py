@@ -16,14 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
-from scheduler.messages import (
-    Batch,
-    BatchKind,
-    ReplicaSpec,
-    RowResult,
-    StepResult,
-    StepTimes,
-)
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, RowResult, StepResult, StepTimes
 
 VOCAB = 320
 CONTEXT = 512

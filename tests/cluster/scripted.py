@@ -15,8 +15,7 @@ from grpc import StatusCode
 
 from cluster.client import RetryPolicy
 from cluster.frontend.text import TextStream
-from protos import lockstep_pb2 as pb
-from protos import lockstep_pb2_grpc
+from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.cluster.fakes import tokenizer
 
 PROMPT = "the quick"

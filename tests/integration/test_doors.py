@@ -29,8 +29,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from cluster.frontend.admission.keys import add, remove
-from protos import lockstep_pb2 as pb
-from protos import lockstep_pb2_grpc
+from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.free_ports import free_port
 from tests.integration.conftest import RunningCluster
 from tests.integration.pairs import write_pair

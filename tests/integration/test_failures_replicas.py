@@ -17,14 +17,7 @@ import pytest
 from protos import lockstep_pb2 as pb
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.load import Outcome, all_right, fake_asks, serve, serve_during
-from tests.chaos.troubled import (
-    HANG_ONCE,
-    POISON,
-    SLOW_PREFILL,
-    SLOW_STEP,
-    Stage,
-    troubled_loader,
-)
+from tests.chaos.troubled import HANG_ONCE, POISON, SLOW_PREFILL, SLOW_STEP, Stage, troubled_loader
 from tests.cluster.fakes import load_fake_text
 
 pytestmark = pytest.mark.ray

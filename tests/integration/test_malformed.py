@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from cluster.client import Client
 from protos import lockstep_pb2 as pb

@@ -31,8 +31,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import main
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy, Tls
-from protos import lockstep_pb2 as pb
-from protos import lockstep_pb2_grpc
+from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.cluster.fakes import perfect
 from tests.cluster.scripted import PROMPT, PROMPT_IDS, Script, Server, joined
 from tests.free_ports import free_port

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from replicas.config import ReplicaConfig
 from replicas.invariant.device import chunked_attention, efficient_attention

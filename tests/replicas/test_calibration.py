@@ -12,14 +12,7 @@ from replicas import calibration
 from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
 from replicas.replica import Replica
 from scheduler.draft_length import LatencyTable
-from scheduler.messages import (
-    Batch,
-    BatchKind,
-    PrefillTiming,
-    StepResult,
-    StepTimes,
-    StepTiming,
-)
+from scheduler.messages import Batch, BatchKind, PrefillTiming, StepResult, StepTimes, StepTiming
 from tests.tiny_pairs import tiny_replica
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, BlockAllocator, CacheShape, OutOfBlocks, PagedCache

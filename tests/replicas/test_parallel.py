@@ -22,8 +22,7 @@ from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, pair_shape_of, plan_memory
 from replicas.models.pair import PairRefused, read_pair
 from replicas.models.shapes import SHAPES
-from replicas.parallel import ranks
-from replicas.parallel import replica as parallel
+from replicas.parallel import ranks, replica as parallel
 from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
 from replicas.parallel.replica import LocalRank, ParallelReplica, load_parallel

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks, root_key
 from tests.reference import plain_greedy

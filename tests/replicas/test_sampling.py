@@ -18,12 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from replicas.sampling.choice import (
-    SamplingBatch,
-    choose,
-    first_best,
-    guess,
-)
+from replicas.sampling.choice import SamplingBatch, choose, first_best, guess
 from replicas.sampling.noise import NOISE_MOST, gumbel_noise, noise_keys
 from scheduler.messages import SamplingParams
 

@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 
-from replicas.drafters import Ask, Seen, SuffixDrafter
-from replicas.drafters import suffix as module
+from replicas.drafters import Ask, Seen, SuffixDrafter, suffix as module
 from replicas.drafters.history import History
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from tests.sim import __main__ as command
-from tests.sim import sweep
+from tests.sim import __main__ as command, sweep
 
 
 def test_seed_and_number_give_the_world() -> None:

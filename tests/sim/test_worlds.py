@@ -7,8 +7,7 @@ end no sequence and no block is left over. Hypothesis prints the number of a wor
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from scheduler.messages import FinishReason, Request
 from scheduler.simulation import Report, World

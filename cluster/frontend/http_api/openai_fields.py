@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, Self
 
-from pydantic import (
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import CallTurn

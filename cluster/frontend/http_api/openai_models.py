@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, field_validator, model_validator
 
 from cluster.frontend.admission.control import Caller
-from cluster.frontend.calls import (
-    ChatPrompt,
-    GenerateCall,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-)
+from cluster.frontend.calls import ChatPrompt, GenerateCall, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.http_api.openai_fields import (
     Message,
     ResponseFormat,

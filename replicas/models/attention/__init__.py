@@ -2,12 +2,7 @@
 
 from replicas.models.attention.choice import AttentionRefused, choose_attention
 from replicas.models.attention.gather import GatherBackend, fused_attention
-from replicas.models.attention.paged import (
-    FlexAttention,
-    NotPaged,
-    PagedBackend,
-    VarlenAttention,
-)
+from replicas.models.attention.paged import FlexAttention, NotPaged, PagedBackend, VarlenAttention
 
 __all__ = [
     "AttentionRefused",

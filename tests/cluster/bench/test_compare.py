@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from cluster.bench.compare import Way, fastest_assistance, ratio, take_turns
-from cluster.bench.transformers_runs import (
-    Assistance,
-    DoesNotRun,
-    Transformers,
-)
+from cluster.bench.transformers_runs import Assistance, DoesNotRun, Transformers
 from scheduler.messages import Request
 from tests.reference import plain_greedy
 from tests.tiny_pairs import target_model, tiny_pair

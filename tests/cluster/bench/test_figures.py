@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.figures import (
-    Distribution,
-    PoolSums,
-    Record,
-    percentile,
-    summarise,
-    timeline,
-)
+from cluster.bench.figures import Distribution, PoolSums, Record, percentile, summarise, timeline
 
 NOTHING = PoolSums(0, 0, 0, 0)
 

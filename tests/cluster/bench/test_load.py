@@ -20,8 +20,7 @@ from cluster.bench.workload import BenchError, Lengths, Workload, synthetic_prom
 from cluster.cli.main import main
 from cluster.client import AsyncClient
 from cluster.client.retry import Continuation, StreamBroken
-from protos import lockstep_pb2 as pb
-from protos import lockstep_pb2_grpc
+from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from scheduler.messages import SamplingParams
 from tests.cluster.fakes import CONTEXT, VOCAB
 from tests.cluster.frontend.rig import frontend

@@ -15,14 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from grpc import StatusCode
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy
 from cluster.client.channel import OPTIONS
 from cluster.frontend.status_codes import FINAL_HEADER
-from protos import lockstep_pb2 as pb
-from protos import lockstep_pb2_grpc
+from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.cluster.fakes import SAMPLES, perfect, tokenizer
 from tests.cluster.scripted import (
     ACTOR_DIED,

@@ -13,8 +13,7 @@ from grpc import StatusCode
 
 from cluster.client import AsyncClient
 from cluster.frontend.text import TextStream
-from protos import lockstep_pb2 as pb
-from protos import lockstep_pb2_grpc
+from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
 from tests.cluster.scripted import ACTOR_DIED, QUICK, joined

@@ -8,16 +8,11 @@ import itertools
 import grpc
 import pytest
 from grpc import StatusCode
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from cluster.client import RetryPolicy
 from cluster.client.core import Core, Run
-from cluster.client.retry import (
-    Attempts,
-    StreamBroken,
-    retry_after_s,
-)
+from cluster.client.retry import Attempts, StreamBroken, retry_after_s
 from protos import lockstep_pb2 as pb
 from tests.cluster.scripted import ACTOR_DIED
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import hypothesis
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from cluster.frontend.http_api.openai_models import AnyRequest, parse_request
 from protos import lockstep_pb2 as pb

@@ -20,13 +20,7 @@ from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.rig import (
-    PROMPT,
-    PROMPT_IDS,
-    Context,
-    frontend,
-    stream,
-)
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
 from tests.cluster.wire import until
 
 ANSWER = "a \U0001f98a says END or ENDE"

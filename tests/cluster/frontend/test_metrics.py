@@ -8,8 +8,15 @@ from collections.abc import Mapping
 from grpc import StatusCode
 
 from cluster.frontend.metrics import METRICS, FrontendMeter, PoolMeter
-from scheduler.messages import Finish, FinishReason, Reject, RejectCode, Submit, Usage
-from scheduler.messages import Request as PoolRequest
+from scheduler.messages import (
+    Finish,
+    FinishReason,
+    Reject,
+    RejectCode,
+    Request as PoolRequest,
+    Submit,
+    Usage,
+)
 from scheduler.scheduler import Scheduler
 
 

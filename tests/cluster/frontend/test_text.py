@@ -9,8 +9,7 @@ import random
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from cluster.frontend.text import _HELD_MAX, Detokenizer, StopStrings, TextStream

@@ -13,10 +13,7 @@ import pytest
 from scheduler.messages import Event, FinishReason, StepDone, Submit
 from scheduler.scheduler import Scheduler
 from tests.cluster.fakes import perfect
-from tests.cluster.pool.rig import (
-    prompts,
-    shards,
-)
+from tests.cluster.pool.rig import prompts, shards
 
 POISON = 313
 

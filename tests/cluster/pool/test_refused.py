@@ -13,14 +13,7 @@ from msgspec.structs import replace
 
 from cluster.config import from_args
 from scheduler.messages import Action, Event, Reject, RejectCode, Submit
-from tests.cluster.pool.rig import (
-    CONFIG,
-    MOVE_S,
-    PROMPTS,
-    Cluster,
-    check,
-    shards,
-)
+from tests.cluster.pool.rig import CONFIG, MOVE_S, PROMPTS, Cluster, check, shards
 from tests.cluster.wire import Wire, until
 
 WAITING_MAX = 3

@@ -17,13 +17,7 @@ from cluster.pool.protocol import FRONTEND
 from cluster.transport.stream import Stream
 from scheduler.messages import FinishReason
 from tests.cluster.fakes import FakeReplica
-from tests.cluster.pool.rig import (
-    CONFIG,
-    check,
-    half_dead,
-    prompts,
-    shards,
-)
+from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards
 from tests.cluster.wire import until
 
 

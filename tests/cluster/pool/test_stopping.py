@@ -26,14 +26,7 @@ from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, pool_of, stream
-from tests.cluster.pool.rig import (
-    CONFIG,
-    PROMPTS,
-    Cluster,
-    Stuck,
-    check,
-    shards,
-)
+from tests.cluster.pool.rig import CONFIG, PROMPTS, Cluster, Stuck, check, shards
 from tests.cluster.wire import Wire, until
 
 STATES = health_pb2.HealthCheckResponse

@@ -17,13 +17,7 @@ from cluster.pool.protocol import ReleaseNote
 from cluster.worker.worker import ReplicaUnhealthy, Worker
 from scheduler.messages import BatchKind
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.pool.rig import (
-    CONFIG,
-    Cluster,
-    Stuck,
-    check,
-    shards,
-)
+from tests.cluster.pool.rig import CONFIG, Cluster, Stuck, check, shards
 from tests.cluster.wire import Wire, until
 
 

@@ -7,8 +7,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from scheduler.batching.cutting import part_of
 from scheduler.batching.grouping import passes_bound

@@ -8,8 +8,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from scheduler.batching.grouping import batches_per_round, choose_rows, may_step, passes_bound
 from scheduler.state import ReadyRows

@@ -8,8 +8,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from scheduler.draft_length.latency import CELLS_MAX, STALE, Latencies, LatencyTable, bucket
 from scheduler.messages import PrefillTiming, StepTiming

@@ -10,20 +10,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
-from scheduler.messages import (
-    ReplicaSpec,
-)
-from scheduler.scaling import (
-    AutoscalingConfig,
-    CapacityMeter,
-    Load,
-    ScalingState,
-    wanted_replicas,
-)
+from scheduler.messages import ReplicaSpec
+from scheduler.scaling import AutoscalingConfig, CapacityMeter, Load, ScalingState, wanted_replicas
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 

@@ -10,14 +10,7 @@ from random import Random
 import pytest
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import (
-    Action,
-    Event,
-    ReplicaSpec,
-    Request,
-    SamplingParams,
-    Tick,
-)
+from scheduler.messages import Action, Event, ReplicaSpec, Request, SamplingParams, Tick
 from scheduler.scaling import (
     AutoscalingConfig,
     CapacityMeter,

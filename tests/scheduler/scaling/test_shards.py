@@ -9,13 +9,7 @@ from random import Random
 import pytest
 
 from scheduler.messages import FinishReason
-from scheduler.scaling import (
-    ShardLoad,
-    choose_shard,
-    merged_status,
-    next_shard,
-    shard_of_rank,
-)
+from scheduler.scaling import ShardLoad, choose_shard, merged_status, next_shard, shard_of_rank
 from scheduler.status import PoolStatus
 
 

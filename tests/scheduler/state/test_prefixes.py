@@ -4,8 +4,7 @@ for it; and that the guess about which replica has what is bounded and errs only
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from scheduler.batching.placement import PREFIX_TOKENS_PER_ROW
 from scheduler.messages import Batch, BatchKind, Request

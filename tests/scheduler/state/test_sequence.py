@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from scheduler.messages import FinishReason, Request, RowResult
-from scheduler.state.sequence import (
-    LEGAL,
-    Move,
-    Sequence,
-    State,
-    truncate,
-)
+from scheduler.state.sequence import LEGAL, Move, Sequence, State, truncate
 
 
 def sequence(**fields: object) -> Sequence:
