@@ -232,19 +232,13 @@ class ClusterConfig(_Settings):
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
 
-    @field_validator("actors")
-    @classmethod
-    def _a_rank_has_a_gpu_of_its_own(
-        cls, actors: ActorsConfig, info: ValidationInfo
-    ) -> ActorsConfig:
-        replica: ReplicaConfig | None = info.data.get("replica")
-        gpus = actors.replica_gpus
-        if replica is not None and replica.tensor_parallel > 1 and gpus and gpus < 1:
-            raise ValueError(f"replica_gpus: a rank needs a GPU of its own, not {gpus:g} of one")
-        return actors
-
     @model_validator(mode="after")
-    def _own_deadline_is_allowed(self) -> Self:
+    def _sections_agree(self) -> Self:
+        gpus = self.actors.replica_gpus
+        if self.replica.tensor_parallel > 1 and gpus and gpus < 1:
+            raise ValueError(
+                f"actors.replica_gpus: a rank needs a GPU of its own, not {gpus:g} of one"
+            )
         most = self.scheduler.timeout_s_max
         if self.frontend.timeout_s > most:
             raise ValueError(
@@ -300,23 +294,17 @@ class ClusterConfig(_Settings):
 
 SECTIONS = ("replica", "scheduler", "pool", "frontend", "server", "auth", "actors")
 """Settings that hold settings and are never null."""
+_REPLICA_NAMES = (
+    *("target", "draft", "speculative", "device", "dtype", "kv_blocks", "kv_memory_mb"),
+    *("memory", "context_len", "torch_threads", "trust_remote_code", "tensor_parallel"),
+)
 SHORT_NAMES: Mapping[str, tuple[str, str]] = {
-    **{
-        name: ("replica", name)
-        for name in (
-            *("target", "draft", "speculative", "device", "dtype", "kv_blocks", "kv_memory_mb"),
-            *("memory", "context_len", "torch_threads", "trust_remote_code", "tensor_parallel"),
-        )
-    },
+    **{name: ("replica", name) for name in _REPLICA_NAMES},
     "batch_size": ("scheduler", "rows_max"),
     "draft_len": ("scheduler", "draft_len"),
-    "max_new_tokens": ("frontend", "max_new_tokens"),
-    "coalesce_ms": ("frontend", "coalesce_ms"),
-    "grpc_port": ("server", "grpc_port"),
-    "http_host": ("server", "http_host"),
-    "http_port": ("server", "http_port"),
-    "keys_file": ("auth", "keys_file"),
-    "allow_anyone": ("auth", "allow_anyone"),
+    **{name: ("frontend", name) for name in ("max_new_tokens", "coalesce_ms")},
+    **{name: ("server", name) for name in ("grpc_port", "http_host", "http_port")},
+    **{name: ("auth", name) for name in ("keys_file", "allow_anyone")},
 }
 """Keys that may stand at the top of the settings instead of in their section."""
 

@@ -70,13 +70,11 @@ class Replica:
         mark = fingerprint(pair.target, config)
         self._device = pair.device
         self._work = plan.work
-        blocks = plan.kv_blocks
-        self._blocks = BlockAllocator(blocks, config.block_size)
+        self._blocks = BlockAllocator(plan.kv_blocks, config.block_size)
         target, built = _built(pair, config, plan)
         self._drafter = drafter = drafter or load_drafter(pair, config, plan)
-        name = "" if drafter is None else drafter.name
         dtype = str(pair.dtype).removeprefix("torch.")
-        identity = (pair.target_name, name, dtype, config.block_size)
+        identity = (pair.target_name, drafter.name if drafter else "", dtype, config.block_size)
         self._residents = Residents(self._blocks, drafter, identity, config.prefix_sharing)
         self._target: Model = target
         if config.fixed_shapes(pair.device):
@@ -89,7 +87,7 @@ class Replica:
         self.grammars: Grammars | None = None
         """Of the target's tokens; None: no request may have a grammar."""
         self.spec = ReplicaSpec(
-            kv_blocks=blocks,
+            kv_blocks=plan.kv_blocks,
             block_size=config.block_size,
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
@@ -324,9 +322,8 @@ class Replica:
 
 def _plan(pair: Pair, config: ReplicaConfig) -> MemoryPlan:
     """Of models that are loaded; on a GPU the largest passes are measured."""
-    measured = None
-    if pair.device.type == "cuda":
-        measured = measured_passes(pair.target, config, pair.context_len)
+    on_gpu = pair.device.type == "cuda"
+    measured = measured_passes(pair.target, config, pair.context_len) if on_gpu else None
     return plan_memory(config, pair_shape(pair), pair.device, loaded=True, passes=measured)
 
 

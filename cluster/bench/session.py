@@ -37,6 +37,10 @@ NOT_FINISHED = "it has not come to its end"
 """Of the comparison, in the report that is made before it."""
 
 
+def _tiny_encoder() -> Any:
+    return TargetText.load(ReplicaConfig(target=TINY)).encoder
+
+
 @dataclass(frozen=True)
 class Plan:
     """What was asked for on the command line."""
@@ -68,12 +72,7 @@ class Plan:
         if self.prompt_tokens is not None and vocab_size < 1:
             raise BenchError("prompt_tokens: the server has no replica that tells its vocabulary")
         prompts, described = prompts_of(
-            self.limit,
-            self.prompts,
-            self.prompt_tokens,
-            vocab_size,
-            lambda: TargetText.load(ReplicaConfig(target=TINY)).encoder,
-            self.seed,
+            self.limit, self.prompts, self.prompt_tokens, vocab_size, _tiny_encoder, self.seed
         )
         return Workload(
             prompts=prompts,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from scheduler.decoding import TokenLogprobs
-from scheduler.messages import FailureRecord, Finish, Reject, Request, Usage
+from scheduler.messages import FailureRecord, Finish, Reject, Request, Submit, Usage
 
 _PROBATION_TOKENS = 64
 """So many tokens on, a request is out of quarantine again; an event may bring as many."""
@@ -56,6 +56,16 @@ class InFlightRequest:
     def tokens_left(self) -> int:
         """How many tokens it may still get."""
         return self.request.max_new_tokens - len(self.tokens)
+
+    def to_submit(self, now_s: float) -> Submit:
+        """What a pool is told of it; it goes on where it is."""
+        request = replace(
+            self.request,
+            id=self.pool_id,
+            committed=tuple(self.tokens),
+            timeout_s=max(self.deadline_s - now_s, 0.001),
+        )
+        return Submit(request, self.recovered > 0, self.checked, self.record)
 
     def take(
         self,

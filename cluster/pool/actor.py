@@ -21,7 +21,7 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.frontend.metrics import PoolMeter
 from cluster.pool.delivery import Delivery
-from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer, unlike
+from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer, requests_of, unlike
 from cluster.pool.protocol import (
     STOPPING,
     CancelNote,
@@ -261,7 +261,7 @@ class PoolActor:
     def _fail(self, event: object, batch: Batch | None, error: Exception) -> None:
         """Tell the frontends which event it was, and end: what is half-made must not go on."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        self._failed = requests = _requests_of(event, batch)
+        self._failed = requests = requests_of(event, batch)
         # Neither the error's text nor a value: tokens may stand in them.
         log.critical(
             "the pool ends and is started anew: %s at %s:%s in %s of %s",
@@ -345,12 +345,3 @@ class PoolActor:
         self._figures[session] = frontend.close()
         if len(self._figures) > _FIGURES_MAX:
             del self._figures[next(iter(self._figures))]
-
-
-def _requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:
-    """The requests that an event is about."""
-    if isinstance(event, Submit):
-        return (event.request.id,)
-    if isinstance(event, Cancel):
-        return (event.request_id,)
-    return tuple(batch.row_ids) if batch is not None else ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.pool.protocol import DrainNote, FrontendMessage, InterruptNote, PoolState, ReleaseNote
 from cluster.transport.stream import Stream
-from scheduler.messages import Batch, Finish, ReplicaSpec, Usage
+from scheduler.messages import Batch, Cancel, Finish, ReplicaSpec, Submit, Usage
 
 _ASK_S = 0.1
 """How often Ray is asked about a process in doubt: it knows of a death a moment later than the
@@ -156,3 +156,12 @@ def unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:
             f" fingerprint {spec.fingerprint}, not {other.fingerprint}"
         )
     return None
+
+
+def requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:
+    """The requests that an event is about."""
+    if isinstance(event, Submit):
+        return (event.request.id,)
+    if isinstance(event, Cancel):
+        return (event.request_id,)
+    return tuple(batch.row_ids) if batch is not None else ()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from cluster.frontend.in_flight import InFlightRequest
@@ -35,7 +35,7 @@ from cluster.pool.protocol import (
     silence_s,
 )
 from cluster.transport.stream import Stream, StreamLost
-from scheduler.messages import Finish, FinishReason, Reject, RejectCode, Request, Submit, Usage
+from scheduler.messages import Finish, FinishReason, Reject, RejectCode, Request, Usage
 from scheduler.scaling import ShardLoad
 
 log = logging.getLogger("lockstep.frontend")
@@ -143,8 +143,8 @@ class PoolSession:
         self._give_up()
 
     @property
-    def unfinished(self) -> int:
-        return len(self._live)
+    def unfinished(self) -> Collection[InFlightRequest]:
+        return self._live.values()
 
     @property
     def answered(self) -> bool:
@@ -156,15 +156,6 @@ class PoolSession:
         """What the pool has said of itself last, and what it does not know."""
         said, answers = self._load.said, self.answered and self._stream is not None
         return ShardLoad(said.serving, self._load.outstanding_tokens, answers, said.length_max)
-
-    def stranded(self) -> list[InFlightRequest]:
-        """What it has here that waits for the pool itself, or for a replica that can hold it."""
-        load, answered = self.load, self.answered
-        return [
-            live
-            for live in self._live.values()
-            if not live.cancelled and not (answered and load.holds(live.request.length_max))
-        ]
 
     # ------------------------------------------------------------------ life
 
@@ -261,20 +252,7 @@ class PoolSession:
 
     def _submit(self, stream: Stream, live: InFlightRequest) -> None:
         live.sent = True
-        request = replace(
-            live.request,
-            id=live.pool_id,
-            committed=tuple(live.tokens),
-            timeout_s=max(live.deadline_s - self._clock(), 0.001),
-        )
-        stream.send(
-            Submit(
-                request,
-                accepted_before=live.recovered > 0,
-                checked=live.checked,
-                record=live.record,
-            )
-        )
+        stream.send(live.to_submit(self._clock()))
 
     def _send(self, message: Beat | CancelNote) -> None:
         """To a pool that will hear all of it anew there is nothing to say."""

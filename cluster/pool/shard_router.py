@@ -94,7 +94,7 @@ class ShardRouter:
 
     @property
     def unfinished(self) -> int:
-        return sum(session.unfinished for session in self.sessions)
+        return sum(len(session.unfinished) for session in self.sessions)
 
     async def status(self) -> PoolView:
         """All shards that answer, as one pool. Raises PoolUnreachable when none does.
@@ -205,7 +205,12 @@ class ShardRouter:
         now_s = self._clock()
         for shard, session in enumerate(self.sessions):
             since_s = self._stranded_s[shard]
-            stranded = session.stranded()
+            load, answered = session.load, session.answered
+            stranded = [
+                live
+                for live in session.unfinished
+                if not live.cancelled and not (answered and load.holds(live.request.length_max))
+            ]
             if not stranded:
                 self._stranded_s[shard] = None
             elif since_s is None:

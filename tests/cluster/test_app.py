@@ -338,7 +338,9 @@ def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
 
 def test_a_part_of_a_gpu_is_too_little_for_a_rank() -> None:
     settings = {"replica": {"tensor_parallel": 2}, "actors": {"replica_gpus": 0.5}}
-    with pytest.raises(ConfigError, match=r"actors: .*a rank needs a GPU of its own, not 0\.5"):
+    with pytest.raises(
+        ConfigError, match=r"actors\.replica_gpus: a rank needs a GPU of its own, not 0\.5"
+    ):
         from_args(settings)
 
 
