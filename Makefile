@@ -34,7 +34,7 @@ serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
 KILLS := $(wildcard tests/integration/test_failures_*.py) \
-	$(patsubst %,tests/integration/test_%.py,elasticity nodes ranks shards)
+	$(patsubst %,tests/integration/test_%.py,lifecycle nodes ranks shards)
 LOGS := .pytest_cache/make
 PYTEST = @mkdir -p $(LOGS); set -o pipefail; $(BIN)/python -m pytest $(1) 2>&1 | tee $(LOGS)/$@
 TOGETHER := $(MAKE) --no-print-directory -kj2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)

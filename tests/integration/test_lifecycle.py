@@ -1,5 +1,6 @@
-"""Proves: the pool's death costs every stream a pause, no token twice and none at all; that of an
-frontend and of Serve's proxy costs the client's caller no token, character or call.
+"""Proves: the pool's death costs every stream a pause, no token twice and none at all; that of a
+frontend and of Serve's proxy costs the client's caller no token, character or call; replicas come
+and go by load, one by one or all at an update, and no request notices.
 
 The replicas are fakes, so every right token is known without having run before. The same with a
 real pair is in `test_zz_chaos`.
@@ -10,17 +11,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from cluster.client import RetryPolicy
+from cluster.client import NO_RETRY, Client, RetryPolicy
+from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.chaos.answers import cut, fake_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import Ask, Outcome, all_right, fake_asks, serve
+from tests.chaos.load import Ask, Outcome, all_right, fake_asks, serve, serve_during
 from tests.cluster.fakes import fake_loader, load_fake_text
+from tests.free_ports import free_port
 
 pytestmark = pytest.mark.ray
 
@@ -32,23 +36,45 @@ LONG_TOKENS = 450
 PATIENT = RetryPolicy(give_up_s=100.0, attempts_max=1000)
 
 
+BOUND_S = 180.0
+"""For any wait; a busy machine starts processes slowly."""
+PORTS = {"grpc_port": free_port(), "http_port": free_port()}
+AUTOSCALING = {
+    "min_replicas": 0,
+    "max_replicas": 3,
+    "drain_s": 3.0,
+    "up_delay_s": 0.5,
+    "down_delay_s": 1.0,
+    # Longer than this machine may stand still between an answer and a look at the cluster.
+    "idle_s": 8.0,
+    "tokens_per_s": 1000.0,
+    "look_s": 0.2,
+}
+
+
+def settings(**more: Any) -> ClusterConfig:
+    """Two frontends, so that one is left when the other is killed."""
+    return cluster_config(
+        frontend={"number": 2}, scheduler={"steps_per_batch_max": 2}, **PORTS, **more
+    )
+
+
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[HostedCluster]:
-    # Two, so that one frontend is left when the other is killed.
-    config = cluster_config(
-        replicas=2, frontend={"number": 2}, scheduler={"steps_per_batch_max": 2}
-    )
-    plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
+    plan = Plan(settings(replicas=2), fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)
     with HostedCluster(plan) as running:
         yield running
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _two_replicas_before_and_nothing_left_after(hosted: HostedCluster) -> Iterator[None]:
     hosted.wait_for_replicas(2)
     yield
     hosted.wait_for_replicas(2)
     hosted.wait_until_idle()
+
+
+TWO = pytest.mark.usefixtures("_two_replicas_before_and_nothing_left_after")
 
 
 def kill_pool(hosted: HostedCluster) -> None:
@@ -71,6 +97,7 @@ def longest_silence_s(outcomes: Sequence[Outcome]) -> float:
     return max(outcome.silence_s for outcome in outcomes)
 
 
+@TWO
 def test_a_killed_pool_silences_no_stream_for_long(hosted: HostedCluster) -> None:
     def disturb() -> None:
         hosted.wait_for_requests(STREAMS)
@@ -84,9 +111,13 @@ def test_a_killed_pool_silences_no_stream_for_long(hosted: HostedCluster) -> Non
     assert longest_silence_s(outcomes) < SILENCE_S_MAX
 
 
-def test_a_pool_killed_again_as_soon_as_it_is_back(hosted: HostedCluster) -> None:
+@TWO
+def test_a_pool_killed_once_more_and_as_soon_as_it_is_back(hosted: HostedCluster) -> None:
     def disturb() -> None:
-        wait_for_tokens(hosted, 400)
+        wait_for_tokens(hosted, 300)
+        kill_pool(hosted)
+        time.sleep(0.5)
+        wait_for_tokens(hosted, 300)
         first = hosted.process("pool").pid
         os.kill(first, signal.SIGKILL)
         deadline_s = time.monotonic() + 60
@@ -96,25 +127,13 @@ def test_a_pool_killed_again_as_soon_as_it_is_back(hosted: HostedCluster) -> Non
 
     outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)
     all_right(outcomes)
-    print(f"pool killed while it came back: silence {longest_silence_s(outcomes):.2f} s")
+    print(f"pool killed three times: longest silence {longest_silence_s(outcomes):.2f} s")
     # Two restarts may lie within one silence.
     assert longest_silence_s(outcomes) < 2 * SILENCE_S_MAX
-
-
-def test_a_pool_killed_twice_while_the_same_streams_run(hosted: HostedCluster) -> None:
-    def disturb() -> None:
-        for _ in range(2):
-            wait_for_tokens(hosted, 300)
-            kill_pool(hosted)
-            time.sleep(0.5)
-
-    outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)
-    all_right(outcomes)
-    print(f"pool killed twice: longest silence {longest_silence_s(outcomes):.2f} s")
-    assert longest_silence_s(outcomes) < SILENCE_S_MAX
     assert max(outcome.end.recovered for outcome in outcomes if outcome.end) >= 2
 
 
+@TWO
 def test_pool_and_replica_killed_at_once(hosted: HostedCluster) -> None:
     def disturb() -> None:
         wait_for_tokens(hosted, 400)
@@ -129,6 +148,7 @@ def test_pool_and_replica_killed_at_once(hosted: HostedCluster) -> None:
     assert longest_silence_s(outcomes) < 2 * SILENCE_S_MAX
 
 
+@TWO
 def test_a_pool_killed_while_idle_serves_the_next_request(hosted: HostedCluster) -> None:
     kill_pool(hosted)
     began_s = time.monotonic()
@@ -160,6 +180,7 @@ def long_ask(number: int) -> Ask:
     return Ask(message, right, stream=number < 12)
 
 
+@TWO
 def test_a_killed_frontend_and_a_killed_proxy_cost_the_caller_nothing(
     hosted: HostedCluster,
 ) -> None:
@@ -187,3 +208,67 @@ def test_a_killed_frontend_and_a_killed_proxy_cost_the_caller_nothing(
         if outcome.ask.stream:
             assert outcome.end.recovered >= 1, "the proxy was every stream's"
     print(f"frontend and proxy killed: longest silence {longest_silence_s(outcomes):.2f} s")
+
+
+# --------------------------------------------------------------------------- elasticity
+
+
+def mixed_asks(count: int) -> list[Ask]:
+    """Streams and unary calls of three lengths."""
+    return [ask for tokens in (20, 90, 180) for ask in fake_asks(count // 3, tokens=tokens)]
+
+
+def moved(hosted: HostedCluster, asks: list[Ask], disturb: Callable[[], None]) -> int:
+    """How many requests began again, of all those that were put while `disturb` ran."""
+    began_s = time.monotonic()
+    outcomes: list[Outcome] = serve_during(hosted.address, asks, disturb)
+    all_right(outcomes)
+    again = sum(outcome.end is not None and outcome.end.recovered > 0 for outcome in outcomes)
+    took_s = time.monotonic() - began_s
+    print(f"{len(outcomes)} requests in {took_s:.1f} s, {again} of them moved")
+    return again
+
+
+def test_replicas_come_with_the_load_from_none_and_go_with_it(hosted: HostedCluster) -> None:
+    hosted.deploy(settings(autoscaling=AUTOSCALING))
+    hosted.wait_for_replicas(0, BOUND_S)
+    with Client(hosted.address, retry=NO_RETRY) as client:
+        assert not client.ready(), "no replica has its models in memory"
+        all_right(serve(hosted.address, fake_asks(1, tokens=40)))
+        assert client.ready()
+
+    def grow() -> None:
+        hosted.wait_for_replicas(3, BOUND_S)
+
+    moved(hosted, fake_asks(60, tokens=300), grow)
+    hosted.wait_for_replicas(0, BOUND_S)
+
+
+def test_scale_downs_under_load_lose_nothing(hosted: HostedCluster) -> None:
+    hosted.deploy(settings(replicas=4))
+    hosted.wait_for_replicas(4, BOUND_S)
+
+    def breathe() -> None:
+        for number in (3, 2, 1, 4) * 3:
+            hosted.scale(number)
+            hosted.wait_for_replicas(number, BOUND_S)
+
+    again = moved(hosted, mixed_asks(33), breathe)
+    assert again > 0, "no replica that went had anything to hand back"
+
+
+def test_a_rolling_update_under_load_loses_nothing(hosted: HostedCluster) -> None:
+    hosted.deploy(settings(replicas=2))
+    before = hosted.wait_for_replicas(2, BOUND_S)
+
+    def update() -> None:
+        time.sleep(1)
+        hosted.deploy(settings(replicas=2, torch_threads=2))
+        hosted.wait_for_replicas(2, BOUND_S)
+        time.sleep(1)
+
+    moved(hosted, mixed_asks(18), update)
+    after = hosted.wait_for_replicas(2, BOUND_S)
+    old = {replica.id for replica in before.replicas}
+    assert not old & {replica.id for replica in after.replicas}, "a replica was not replaced"
+    assert after.pool_incarnation == before.pool_incarnation, "they are in another pool"
