@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from replicas.demo import TARGET_DIR
 from tests.cluster.frontend.test_tools import HERMES_TEMPLATE
 from tests.free_ports import free_port
+from tests.serving import lockstep_serve
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin"
 NAME = "tiny-chat"
-START_S = 240.0
-STOP_S = 60.0
 CLIENT_S = 400.0
 
 
@@ -52,31 +48,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     shutil.copytree(TARGET_DIR, target)
     (target / "chat_template.jinja").write_text(HERMES_TEMPLATE)
     ports = free_port(), free_port()
-    command = [
-        *(sys.executable, "-m", "cluster.cli.main", "serve", str(target), "--draft", "tiny"),
-        *("--served-model-name", NAME, "--device", "cpu", "--verbose"),
-        *("--http-port", str(ports[0]), "--grpc-port", str(ports[1])),
+    arguments = [
+        *(str(target), "--draft", "tiny", "--served-model-name", NAME, "--device", "cpu"),
+        *("--verbose", "--http-port", str(ports[0]), "--grpc-port", str(ports[1])),
     ]
-    log = folder / "serve.log"
-    environment = os.environ | {"RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment, cwd=ROOT, start_new_session=True
-        )
-    try:
-        deadline_s = time.monotonic() + START_S
-        while "Ctrl-C stops it" not in " ".join(log.read_text(errors="replace").split()):
-            assert process.poll() is None, log.read_text(errors="replace")
-            assert time.monotonic() < deadline_s, log.read_text(errors="replace")
-            time.sleep(0.1)
+    with lockstep_serve(arguments, folder / "serve.log"):
         yield Served(target, f"http://127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_S)
 
 
 @pytest.fixture

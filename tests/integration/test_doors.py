@@ -7,11 +7,7 @@ serve --keys-file`, listening to every address of this machine, in a process and
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -33,11 +29,10 @@ from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.free_ports import free_port
 from tests.integration.conftest import RunningCluster
 from tests.integration.pairs import write_pair
+from tests.serving import lockstep_serve
 
 pytestmark = pytest.mark.ray
 
-START_S = 240.0
-STOP_S = 60.0
 CALL_S = 60.0
 COUNTS_S = 30.0
 """For a change of the keys to be seen. It is looked for every second."""
@@ -179,32 +174,14 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         dave=add(keys_file, "dave", tokens_per_minute=50),
         log=log,
     )
-    command = [
-        *(sys.executable, "-m", "cluster.cli.main", "serve", "--verbose", "--device", "cpu"),
-        *("--target", str(target), "--draft", str(draft), "--memory", "64MiB"),
+    arguments = [
+        *("--verbose", "--device", "cpu", "--target", str(target), "--draft", str(draft)),
         *("--grpc-port", str(server.grpc_port), "--http-port", str(server.http_port)),
-        *("--http-host", "0.0.0.0", "--keys-file", str(keys_file)),
+        *("--memory", "64MiB", "--http-host", "0.0.0.0", "--keys-file", str(keys_file)),
         *("--served-model-name", "tiny"),
     ]
-    environment = {**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment, start_new_session=True
-        )
-    try:
-        deadline_s = time.monotonic() + START_S
-        while "Ctrl-C stops it" not in " ".join(log.read_text(errors="replace").split()):
-            assert process.poll() is None, log.read_text(errors="replace")
-            assert time.monotonic() < deadline_s, log.read_text(errors="replace")
-            time.sleep(0.1)
+    with lockstep_serve(arguments, log):
         yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_S)
 
 
 def post(

@@ -29,6 +29,7 @@ from cluster.client.retry import is_repeatable
 from protos import lockstep_pb2 as pb
 from tests.free_ports import free_port
 from tests.integration.pairs import write_pair
+from tests.serving import lockstep_serve
 
 pytestmark = pytest.mark.ray
 
@@ -56,7 +57,7 @@ class Served:
 
 
 @contextmanager
-def lockstep_serve(
+def serving(
     pair: tuple[Path, Path],
     directory: Path,
     grace_s: float,
@@ -79,29 +80,8 @@ def lockstep_serve(
     config = directory / "settings.yaml"
     config.write_text(yaml.safe_dump(settings))
     log = directory / "log"
-    environment = {**os.environ, "RAY_ADDRESS": ray_address, "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli.main", "serve", "--config", str(config)],
-            stdout=out,
-            stderr=out,
-            env=environment,
-            # A group of its own, as a shell gives to what it runs: Ctrl-C is sent to all of it.
-            start_new_session=True,
-        )
-    served = Served(process, f"localhost:{settings['grpc_port']}", log)
-    try:
-        deadline_s = time.monotonic() + READY_S
-        while "Ctrl-C stops it" not in " ".join(log.read_text(errors="replace").split()):
-            if process.poll() is not None:
-                break
-            assert time.monotonic() < deadline_s, log.read_text(errors="replace")
-            time.sleep(0.1)
-        yield served
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(30)
+    with lockstep_serve(["--config", str(config)], log, ray_address, may_end=True) as process:
+        yield Served(process, f"localhost:{settings['grpc_port']}", log)
 
 
 _BEGIN = """
@@ -273,7 +253,7 @@ def ctrl_c(served: Served) -> None:
 def test_what_runs_is_finished_and_what_is_new_refused(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with lockstep_serve(pair, tmp_path, GRACE_S) as served:
+    with serving(pair, tmp_path, GRACE_S) as served:
         undisturbed = Streams(served.address, 8)
         undisturbed.begin()
         undisturbed.join(60)
@@ -304,7 +284,7 @@ def test_what_runs_is_finished_and_what_is_new_refused(
 def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with lockstep_serve(pair, tmp_path, grace_s=0.05) as served:
+    with serving(pair, tmp_path, grace_s=0.05) as served:
         streams = Streams(served.address, 8)
         streams.begin()
         ctrl_c(served)
@@ -322,7 +302,7 @@ def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
 def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with lockstep_serve(pair, tmp_path, grace_s=300.0) as served:
+    with serving(pair, tmp_path, grace_s=300.0) as served:
         # Two groups, so that they last until the second signal.
         streams = Streams(served.address, 16)
         streams.begin()
@@ -343,7 +323,7 @@ def test_a_stop_at_once_leaves_nothing_on_a_ray_that_was_joined(
 ) -> None:
     # There is a GPU for one of the two.
     wanted = {"replicas": 2, "replica_gpus": 1}
-    with lockstep_serve(pair, tmp_path, 300.0, somebodys_ray, **wanted) as served:
+    with serving(pair, tmp_path, 300.0, somebodys_ray, **wanted) as served:
         assert "on 1 of 2 replica(s)" in " ".join(served.log.read_text(errors="replace").split())
         streams = Streams(served.address, 16)
         streams.begin()
@@ -362,7 +342,7 @@ def test_what_finds_no_place_in_time_says_so_in_a_line(
     pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str
 ) -> None:
     wanted = {"replica_gpus": 2, "start_s": 3.0}
-    with lockstep_serve(pair, tmp_path, GRACE_S, somebodys_ray, **wanted) as served:
+    with serving(pair, tmp_path, GRACE_S, somebodys_ray, **wanted) as served:
         assert served.process.wait(STOP_S) == 1
         said = served.log.read_text(errors="replace")
         # Ray's own processes may print what they like; it stands behind their names.

@@ -1,0 +1,53 @@
+"""The real command `lockstep serve` in a process of its own, with a Ray of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+START_S = 240.0
+STOP_S = 60.0
+_ROOT = Path(__file__).parents[1]
+
+
+@contextmanager
+def lockstep_serve(
+    arguments: Sequence[str], log: Path, ray_address: str = "local", may_end: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Ready to serve, or with `may_end` ended by itself; stopped at the end, if it is still there.
+
+    What it prints is in `log`.
+    """
+    environment = os.environ | {"RAY_ADDRESS": ray_address, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli.main", "serve", *arguments],
+            stdout=out,
+            stderr=out,
+            env=environment,
+            cwd=_ROOT,
+            # A group of its own, as a shell gives to what it runs: Ctrl-C is sent to all of it.
+            start_new_session=True,
+        )
+    try:
+        deadline_s = time.monotonic() + START_S
+        while "Ctrl-C stops it" not in " ".join(log.read_text(errors="replace").split()):
+            if may_end and process.poll() is not None:
+                break
+            assert process.poll() is None, log.read_text(errors="replace")
+            assert time.monotonic() < deadline_s, log.read_text(errors="replace")
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_S)
