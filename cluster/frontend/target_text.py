@@ -80,7 +80,11 @@ class TargetText:
 
     @property
     def chat_template(self) -> str | None:
-        return getattr(self.encoder, "chat_template", None)
+        """Of several the one for tools, which transformers takes where some are given."""
+        template = getattr(self.encoder, "chat_template", None)
+        if isinstance(template, dict):
+            return template.get("tool_use") or template.get("default")
+        return template
 
     def encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
         """Token ids of a conversation, up to the assistant's next turn.

@@ -33,6 +33,10 @@ HERMES_TEMPLATE = (
 LLAMA_TEMPLATE = HERMES_TEMPLATE.replace(
     "Answer with <tool_call>{...}</tool_call>", 'Answer with {"name": ..., "parameters": ...}'
 ).replace("<tool_call>", "")
+SEVERAL_TEMPLATES = {
+    "default": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
+    "tool_use": HERMES_TEMPLATE,
+}
 WEATHER = {
     "name": "weather",
     "parameters": {
@@ -101,8 +105,8 @@ def as_http(call: pb.ToolCall) -> dict[str, str]:
     return {"name": call.name, "arguments": call.arguments}
 
 
-@pytest.mark.parametrize("template", [HERMES_TEMPLATE, LLAMA_TEMPLATE])
-async def test_calls_have_the_arguments_of_their_schema(template: str) -> None:
+@pytest.mark.parametrize("template", [SEVERAL_TEMPLATES, LLAMA_TEMPLATE], ids=["hermes", "llama"])
+async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str, str]) -> None:
     encoder = copy(text().encoder)
     encoder.chat_template = template
     config = CONFIG.model_copy(update={"replica": PAIR})
