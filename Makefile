@@ -100,7 +100,6 @@ bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
 	$(BIN)/python -m benchmarks.engine --threads 2 --hopeless-rounds 9 --json $(RESULTS)/engine.json
 	$(CLUSTER) --parts real --in-flight 1 16 --requests-per-client 4 --rounds 3
 	$(CLUSTER) --parts synthetic --in-flight 16 64 --rounds 3
-	$(CLUSTER) --parts pools
 	$(MAKE) --no-print-directory bench-scheduler
 	$(BIN)/python -m benchmarks.adaptive --json $(RESULTS)/adaptive.json
 	$(BIN)/python -m benchmarks.prefix --threads 1 --requests 16 --new 24 --json $(RESULTS)/prefix.json

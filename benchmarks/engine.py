@@ -4,11 +4,11 @@
 
 One run, the same prompts everywhere: Lockstep at batch 1, 8, ... and several draft lengths;
 transformers' `generate` of the target at the same batch size, and its assisted generation with the
-same draft; whether all outputs are equal; and what choosing the draft length by measurement gains
-where easy and hard prompts are mixed. Lockstep's own ways run side by side, those of transformers
-in turns with the default one, round by round: ratios are taken within a round, and the median of
-the rounds is reported; so are the shares of where time and reads went, over all rounds that a way
-was in, and of its longest waits the greatest. Needs no Ray.
+same draft; whether all outputs are equal; and what a draft that is never right costs. Lockstep's
+own ways run side by side, those of transformers in turns with the default one, round by round:
+ratios are taken within a round, and the median of the rounds is reported; so are the shares of
+where time and reads went, over all rounds that a way was in, and of its longest waits the greatest.
+Needs no Ray.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.hopeless import hopeless_figures
 from benchmarks.measured import MeasuredWay, over_rounds, side_by_side
-from benchmarks.mixed import mixed_figures, mixed_requests
 from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import machine, table, write_json
 from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, take_turns
@@ -87,22 +86,12 @@ def main() -> None:
     print(f"assisted generation is fastest with {assistance}", flush=True)
     print("the reference: transformers' generate at batch 1 over all prompts", flush=True)
     expected = models.batched(requests, 1)
-    draft_lens, batches, against = greedy(args, models, measured, requests, expected, assistance)
-    figures = summary(draft_lens, batches, against, measured, args)
+    draft_lens, against = greedy(args, models, measured, requests, expected, assistance)
+    figures = summary(draft_lens, against, measured, args)
     identical = {
         each.name: f"{each.identical} of {each.prompts}" for each in (*draft_lens, *against)
     }
     sampled, sampled_identical = sampled_runs(replica, requests[: args.alone_limit])
-    figures |= sampled_shares(sampled)
-    mixed = mixed_figures(
-        replica,
-        mixed_requests(
-            requests[: args.mixed_limit], replica.spec.vocab_size, args.mixed_new_tokens
-        ),
-        args.draft_lens,
-        args.mixed_rounds,
-    )
-    figures |= {name: value for name, value in mixed.items() if isinstance(value, float)}
     hopeless: dict[str, object] = {}
     if config.draft is not None and None in args.draft_lens and not is_planted(config.draft):
         hopeless = hopeless_figures(config, requests, args.batches, args.hopeless_rounds)
@@ -125,14 +114,12 @@ def main() -> None:
             "figures": figures,
             "identical": identical | sampled_identical,
             "draft_lens": _runs(draft_lens),
-            "batches": _runs(batches),
             "against": _runs(against),
             "steps": {name: asdict(over_rounds(way.runs)) for name, way in measured.items()},
             "steps_of_rounds": {
                 name: [asdict(run) for run in way.runs] for name, way in measured.items()
             },
             "sampled": sampled,
-            "mixed": mixed,
             "hopeless": hopeless,
         },
     )
@@ -148,9 +135,9 @@ def greedy(
     requests: Sequence[Request],
     expected: Sequence[Sequence[int]],
     assistance: Assistance,
-) -> tuple[Contenders, Contenders, Contenders]:
-    """All greedy runs: the draft lengths of each batch size side by side, so the batch sizes, and
-    last against transformers in turns."""
+) -> tuple[Contenders, Contenders]:
+    """All greedy runs: the draft lengths of each batch size side by side, then the default one
+    against transformers in turns."""
     draft_lens: Contenders = ()
     ours: dict[int, str] = {}
     counts = {lockstep_name(1, k): args.alone_limit for k in args.draft_lens}
@@ -166,9 +153,6 @@ def greedy(
             _show(each, measured[each.name])
         draft_lens += here
         ours[batch] = default_name(here, batch, args.draft_lens)
-    print(f"side by side: {', '.join(ours.values())}", flush=True)
-    ways = {name: measured[name] for name in ours.values()}
-    batches = side_by_side(ways, requests, args.rounds, expected, counts)
     others: dict[str, Way] = {}
     for batch in args.batches:
         others[transformers_name(batch)] = partial(models.batched, batch=batch)
@@ -189,7 +173,7 @@ def greedy(
     )
     for each in against:
         _show(each, measured.get(each.name))
-    return draft_lens, batches, against
+    return draft_lens, against
 
 
 def best_fixed(contenders: Contenders, batch: int, draft_lens: Sequence[int | None]) -> int:
@@ -207,7 +191,6 @@ def default_name(contenders: Contenders, batch: int, draft_lens: Sequence[int | 
 
 def summary(
     draft_lens: Contenders,
-    batches: Contenders,
     against: Contenders,
     measured: Mapping[str, MeasuredWay],
     args: argparse.Namespace,
@@ -221,7 +204,6 @@ def summary(
         if made is not None:
             figures[name] = made.median
 
-    first = args.batches[0]
     default = {batch: default_name(draft_lens, batch, args.draft_lens) for batch in args.batches}
     for batch, ours in default.items():
         best = best_fixed(draft_lens, batch, args.draft_lens)
@@ -240,8 +222,6 @@ def summary(
         figures[f"between batches, batch {batch}"] = steps.between_batches
         figures[f"padding, batch {batch}"] = steps.padding
         figures[f"longest wait in rounds, batch {batch}"] = steps.wait_rounds
-        if batch != first:
-            put(f"batch {batch} over batch {first}", batches, ours, default[first])
     return figures
 
 
@@ -265,17 +245,6 @@ def sampled_runs(
     return figures, identical
 
 
-def sampled_shares(sampled: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The steps' own share at each batch size that was sampled, of the run that drafts furthest."""
-    furthest = dict(sorted(SAMPLED))
-    return {
-        f"neither draft nor target forward, sampled, batch {batch}": sampled[
-            sampled_name(batch, k)
-        ]["overhead"]
-        for batch, k in furthest.items()
-    }
-
-
 def sampled_name(batch: int, draft_len: int) -> str:
     return f"sampled, {lockstep_name(batch, draft_len)}"
 
@@ -297,10 +266,7 @@ def _arguments() -> argparse.Namespace:
         help="'auto' chooses by measurement; 0 has to be among them",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--mixed-limit", type=int, default=32, help="easy prompts of the mix")
-    parser.add_argument("--mixed-new-tokens", type=int, default=64)
-    parser.add_argument("--mixed-rounds", type=int, default=7, help="the ways differ by little")
-    parser.add_argument("--hopeless-rounds", type=int, default=15, help="as with --mixed-rounds")
+    parser.add_argument("--hopeless-rounds", type=int, default=15, help="the ways differ by little")
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--draft", default="tiny")
     parser.add_argument("--device", default="auto")

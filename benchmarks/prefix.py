@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter
 
 from transformers import AutoTokenizer
 
 from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import table, write_json
+from cluster.bench.arrivals import Closed, Extent
+from cluster.bench.engine import drive
+from cluster.bench.figures import first_token_times
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.models.pair import load_pair, resolve
@@ -47,32 +49,21 @@ def serve(
     replica: Replica, requests: Sequence[Request], in_flight: int, config: SchedulerConfig
 ) -> Round:
     """Runs the requests, `in_flight` at a time."""
-    engine = LocalEngine(replica, config, clock=perf_counter)
-    begun_s = perf_counter()
-    sent = 0
-    while True:
-        while sent < len(requests) and engine.scheduler.snapshot().live < in_flight:
-            engine.submit(requests[sent])
-            sent += 1
-        if not engine.advance():
-            break
-    elapsed_s = perf_counter() - begun_s
-    outputs = [engine.outputs[request.id] for request in requests]
-    waits = [
-        output.first_token_s - output.submitted_s
-        for output in outputs
-        if output.first_token_s is not None
-    ]
-    assert len(waits) == len(requests), "every request gets tokens"
+    engine = LocalEngine(replica, config)
+    count = len(requests)
+    records = drive(engine, requests.__getitem__, Closed(in_flight), Extent(requests=count))
+    outputs = [engine.outputs[request.id].tokens for request in requests]
+    waits = first_token_times(records)
+    assert len(waits) == count, "every request gets tokens"
     figures = engine.scheduler.snapshot().figures
     return Round(
         sharing=replica.spec.prefix_sharing,
-        tokens_per_s=sum(len(output.tokens) for output in outputs) / elapsed_s,
+        tokens_per_s=sum(map(len, outputs)) / max(record.end_s or 0.0 for record in records),
         first_token_p50_s=median(waits),
         first_token_p95_s=quantiles(waits, n=20)[-1],
         prefill_tokens=figures.prefill_tokens,
         reused_tokens=figures.reused_tokens,
-        outputs=[output.tokens for output in outputs],
+        outputs=outputs,
     )
 
 

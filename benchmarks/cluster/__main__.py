@@ -7,9 +7,7 @@ closed loop of unary calls, one of streams and one of streams of OpenAI's API ru
 answer is compared with the right tokens. `real` has the demo pair, and as its base one engine in
 this process, measured in the same round; `synthetic` has replicas whose steps take a given time,
 and as its base the same scheduler over the same number of them in virtual time, where nothing else
-takes any. Latencies are the clients'; CPU times are the kernel's, by kind of process. `pools` has
-no Ray and no gRPC: it says what one pool process can give, and how much more several do
-(benchmarks/cluster/pool.py).
+takes any. Latencies are the clients'; CPU times are the kernel's, by kind of process.
 """
 
 from __future__ import annotations
@@ -20,16 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.load import WAYS
-from benchmarks.cluster.pool import measure_pools
-from benchmarks.cluster.real import measure_real
-from benchmarks.cluster.synthetic import measure_synthetic
+from benchmarks.cluster.parts import measure_real, measure_synthetic
 from benchmarks.report import machine, table, write_json
 from benchmarks.synthetic import Speed
 from cluster.config import ClusterConfig, from_args
 
-PARTS = ("real", "synthetic", "pools")
-POOLS: dict[str, Any] = {"shards": 4, "replicas": 8, "requests": 192, "step_s": 0.06}
-"""One pool, then several, with so many replicas and requests each."""
+PARTS = ("real", "synthetic")
 HEADER = (
     *("replicas", "in flight", "base tokens/s", "base p50 s"),
     *(f"{way} {what}" for way in WAYS for what in ("/ base", "p50 s", "p99 s")),
@@ -94,10 +88,6 @@ def main() -> None:
     print(machine())
     settings = {name: getattr(args, name) for name in ("new_tokens", "rounds", "shards")}
     for part in args.parts:
-        if part == "pools":
-            found[part] = measure_pools(**POOLS)
-            print(f"\n{part}\n{json.dumps(found[part], indent=1)}")
-            continue
         entries: list[dict[str, Any]] = []
         for replicas in args.synthetic_replicas if part == "synthetic" else args.replicas:
             config = config_of(replicas)

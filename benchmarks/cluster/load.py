@@ -142,7 +142,7 @@ def _request(prompt: Sequence[int], new: int, salt: str) -> pb.GenerateRequest:
 async def compare(
     clients: Clients,
     load: Load,
-    base: Callable[[], Base],
+    base: Callable[[Load], Base],
     rounds: int,
     count_batches: Callable[[], int],
 ) -> dict[str, Any]:
@@ -153,7 +153,7 @@ async def compare(
     bases: list[Base] = []
     runs: dict[str, list[Served]] = {way: [] for way in WAYS}
     for _ in range(rounds):
-        bases.append(base())
+        bases.append(base(load))
         for way in WAYS:
             served = await run(clients, load, way, count_batches)
             assert served.tokens == bases[-1].tokens, f"{way}: a wrong token"

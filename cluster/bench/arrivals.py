@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from scheduler.simulation import poisson
+
 
 @dataclass(frozen=True)
 class Closed:
@@ -36,11 +38,7 @@ class Poisson:
 
     def due_s(self) -> Iterator[float]:
         """Arrivals, rising, without end."""
-        rng = random.Random(self.seed)
-        now_s = 0.0
-        while True:
-            now_s += rng.expovariate(self.rate_per_s)
-            yield now_s
+        return poisson(self.rate_per_s, random.Random(self.seed))
 
 
 @dataclass(frozen=True)

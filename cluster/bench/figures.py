@@ -170,8 +170,11 @@ def summarise(
     accepted = sum(record.accepted_tokens for record in served)
     spread = padding = None
     if after is not None and before.goes_on_in(after):
-        spread = _share(before.batches, after.batches, before.spread_sum, after.spread_sum)
-        padding = _beyond(before, after)
+        batches = after.batches - before.batches
+        read = after.kv_positions_read - before.kv_positions_read
+        own = after.kv_positions_own - before.kv_positions_own
+        spread = (after.spread_sum - before.spread_sum) / batches if batches > 0 else None
+        padding = 1 - own / read if read > 0 else None
     return Summary(
         requests=len(records),
         failed=len(records) - len(served),
@@ -245,20 +248,3 @@ def _summed(records: Iterable[Record]) -> list[int]:
     while total and total[-1] == 0:
         total.pop()
     return total
-
-
-def _share(whole_a: int, whole_b: int, part_a: int, part_b: int) -> float | None:
-    """The part's growth over the whole's; None where the whole has not grown or one has shrunk."""
-    if whole_b <= whole_a or part_b < part_a:
-        return None
-    return (part_b - part_a) / (whole_b - whole_a)
-
-
-def _beyond(before: PoolSums, after: PoolSums) -> float | None:
-    own = _share(
-        before.kv_positions_read,
-        after.kv_positions_read,
-        before.kv_positions_own,
-        after.kv_positions_own,
-    )
-    return None if own is None else 1.0 - own

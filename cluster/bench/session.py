@@ -122,20 +122,11 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
     def requests(asked: Workload, prefix: str) -> Callable[[int], Any]:
         return lambda n: engine_request(asked, n, text.encode, text.eos_token_ids, prefix)
 
-    driver.drive(
-        engine,
-        requests(_salted(workload), "warm-up "),
-        *plan.warming,
-        _noting(note, "warm-up", plan.warm_up),
-    )
+    warming = _noting(note, "warm-up", plan.warm_up)
+    driver.drive(engine, requests(_salted(workload), "warm-up "), *plan.warming, warming)
     before = driver.pool_sums(engine)
-    records = driver.drive(
-        engine,
-        requests(workload, ""),
-        plan.arrivals,
-        plan.extent,
-        _noting(note, "load", plan.extent.requests),
-    )
+    noting = _noting(note, "load", plan.extent.requests)
+    records = driver.drive(engine, requests(workload, ""), plan.arrivals, plan.extent, noting)
     load = _Load(
         workload,
         records,
@@ -186,17 +177,12 @@ async def _through_cluster(
         def ask(asked: Workload) -> driver.Ask:
             return driver.over_grpc(client, lambda number: driver.grpc_request(asked, number))
 
-        await driver.drive(
-            ask(_salted(workload)), *plan.warming, _noting(note, "warm-up", plan.warm_up)
-        )
+        warming = _noting(note, "warm-up", plan.warm_up)
+        await driver.drive(ask(_salted(workload)), *plan.warming, warming)
         before = driver.pool_sums(await client.status())
         retries = client.retries
-        records = await driver.drive(
-            ask(workload),
-            plan.arrivals,
-            plan.extent,
-            _noting(note, "load", plan.extent.requests),
-        )
+        noting = _noting(note, "load", plan.extent.requests)
+        records = await driver.drive(ask(workload), plan.arrivals, plan.extent, noting)
         retries = client.retries - retries
         closing, unanswered = await driver.closing_status(client)
         load = _Load(
@@ -306,10 +292,6 @@ def _drafter(method: str, model: str | None) -> str:
     return " ".join(filter(None, (method or "none", model)))
 
 
-def _asked_for(draft_len: int | None) -> str:
-    return "chosen" if draft_len is None else f"{draft_len} asked for"
-
-
 def _missing(load: _Load) -> tuple[str, ...]:
     """What the figures are without, in a sentence."""
     if load.after is None:
@@ -340,7 +322,9 @@ def _report(plan: Plan, load: _Load) -> Report:
             "min_p": sampling.min_p,
             "seed": plan.seed,
             # The server may draft fewer: what was drafted is among the figures.
-            "draft tokens per step": _asked_for(plan.draft_len),
+            "draft tokens per step": "chosen"
+            if plan.draft_len is None
+            else f"{plan.draft_len} asked for",
             **load.served_by,
             "torch threads of this process": torch.get_num_threads(),
         },

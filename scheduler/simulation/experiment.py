@@ -43,8 +43,8 @@ class PoolTimes:
 MEASURED_POOL = PoolTimes(batch_s=0.6e-3, other_s=0.0)
 """All CPU time of a pool's process over the batches that it gave out, requests included, as
 `benchmarks.cluster` measures it on two cores with 64 requests in flight: 0.50 to 0.61 ms with 4
-replicas, 0.39 to 0.45 with 16, 0.95 to 1.03 with one; a pool that is never idle takes 0.25. So near
-the limit of a pool this is pessimistic."""
+replicas, 0.39 to 0.45 with 16, 0.95 to 1.03 with one. A busier pool takes less per batch, so near
+its limit this is pessimistic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Proves: what the cluster is measured against is right to the step, and pools in processes of
-their own serve over the line as one."""
+"""Proves: what the cluster is measured against is right to the step."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ import pytest
 
 from benchmarks.cluster.ideal import PLAYS, ideal
 from benchmarks.cluster.load import Load, percentiles
-from benchmarks.cluster.pool import measure_pool
-from benchmarks.cluster.synthetic import load_of
+from benchmarks.cluster.parts import load_of
 from benchmarks.synthetic import Speed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import ReplicaSpec, Request
@@ -51,9 +49,3 @@ def test_replicas_share_the_clients_and_tokens_are_right() -> None:
 
 def test_percentiles_are_of_the_values() -> None:
     assert percentiles([float(n) for n in range(101)]) == {"p50": 50.0, "p99": 99.0}
-
-
-def test_pools_in_processes_of_their_own_share_the_batches() -> None:
-    found = measure_pool(shards=2, replicas=4, requests=24, step_s=0.0)
-    assert len(found["batches"]) == 2
-    assert min(found["batches"]) > 0.3 * sum(found["batches"])

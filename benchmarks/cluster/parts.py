@@ -1,0 +1,140 @@
+"""A closed loop through the cluster over the same work without it: a real pair, synthetic replicas.
+
+A real pair's base is one engine in this process, however many replicas the cluster has; that of
+synthetic replicas is the same scheduler over as many of them in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.cluster.ideal import ideal
+from benchmarks.cluster.load import (
+    WAYS,
+    Base,
+    Load,
+    batch_counter,
+    clients_of,
+    compare,
+    fresh_salt,
+    run,
+)
+from benchmarks.prompts import benchmark_tokens
+from benchmarks.synthetic import Speed, synthetic_loader, synthetic_spec
+from cluster import app
+from cluster.bench.arrivals import Closed, Extent
+from cluster.bench.engine import drive
+from cluster.bench.figures import latencies
+from cluster.config import ClusterConfig
+from cluster.frontend.target_text import TargetText
+from cluster.local_engine import LocalEngine
+from replicas.replica import Replica
+from scheduler.messages import ReplicaSpec, Request
+
+LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens of the synthetic replicas' prompts, in turn."""
+
+
+def measure_real(
+    config: ClusterConfig,
+    prompts_file: Path | None,
+    in_flight: Sequence[int],
+    requests_per_client: int,
+    new_tokens: int,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Starts a cluster; one entry per number of clients."""
+    replica = Replica.load(config.replica)
+    text = TargetText.load(config.replica)
+    most = replica.spec.context_len - new_tokens
+    prompts = benchmark_tokens(text.encoder, 64, prompts_file, most)
+
+    def load(number: int) -> Load:
+        requests = min(max(8, requests_per_client * number), len(prompts))
+        return Load(prompts[:requests], new_tokens, number)
+
+    def base(load: Load) -> Base:
+        return in_process(replica, config, load)
+
+    warm_up = Load(prompts[:16], 32, 16)
+    base(warm_up)
+    return _measure(config, None, warm_up, [load(number) for number in in_flight], base, rounds)
+
+
+def measure_synthetic(
+    config: ClusterConfig,
+    speed: Speed,
+    in_flight: Sequence[int],
+    requests_per_client: int,
+    new_tokens: int,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Starts a cluster; one entry per number of clients."""
+    spec = synthetic_spec(config.replica)
+    warm_up = load_of(spec, 16, 4 * config.replicas, 32)
+    loads = [load_of(spec, one, requests_per_client * one, new_tokens) for one in in_flight]
+    bests = {
+        load.in_flight: ideal(load, spec, speed, config.replicas, config.scheduler)
+        for load in loads
+    }
+    served = app.build_app(config, load=synthetic_loader(spec, speed))
+    return _measure(config, served, warm_up, loads, lambda load: bests[load.in_flight], rounds)
+
+
+def _measure(
+    config: ClusterConfig,
+    served: Any,
+    warm_up: Load,
+    loads: Sequence[Load],
+    base: Callable[[Load], Base],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """`served`: the application of Serve, None for the usual one. One entry per load."""
+
+    async def measure() -> list[dict[str, Any]]:
+        entries = []
+        async with clients_of(config) as clients:
+            for way in WAYS:  # of every process on the way
+                await run(clients, warm_up, way)
+            for load in loads:
+                entry = await compare(clients, load, base, rounds, batch_counter(config))
+                entries.append({"replicas": config.replicas, **entry})
+                print(entries[-1], flush=True)
+        return entries
+
+    cluster = app.ClusterRun(config)
+    try:
+        cluster.start(served, quiet=True)
+        return asyncio.run(measure())
+    finally:
+        cluster.stop()
+
+
+def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
+    """The engine alone with so many requests in flight."""
+    engine = LocalEngine(replica, config.scheduler)
+    salt = fresh_salt()
+
+    def request(number: int) -> Request:
+        prompt = tuple(load.prompts[number])
+        return Request(str(number), prompt, load.new_tokens, cache_salt=salt)
+
+    count = len(load.prompts)
+    records = drive(engine, request, Closed(load.in_flight), Extent(requests=count))
+    spent_s = max(record.end_s or 0.0 for record in records)
+    tokens = [engine.outputs[str(number)].tokens for number in range(count)]
+    return Base(sum(map(len, tokens)) / spent_s, tuple(latencies(records)), tokens)
+
+
+def load_of(spec: ReplicaSpec, in_flight: int, requests: int, new_tokens: int) -> Load:
+    """Prompts of random tokens."""
+    rng = Random(0)
+    prompts = [
+        [rng.randrange(spec.vocab_size) for _ in range(LENGTHS[number % len(LENGTHS)])]
+        for number in range(requests)
+    ]
+    return Load(prompts, new_tokens, in_flight)
