@@ -74,15 +74,20 @@ TILES = (16, 32, 64)
 TILED_VERIFY = LinearCost(11e-3, 1e-3, 2e-7)
 """Bound by operations, or tiles would hardly matter."""
 TILED_ACCEPTANCES = (0.6, 0.75, 0.87)
+TILED_FIXED = tuple(range(9))
+"""All of them, for the best one depends on where a tile ends."""
 
 
 @dataclass(frozen=True)
 class Compared:
     """Speeds in tokens/s of virtual time, of fixed draft lengths and of the chosen one."""
 
+    mix: str
+    tile: int
     rows: int
     fixed: dict[int, float]
     chosen: float
+    chosen_without_trials: float
 
     @property
     def best_fixed(self) -> int:
@@ -91,14 +96,6 @@ class Compared:
     @property
     def over_best_fixed(self) -> float:
         return self.chosen / self.fixed[self.best_fixed]
-
-
-@dataclass(frozen=True)
-class Mixed(Compared):
-    """Where requests of some acceptances are mixed."""
-
-    mix: str
-    chosen_without_trials: float
 
 
 class VirtualReplica:
@@ -165,55 +162,30 @@ def _trial(rows: int, k: int, tile: int) -> StepTiming:
     return StepTiming(rows, k, rows * (64 + k), draft_s, verify_s, REST_S)
 
 
-def _speed(
-    mix: Sequence[float],
-    config: SchedulerConfig,
-    count: int,
-    timed: bool = True,
-    tile: int = 1,
-) -> float:
-    """Tokens/s over so many requests that are all there at the start."""
-    replica = VirtualReplica(mix, timed, tile)
-    engine = LocalEngine(replica, config, clock=replica.clock)
-    draw = Random(1)
-    outputs = engine.generate(
-        [Request(str(i), (1,) * draw.randint(*PROMPT), NEW_TOKENS) for i in range(count)]
-    )
-    return sum(len(output.tokens) for output in outputs) / replica.now_s
-
-
 def _padding(stepped: Sequence[StepResult]) -> float:
     own = sum(result.kv_positions_own for result in stepped)
     return 1 - own / sum(result.kv_positions_read for result in stepped)
 
 
-def measure(mix: str, rows: int) -> Mixed:
+def measure(
+    mix: str, acceptance: Sequence[float], rows: int, tile: int = 1, fixed: Sequence[int] = FIXED
+) -> Compared:
     """All ways over the same requests: 16 of them at batch 1, else 64, all there at the start."""
-    acceptance, count = MIXES[mix], 16 if rows == 1 else 64
 
     def speed(draft_len: int | None, timed: bool = True) -> float:
+        replica = VirtualReplica(acceptance, timed, tile)
         config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
-        return _speed(acceptance, config, count, timed)
+        engine, draw = LocalEngine(replica, config, clock=replica.clock), Random(1)
+        outputs = engine.generate(
+            [
+                Request(str(i), (1,) * draw.randint(*PROMPT), NEW_TOKENS)
+                for i in range(16 if rows == 1 else 64)
+            ]
+        )
+        return sum(len(output.tokens) for output in outputs) / replica.now_s
 
-    return Mixed(rows, {k: speed(k) for k in FIXED}, speed(None), mix, speed(None, timed=False))
-
-
-@dataclass(frozen=True)
-class Tiled(Compared):
-    """Where a verification takes whole tiles."""
-
-    tile: int
-    acceptance: float
-
-
-def measure_tiled(tile: int, acceptance: float, rows: int) -> Tiled:
-    """All draft lengths up to 8, for the best one depends on where a tile ends."""
-
-    def speed(draft_len: int | None) -> float:
-        config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
-        return _speed((acceptance,), config, 64, tile=tile)
-
-    return Tiled(rows, {k: speed(k) for k in range(9)}, speed(None), tile, acceptance)
+    by_fixed = {k: speed(k) for k in fixed}
+    return Compared(mix, tile, rows, by_fixed, speed(None), speed(None, timed=False))
 
 
 @dataclass(frozen=True)
@@ -255,41 +227,28 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    found = [measure(mix, rows) for mix in MIXES for rows in args.rows]
+    found = [measure(mix, MIXES[mix], rows) for mix in MIXES for rows in args.rows]
+    tiled = [
+        measure(str(acceptance), (acceptance,), rows, tile, TILED_FIXED)
+        for tile in TILES
+        for acceptance in TILED_ACCEPTANCES
+        for rows in args.rows
+        if rows > 1
+    ]
     header = (
-        *("acceptance", "batch", "best fixed k", "tokens/s", "chosen k", "over best fixed"),
-        *("over k = 0", "without trials"),
+        *("acceptance", "tile", "batch", "best fixed k", "tokens/s", "chosen k"),
+        *("over best fixed", "over k = 0", "without trials"),
     )
     print(
         table(
             header,
             [
                 (
-                    *(one.mix, one.rows, one.best_fixed, one.fixed[one.best_fixed], one.chosen),
-                    *(one.over_best_fixed, one.chosen / one.fixed[0]),
+                    *(one.mix, one.tile, one.rows, one.best_fixed, one.fixed[one.best_fixed]),
+                    *(one.chosen, one.over_best_fixed, one.chosen / one.fixed[0]),
                     one.chosen_without_trials / one.fixed[one.best_fixed],
                 )
-                for one in found
-            ],
-        )
-    )
-    tiled = [
-        measure_tiled(tile, acceptance, rows)
-        for tile in TILES
-        for acceptance in TILED_ACCEPTANCES
-        for rows in args.rows
-        if rows > 1
-    ]
-    print(
-        table(
-            ("tile", "acceptance", "batch", "best fixed k", "tokens/s", "chosen k", "over it"),
-            [
-                (
-                    *(one.tile, one.acceptance, one.rows, one.best_fixed),
-                    *(one.fixed[one.best_fixed], one.chosen),
-                    one.over_best_fixed,
-                )
-                for one in tiled
+                for one in (*found, *tiled)
             ],
         )
     )

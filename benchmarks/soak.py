@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from statistics import linear_regression, pvariance
 from typing import Any
 
 import grpc
@@ -60,13 +61,10 @@ class Fit:
 def fit(samples: Sequence[tuple[float, float]]) -> Fit:
     """Least squares over at least two (seconds, MiB)."""
     count = len(samples)
-    mean_s = sum(at_s for at_s, _ in samples) / count
-    mean = sum(mib for _, mib in samples) / count
-    spread = sum((at_s - mean_s) ** 2 for at_s, _ in samples)
-    slope = sum((at_s - mean_s) * (mib - mean) for at_s, mib in samples) / spread
-    rest = sum((mib - mean - slope * (at_s - mean_s)) ** 2 for at_s, mib in samples)
-    error = (rest / (count - 2) / spread) ** 0.5 if count > 2 else 0.0
-    values = [mib for _, mib in samples]
+    times, values = zip(*samples, strict=True)
+    slope, first = linear_regression(times, values)
+    rest = sum((mib - first - slope * at_s) ** 2 for at_s, mib in samples)
+    error = (rest / (count - 2) / count / pvariance(times)) ** 0.5 if count > 2 else 0.0
     return Fit(count, values[0], values[-1], max(values), slope * 3600, error * 3600)
 
 

@@ -11,7 +11,14 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.adaptive import LONG, PROMPT, VirtualReplica, measure_far_apart, measure_tiled
+from benchmarks.adaptive import (
+    LONG,
+    PROMPT,
+    TILED_FIXED,
+    VirtualReplica,
+    measure,
+    measure_far_apart,
+)
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -78,7 +85,7 @@ def test_whole_tiles_are_filled_though_few_draft_lengths_were_tried_at_load(
     tile: int, acceptance: float, rows: int
 ) -> None:
     """By a straight line through the times all draft tokens cost alike."""
-    measured = measure_tiled(tile, acceptance, rows)
+    measured = measure("", (acceptance,), rows, tile, TILED_FIXED)
     best = measured.best_fixed
     assert measured.fixed[best + 1] < 0.85 * measured.fixed[best], "no tile ends there"
     assert measured.chosen > 0.95 * measured.fixed[best]
