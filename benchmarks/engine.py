@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.hopeless import hopeless_figures
 from benchmarks.measured import MeasuredWay, over_rounds, side_by_side
 from benchmarks.prompts import benchmark_tokens
 from benchmarks.report import machine, table, write_json
@@ -247,6 +247,51 @@ def sampled_runs(
 
 def sampled_name(batch: int, draft_len: int) -> str:
     return f"sampled, {lockstep_name(batch, draft_len)}"
+
+
+def random_draft(like: str, folder: Path) -> None:
+    """Save a draft of that draft's shape and tokenizer with random weights into the folder."""
+    source = resolve(like, "draft")
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(folder)
+
+
+def hopeless_figures(
+    config: ReplicaConfig, requests: Sequence[Request], batches: Sequence[int], rounds: int
+) -> dict[str, object]:
+    """The chosen draft length over k = 0 at each batch, side by side, with a draft that is right
+    about one token in some thousands: what it costs to find out, and to look again."""
+    assert config.draft is not None, "the shape of a draft is needed"
+    with TemporaryDirectory() as folder:
+        random_draft(config.draft, Path(folder))
+        replica = Replica.load(config.model_copy(update={"draft": folder}))
+    figures: dict[str, object] = {}
+    runs = []
+    for batch in batches:
+        ways = {
+            "k = 0": MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=0)),
+            "k chosen": MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=None)),
+        }
+        asked = requests[: 8 + 2 * batch]
+        expected = ways["k = 0"](asked)
+        ways["k chosen"](asked[:1])  # warm-up
+        contenders = side_by_side(ways, asked, rounds, expected)
+        compared = ratio(contenders, "k chosen", "k = 0")
+        assert compared is not None, "both ways run here"
+        name = f"hopeless draft: chosen k over k = 0, batch {batch}"
+        figures[name] = compared.median
+        figures[f"{name}, each round"] = compared.values
+        figures[f"hopeless draft: acceptance, batch {batch}"] = ways["k chosen"].figures.acceptance
+        runs += [asdict(each) | {"batch": batch, "median": each.speed} for each in contenders]
+        print(
+            f"{name}: {compared.median:.3f}"
+            f" ({', '.join(f'{value:.3f}' for value in compared.values)}),"
+            f" identical {contenders[1].identical} of {contenders[1].prompts}",
+            flush=True,
+        )
+    figures["runs"] = runs
+    return figures
 
 
 def _arguments() -> argparse.Namespace:

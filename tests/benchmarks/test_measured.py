@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.engine import lockstep_name, sampled_runs, summary
-from benchmarks.hopeless import random_draft
+from benchmarks.engine import lockstep_name, random_draft, sampled_runs, summary
 from benchmarks.measured import MeasuredWay, StepFigures, longest_wait, over_rounds
 from cluster.bench.compare import Contender
 from replicas.config import ReplicaConfig

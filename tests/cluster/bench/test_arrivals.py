@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 import pytest
 
-from cluster.bench.arrivals import Bursts, Closed, Extent, Poisson
+from cluster.bench.arrivals import Arrivals, Bursts, Closed, Extent, Poisson
 from cluster.bench.engine import REFUSED_PAUSE_S, drive
-from cluster.bench.figures import latencies
+from cluster.bench.figures import Record, latencies
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Batch, Request, StepResult
@@ -54,6 +55,22 @@ def engine_of(clock: Clock, step_s: float, rows: int = 1) -> LocalEngine:
     return LocalEngine(TimedReplica(clock, step_s), config, clock, check=True)
 
 
+def refused(number: int) -> Request:
+    return Request(str(number), (), 8)
+
+
+def driven(
+    clock: Clock,
+    arrivals: Arrivals,
+    extent: Extent,
+    make: Callable[[int], Request] = ask,
+    step_s: float = 1.0,
+    rows: int = 1,
+) -> list[Record]:
+    engine = engine_of(clock, step_s, rows)
+    return drive(engine, make, arrivals, extent, clock=clock, sleep=clock.sleep)
+
+
 def test_poisson_arrivals_are_a_function_of_the_seed_with_the_wanted_mean() -> None:
     first = list(islice(Poisson(50.0, seed=3).due_s(), 5000))
     assert first == list(islice(Poisson(50.0, seed=3).due_s(), 5000))
@@ -75,22 +92,14 @@ def test_an_extent_ends_at_the_bound_that_comes_first() -> None:
 
 def test_open_loop_latency_holds_the_wait_before_sending() -> None:
     """Ten requests at once, 8 steps of 1 s each, one row at a time: the last waits for nine."""
-    clock = Clock()
-    records = drive(
-        engine_of(clock, 1.0), ask, Bursts(10, 1.0), Extent(requests=10), clock=clock,
-        sleep=clock.sleep,
-    )  # fmt: skip
+    records = driven(Clock(), Bursts(10, 1.0), Extent(requests=10))
     assert min(latencies(records)) >= 8.0
     assert max(latencies(records)) == pytest.approx(80.0)
     assert all(record.due_s == 0.0 for record in records)
 
 
 def test_a_request_due_while_a_batch_runs_is_sent_late_and_says_so() -> None:
-    clock = Clock()
-    records = drive(
-        engine_of(clock, 10.0), ask, Bursts(1, 4.0), Extent(requests=2), clock=clock,
-        sleep=clock.sleep,
-    )  # fmt: skip
+    records = driven(Clock(), Bursts(1, 4.0), Extent(requests=2), step_s=10.0)
     assert [record.due_s for record in records] == [0.0, 4.0]
     assert records[1].sent_s == 10.0
     assert records[1].end_s is not None
@@ -111,52 +120,28 @@ def test_a_closed_loop_keeps_so_many_in_flight() -> None:
 
 
 def test_a_duration_ends_the_sending_and_what_runs_is_finished() -> None:
-    clock = Clock()
-    records = drive(
-        engine_of(clock, 1.0), ask, Closed(1), Extent(duration_s=20.0), clock=clock,
-        sleep=clock.sleep,
-    )  # fmt: skip
+    records = driven(Clock(), Closed(1), Extent(duration_s=20.0))
     assert [record.end_s for record in records] == [8.0, 16.0, 24.0]
 
 
 def test_a_refused_request_is_an_error_by_its_name() -> None:
-    clock = Clock()
-    records = drive(
-        engine_of(clock, 1.0),
-        lambda number: Request(str(number), (), 8),
-        Closed(1),
-        Extent(requests=2),
-        clock=clock,
-        sleep=clock.sleep,
-    )
+    records = driven(Clock(), Closed(1), Extent(requests=2), refused)
     assert [record.error for record in records] == ["InvalidRequest"] * 2
 
 
 def test_a_load_of_which_all_is_refused_ends_with_its_duration() -> None:
     clock = Clock()
-    records = drive(
-        engine_of(clock, 1.0),
-        lambda number: Request(str(number), (), 8),
-        Closed(3),
-        Extent(duration_s=2.0),
-        clock=clock,
-        sleep=clock.sleep,
-    )
+    records = driven(clock, Closed(3), Extent(duration_s=2.0), refused)
     assert clock.now_s >= 102.0
     assert {record.error for record in records} == {"InvalidRequest"}
     assert len(records) <= 3 * (2.0 / REFUSED_PAUSE_S + 1)
 
 
 def test_a_place_whose_request_is_refused_asks_again_after_the_next_batch() -> None:
-    clock = Clock()
-
     def make(number: int) -> Request:
         return Request(str(number), () if number % 2 else PROMPT, 8)
 
-    records = drive(
-        engine_of(clock, 1.0, rows=2), make, Closed(2), Extent(requests=8), clock=clock,
-        sleep=clock.sleep,
-    )  # fmt: skip
+    records = driven(Clock(), Closed(2), Extent(requests=8), make, rows=2)
     assert [record.error for record in records] == ["", "InvalidRequest"] * 4
     assert records[0].end_s == 8.0
     assert records[2].sent_s < records[0].end_s
