@@ -189,11 +189,12 @@ def _judged(
     difference: Difference, content: Sequence[int], replica: Any, config: ReplicaConfig
 ) -> Difference:
     """With a judgement by float64 where both have a token; `content` ends before it."""
+    from cluster.bench.transformers_runs import load_model
     from replicas.models.reference import judge
 
     if difference.expected is None or difference.got is None:
         return difference
-    model = _transformers_model(config)
+    model = load_model(config, config.target)
     logits = replica.logits(content)
     judgement = judge(model, content, difference.expected, difference.got, logits)
     return replace(difference, judgement=judgement)
@@ -215,7 +216,9 @@ def transformers_greedy(
     import torch
     from transformers import GenerationConfig
 
-    model = _transformers_model(config)
+    from cluster.bench.transformers_runs import load_model
+
+    model = load_model(config, config.target)
     # The model's own defaults (a repetition penalty, say) would not be plain greedy decoding.
     model.generation_config = GenerationConfig(
         eos_token_id=list(eos_token_ids) or None, pad_token_id=0
@@ -229,17 +232,3 @@ def transformers_greedy(
             do_sample=False,
         )
         yield out[0, len(request.prompt) :].tolist()
-
-
-def _transformers_model(config: ReplicaConfig) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from replicas.models.pair import dtype_name, dtype_of, resolve, resolve_device
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(config.target, weights=dtype_name(config)),
-        dtype=dtype_of(config),
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-    )
-    return model.to(resolve_device(config.device)).eval()

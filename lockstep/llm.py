@@ -45,6 +45,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 256
+    """0 with prompt_logprobs, where only those are asked for."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -180,9 +181,8 @@ class LLM:
             except InvalidRequest as error:
                 name = f"prompt {index}: {call_field(error.field, call)}"
                 raise InvalidRequest(name, error.reason) from None
-            written.append(
-                _Writing(request, TextStream(self._text.tokenizer, request.prompt, call.stop))
-            )
+            stream = TextStream(self._text.tokenizer, request.prompt, call.stop)
+            written.append(_Writing(request, stream, scores=call.max_new_tokens == 0))
         engine = LocalEngine(self._replica, self._config.scheduler)
         for one in written:
             one.output = engine.submit(one.request)
@@ -218,6 +218,8 @@ class _Writing:
 
     request: Request
     stream: TextStream
+    scores: bool = False
+    """Only log-probabilities of the prompt are asked for."""
     output: Output = field(default_factory=Output)
     text: str = ""
     tokens: int = 0
@@ -226,7 +228,8 @@ class _Writing:
 
     def read(self, engine: LocalEngine) -> bool:
         """Make text of what is new; whether it has ended."""
-        piece = self.stream.push(self.output.tokens[self.tokens :])
+        new = [] if self.scores else self.output.tokens[self.tokens :]
+        piece = self.stream.push(new)
         self.text += piece.text
         self.tokens += piece.tokens
         self.stop = piece.stop

@@ -24,6 +24,17 @@ PAGE = 32
 _CONTINUOUS_LOGGER = "ContinuousBatchingLogger"
 
 
+def load_model(config: ReplicaConfig, name: str, role: str = "target") -> Any:
+    """A model as transformers loads it, on the device of `config`. Raises OSError."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        resolve(name, role, dtype_name(config)),
+        dtype=dtype_of(config),
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
+    )
+    return model.to(resolve_device(config.device)).eval()
+
+
 class DoesNotRun(RuntimeError):
     """A way to generate that this machine or these versions do not offer; the first line of why."""
 
@@ -68,7 +79,7 @@ class Transformers:
     def load(cls, config: ReplicaConfig) -> Transformers:
         """The models that `config` names; raises OSError for a name not found."""
         draft = config.drafting.model
-        return cls(_load(config, config.target), draft and _load(config, draft, "draft"))
+        return cls(load_model(config, config.target), draft and load_model(config, draft, "draft"))
 
     @property
     def has_draft(self) -> bool:
@@ -179,16 +190,6 @@ def _listening() -> Iterator[list[str]]:
         yield heard
     finally:
         logger.handlers, logger.propagate = handlers, propagate
-
-
-def _load(config: ReplicaConfig, name: str, role: str = "target") -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(name, role, dtype_name(config)),
-        dtype=dtype_of(config),
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-    )
-    return model.to(resolve_device(config.device)).eval()
 
 
 def _first_line(error: object) -> str:

@@ -46,12 +46,15 @@ def test_each_prompt_has_its_own_settings(llm: LLM) -> None:
         SamplingParams(max_tokens=5, temperature=1, seed=1, logprobs=2),
         SamplingParams(json_schema=schema.replace("}}", '}}, "additionalProperties": false')),
         SamplingParams(choice=["yes", "no"], prompt_logprobs=0),
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
     ]
-    first, second, third = llm.generate(PROMPTS, every, progress=False)
+    first, second, third, scored = llm.generate([*PROMPTS, PROMPTS[2]], every, progress=False)
     assert len(first.logprobs) == len(first.token_ids)
     assert json.loads(second.text)["a"] in (1, 2)
     assert third.text in ("yes", "no")
     assert len(third.prompt_logprobs) == len(third.prompt_token_ids) - 1
+    assert scored.prompt_logprobs == third.prompt_logprobs
+    assert (scored.text, scored.token_ids, scored.finish_reason) == ("", [], "length")
 
 
 def test_what_is_wrong_is_named(llm: LLM) -> None:

@@ -33,8 +33,8 @@ class _Row:
     """What has entered the layer at position `valid` - 1; see `HeadLayer.enter`."""
     tokens: list[int] = field(default_factory=list)
     """What follows on each position from `valid` on that was seen and not taken in."""
-    taps: list[torch.Tensor] = field(default_factory=list)  # each [taps, positions, hidden]
-    """The hidden states there."""
+    taps: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
+    """The hidden states there: of each part that was seen, by tap."""
 
     def __len__(self) -> int:
         """Positions that were seen."""
@@ -64,10 +64,10 @@ class Eagle3Drafter:
             row.carry, row.valid = None, min(row.valid, length - 1)
             count = length - 1 - row.valid
             row.tokens = row.tokens[:count]
-            row.taps = [torch.cat(row.taps, 1)[:, :count]] if row.tokens else []
+            row.taps = [[tap[:count] for tap in _joined(row.taps)]] if row.tokens else []
 
     def observe(self, seen: Seen) -> None:
-        taps, first = torch.stack(list(seen.taps)), 0
+        first = 0
         for index, (content, (begin, end)) in enumerate(
             zip(seen.contents, seen.ranges, strict=True)
         ):
@@ -76,7 +76,7 @@ class Eagle3Drafter:
             # Of a check all next tokens are new, of a prefill none is.
             new = seen.committed[index] if seen.committed else content[begin + 1 : end + 1]
             row.tokens += new
-            row.taps.append(taps[:, first : first + end - begin])
+            row.taps.append([tap[first : first + end - begin] for tap in seen.taps])
             first += end - begin
         drafting = seen.drafted is None or any(seen.drafted)
         if drafting or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):
@@ -89,7 +89,7 @@ class Eagle3Drafter:
     ) -> None:
         rows = [self._rows[id] for id in ids]
         fed = upload([token for row in rows for token in row.tokens], torch.int64, table.device)
-        taps = torch.cat([piece for row in rows for piece in row.taps], 1)
+        taps = _joined([part for row in rows for part in row.taps])
         hidden = self._layer.fused([taps[index] for index in self._order])
         layout = self._layer.backend.ranges_layout(table, [(row.valid, len(row)) for row in rows])
         last = [end - 1 for end in accumulate(len(row.tokens) for row in rows)]
@@ -142,3 +142,8 @@ class Eagle3Drafter:
             if j + 1 < k:
                 entered, residual = layer.enter(tokens[j], x, layout.window(j + 1, j + 2))
         return Proposal(tokens, lens)
+
+
+def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:  # each [tokens, hidden]
+    """All parts by tap; a single one is not copied, for it may be a prompt."""
+    return [tap[0] if len(tap) == 1 else torch.cat(tap) for tap in zip(*parts, strict=True)]
