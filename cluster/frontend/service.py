@@ -137,8 +137,9 @@ class FrontendService:
         """All checks of all sequences come before any token is decoded or any request sent."""
         if self.stopping.is_set():
             raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
-        form = tool_format(self._text.chat_template)
+        form = None
         if call.tools is not None:
+            form = tool_format(self._text.chat_template)
             call = replace(call, structure=call.tools.structure(form, call.structure))
         check_call(call, self.config, self._text.context_len)
         priority = admitted.priority(call.priority)

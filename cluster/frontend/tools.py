@@ -69,6 +69,17 @@ class NamedTool(Strict):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Of a text, which may be empty. Raises ValueError."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("must be the text of a JSON object")
+    return found
+
+
 class CalledFunction(Strict):
     name: str
     arguments: str
@@ -76,12 +87,7 @@ class CalledFunction(Strict):
     @field_validator("arguments")
     @classmethod
     def _an_object(cls, text: str) -> str:
-        try:
-            found = json.loads(text or "{}")
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError("must be the text of a JSON object")
+        json_object(text)
         return text
 
 
@@ -95,7 +101,7 @@ class CallTurn(Strict):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = json_object(self.function.arguments)
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
@@ -125,7 +131,8 @@ class ToolUse:
         return frozenset(tool.function.name for tool in self.tools)
 
     def structure(self, form: ToolFormat | None, asked: Structure | None) -> Structure | None:
-        """What an answer must be that is `asked` to be so beside. Raises InvalidRequest."""
+        """What binds an answer: the tools, or else what the call has `asked` for itself. Raises
+        InvalidRequest where both would."""
         if form is None:
             raise InvalidRequest("tools", "the target's chat template knows none")
         calls = _tool_structure(self, form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from cluster.frontend.tools import (
     ToolCall,
     ToolChoice,
     ToolUse,
+    json_object,
 )
 from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
@@ -172,12 +172,9 @@ def _validated(model: type[_M], fields: dict[str, Any], place: str) -> _M:
 def _json_object(text: str, field: str) -> dict[str, Any]:
     """Raises InvalidRequest."""
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidRequest(field, "must be the text of a JSON object")
-    return found
+        return json_object(text)
+    except ValueError as error:
+        raise InvalidRequest(field, str(error)) from None
 
 
 def _structure(message: pb.GenerateRequest) -> Structure | None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from grpc import StatusCode
 
+from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.tools import ToolFormat, ToolReader, tool_format
 from protos import lockstep_pb2 as pb
@@ -101,18 +105,24 @@ def test_a_template_says_its_format() -> None:
     assert tool_format("{{ messages }}") is tool_format(None) is None
 
 
+@asynccontextmanager
+async def templated(template: str | dict[str, str], replicas: int = 1) -> AsyncIterator[GrpcApi]:
+    """A frontend of the tiny pair with this chat template."""
+    encoder = copy(text().encoder)
+    encoder.chat_template = template
+    config = CONFIG.model_copy(update={"replica": PAIR})
+    spoken, load = replace(text(), encoder=encoder), partial(Replica.load, PAIR)
+    async with frontend(config=config, replicas=replicas, load=load, text=spoken) as made:
+        yield made
+
+
 def as_http(call: pb.ToolCall) -> dict[str, str]:
     return {"name": call.name, "arguments": call.arguments}
 
 
 @pytest.mark.parametrize("template", [SEVERAL_TEMPLATES, LLAMA_TEMPLATE], ids=["hermes", "llama"])
 async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str, str]) -> None:
-    encoder = copy(text().encoder)
-    encoder.chat_template = template
-    config = CONFIG.model_copy(update={"replica": PAIR})
-    spoken = replace(text(), encoder=encoder)
-    load = lambda: Replica.load(PAIR)  # noqa: E731
-    async with frontend(config=config, load=load, text=spoken) as made:
+    async with templated(template) as made:
         app = http_app(made.service)
         fields: dict[str, Any] = {
             "messages": ASKED,
@@ -194,11 +204,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
     ],
 )
 async def test_what_cannot_be_is_refused_over_http(fields: dict[str, Any], param: str) -> None:
-    encoder = copy(text().encoder)
-    encoder.chat_template = HERMES_TEMPLATE
-    config = CONFIG.model_copy(update={"replica": PAIR})
-    spoken = replace(text(), encoder=encoder)
-    async with frontend(config=config, replicas=0, text=spoken) as made:
+    async with templated(HERMES_TEMPLATE, replicas=0) as made:
         answer = await post(http_app(made.service), "chat/completions", messages=ASKED, **fields)
         assert answer.status == 400
         assert answer.error["param"] == param
@@ -226,11 +232,7 @@ A_CALL = [{"name": "f", "arguments": "[]"}]
     ],
 )
 async def test_what_cannot_be_is_refused_over_grpc(fields: dict[str, Any], message: str) -> None:
-    encoder = copy(text().encoder)
-    encoder.chat_template = HERMES_TEMPLATE
-    config = CONFIG.model_copy(update={"replica": PAIR})
-    spoken = replace(text(), encoder=encoder)
-    async with frontend(config=config, replicas=0, text=spoken) as made:
+    async with templated(HERMES_TEMPLATE, replicas=0) as made:
         context = Context()
         await made.Generate(pb.GenerateRequest(**({"messages": ASKED} | fields)), context)
         assert context.code is StatusCode.INVALID_ARGUMENT
