@@ -108,7 +108,7 @@ bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
 bench-scheduler: $(SETUP)  ## the scheduler's share of them
 	$(BIN)/python -m benchmarks.scheduler --json $(RESULTS)/scheduler.json
 
-SIMULATE = $(BIN)/lockstep simulate
+SIMULATE = $(BIN)/lockstep simulate --batch-size 8
 SHORT_ROWS = --prompt-tokens 50..300 --new-tokens 64..192
 SIMULATED = $(RESULTS)/simulate
 simulate: $(SETUP)  ## a thousand replicas, the end of one pool, grouping against none: in virtual time

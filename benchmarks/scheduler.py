@@ -110,7 +110,9 @@ class Load:
 
     def __init__(self, live: int, replicas: int, seed: int = 0) -> None:
         self._rng = random.Random(seed)
-        roomy = SchedulerConfig(waiting_requests_max=2 * live, waiting_tokens_max=1000 * live)
+        roomy = SchedulerConfig(
+            rows_max=8, waiting_requests_max=2 * live, waiting_tokens_max=1000 * live
+        )
         self._scheduler = Scheduler(roomy)
         self._batches: list[tuple[float, int, Batch]] = []
         """A heap of (time of the answer [s], id, batch)."""

@@ -78,6 +78,7 @@ def calibrated(replica: Trial, rows_max: int, draft_len_max: int) -> ReplicaSpec
     if spec.drafter != "eagle3" or min(spec.draft_len_max, draft_len_max) == 0:
         return spec
     share = first_right(replica, min(rows_max, HEAD_ROWS))
+    spec = replace(spec, acceptance=share)
     if share is None or share >= HEAD_LEAST:
         return spec
     warning = f"only {share:.1%} of first draft tokens right at load: the wrong head or taps?"
@@ -93,7 +94,7 @@ def first_right(replica: Trial, rows: int) -> float | None:
     blocks = -(-length // spec.block_size)
     if length > spec.context_len or rows * blocks > spec.kv_blocks:
         return None
-    prefill = tuple(
+    begun = [
         PrefillRow(
             f"trial {row}",
             (rng.randrange(spec.vocab_size), rng.randrange(spec.vocab_size)),
@@ -104,22 +105,35 @@ def first_right(replica: Trial, rows: int) -> float | None:
             salt=uuid4().hex,
         )
         for row in range(rows)
-    )
-    lengths = {row.sequence_id: len(row.tokens) for row in prefill}
-    right = tried = 0
+    ]
+    stepped = _stepped(replica, begun, [1] * (HEAD_STEPS - 1))
+    results = [row for _, result in stepped for row in result.rows]
+    tried = sum(row.tried_at[0] for row in results)
+    return sum(row.accepted_at[0] for row in results) / tried if tried else None
+
+
+def _stepped(
+    replica: Trial, begun: Sequence[PrefillRow], draft_lens: Iterable[int]
+) -> list[tuple[Batch, StepResult]]:
+    """Fill these rows and run a step of all for each draft length; then they are gone."""
+    lengths = {row.sequence_id: len(row.tokens) for row in begun}
+    done: list[tuple[Batch, StepResult]] = []
+    if not begun:
+        return done
+    blocks = begun[0].blocks
     try:
-        replica.step(Batch(0, "", BatchKind.PREFILL, prefill=prefill))
-        for _ in range(HEAD_STEPS - 1):
+        replica.step(Batch(0, "", BatchKind.PREFILL, prefill=tuple(begun)))
+        for draft_len in draft_lens:
             ordered = sorted(lengths, key=lengths.__getitem__)
-            step = tuple(StepRow(one, lengths[one], 1, blocks) for one in ordered)
-            result = replica.step(Batch(0, "", BatchKind.SPECULATE, rows=step, draft_len=1))
+            rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
+            batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
+            result = replica.step(batch)
             for row in result.rows:
                 lengths[row.sequence_id] += len(row.tokens)
-                right += row.accepted_at[0]
-                tried += row.tried_at[0]
+            done.append((batch, result))
     finally:
         replica.release(lengths)
-    return right / tried if tried else None
+    return done
 
 
 def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
@@ -157,38 +171,18 @@ def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[Ste
     most = min(most, spec.rows_max or most, rows_max)
     timings = []
     for count in dict.fromkeys(min(rows, most) for rows in ROWS):
-        ids = [f"trial {index}" for index in range(count)]
-        if ids:
-            try:
-                timings += _timings(replica, ids, blocks, draft_lens)
-            finally:
-                replica.release(ids)
-    return timings
-
-
-def _timings(
-    replica: Trial, ids: list[str], blocks: int, draft_lens: list[int]
-) -> list[StepTiming]:
-    lengths = dict.fromkeys(ids, LENGTH)
-    salt = uuid4().hex  # what they say is nobody's
-    left = LENGTH + 1 + blocks * replica.spec.block_size
-    prefill = tuple(
-        PrefillRow(one, (0,) * LENGTH, left, SamplingParams(), (), blocks, salt=salt) for one in ids
-    )
-    replica.step(Batch(0, "", BatchKind.PREFILL, prefill=prefill))
-    timings = []
-    for draft_len in draft_lens:
-        tried = []
-        for number in range(STEPS + 1):
-            ordered = sorted(ids, key=lengths.__getitem__)
-            rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
-            batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
-            result = replica.step(batch)
-            for row in result.rows:
-                lengths[row.sequence_id] += len(row.tokens)
-            if number:
-                tried.append(_timing(batch, result))
-        timings.append(_middle(tried))
+        salt = uuid4().hex  # what they say is nobody's
+        left = LENGTH + 1 + blocks * spec.block_size
+        begun = [
+            PrefillRow(f"trial {row}", (0,) * LENGTH, left, SamplingParams(), (), blocks, salt=salt)
+            for row in range(count)
+        ]
+        each = STEPS + 1
+        stepped = _stepped(replica, begun, [k for k in draft_lens for _ in range(each)])
+        timings += [
+            _middle([_timing(*one) for one in stepped[first + 1 : first + each]])
+            for first in range(0, len(stepped), each)
+        ]
     return timings
 
 

@@ -17,7 +17,7 @@ class SchedulerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows_max: int = Field(
-        default=8,
+        default=32,
         ge=1,
         le=1024,
         description="Rows of a batch (the batch size): sequences that one step of a replica"

@@ -273,6 +273,8 @@ class ReplicaSpec:
     """Whether a row of a batch reads about as far as its own KV goes, not as far as the longest."""
     timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
     """Trials that it ran before it joined; what the pool believes of its speed at first."""
+    acceptance: float | None = field(default=None, compare=False)
+    """Share of first draft tokens that were right in such a trial; None: not tried."""
 
     @property
     def length_max(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from replicas.invariant.ops import PREPACK_LEAST, TILE
 from replicas.kv_cache.host_layout import GATHERED_MOST, SCORES_MOST
-from replicas.memory.shapes import ModelShape
+from replicas.memory.shapes import ModelShape, PairShape
 
 _FLOAT32 = 4
 _KEPT_SCORES = 4
@@ -90,18 +90,20 @@ class Buffers:
         return self.rotary + running + self.recorded + self.prepacked + self.slack
 
 
-def buffers(
-    models: list[ModelShape], work: Workload, item: int, taken: PassBytes, on_gpu: bool
-) -> Buffers:
-    """All of it, where a number of the models has `item` bytes; the target comes first among them.
+def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu: bool) -> Buffers:
+    """All of it, where a number of the models has `item` bytes.
 
     `recorded` and `prepacked` are 0: not every replica has them.
     """
-    target = models[0]
-    rotary = sum(4 * work.context_len * one.head_dim for one in models) * item
+    target = pair.target
+    rotary = sum(4 * work.context_len * one.head_dim for one in pair.models) * item
+    # A head takes hidden states of all tokens of a pass, and joins them.
+    tapped = 2 * pair.taps * target.hidden * item
+    step = taken.step + tapped * work.step_tokens
+    prefill = taken.prefill + tapped * work.pass_tokens
     widest = max(target.vocab, target.intermediate, target.heads * target.head_dim)
     loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
-    counted = Buffers(rotary, taken.step, taken.prefill, loading, 0, 0, 0)
+    counted = Buffers(rotary, step, prefill, loading, 0, 0, 0)
     slack = counted.total // 10 + (128 << 20 if on_gpu else 8 << 20)
     return replace(counted, slack=slack)
 

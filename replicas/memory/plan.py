@@ -111,7 +111,7 @@ def plan_memory(
     recorded = on_gpu and config.fixed_shapes(device)
 
     def counted(work: Workload, passes: MeasurePasses = passes or computed) -> Buffers:
-        made = buffers(pair.models, work, item, passes(work), on_gpu)
+        made = buffers(pair, work, item, passes(work), on_gpu)
         return replace(made, recorded=made.step) if recorded else made
 
     block_bytes = pair.block_bytes(config.block_size, item)

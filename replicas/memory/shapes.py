@@ -75,6 +75,8 @@ class PairShape:
     """Bytes of the weights, tied ones counted once."""
     draft_bytes: int
     context_len: int
+    taps: int = 0
+    """Hidden states of the target, per token, that a head takes."""
 
     @property
     def models(self) -> list[ModelShape]:
@@ -97,6 +99,7 @@ def pair_shape(pair: Pair) -> PairShape:
         target_bytes=weight_bytes(pair.target),
         draft_bytes=0 if pair.draft is None else weight_bytes(pair.draft),
         context_len=pair.context_len,
+        taps=_taps(None if pair.draft is None else pair.draft.config),
     )
 
 
@@ -119,7 +122,12 @@ def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
         target_bytes=weight_bytes(target),
         draft_bytes=draft_bytes,
         context_len=files.context_len,
+        taps=_taps(files.draft_config),
     )
+
+
+def _taps(draft_config: Any) -> int:
+    return len(draft_config.taps) if isinstance(draft_config, HeadConfig) else 0
 
 
 def weight_bytes(model: nn.Module | Head) -> int:

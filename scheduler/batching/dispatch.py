@@ -154,7 +154,8 @@ class Dispatcher:
         if prompts_wait and not (ready and pipeline.last_kind is BatchKind.PREFILL):
             return Decision(Do.PREFILL, placement, tokens)
         rows_max, joining = replica.rows_max(self._config.rows_max), replica.joining
-        steps = may_step(ready, replica.stepping, joining, len(pipeline), rows_max)
+        gap = self._policy.short_gap(replica.id)
+        steps = may_step(ready, replica.stepping, joining, len(pipeline), rows_max, gap)
         return Decision(Do.STEP if steps else Do.NOTHING, placement, prompts_wait=prompts_wait)
 
     def _quarantine_is_next(self, replica: Replica) -> bool:

@@ -74,7 +74,12 @@ def is_due(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> bool:
 
 
 def may_step(
-    ready: int, stepping: int, joining: int, batches_in_flight: int, rows_max: int
+    ready: int,
+    stepping: int,
+    joining: int,
+    batches_in_flight: int,
+    rows_max: int,
+    short_gap: bool,
 ) -> bool:
     """Whether a batch of steps is worth dispatching now, or should wait for rows in flight.
 
@@ -82,7 +87,7 @@ def may_step(
     full one also half of one: with no more rows than one batch holds all go together, for two
     fragments would take turns for ever and never merge. Behind a prefill alone, half of the batch
     that it will be part of is enough: the rows being filled join one step later, and the replica
-    has no gap.
+    has no gap. With a short gap (`DraftPolicy.short_gap`) the others wait, and all step together.
     """
     if ready == 0:
         return False
@@ -90,4 +95,6 @@ def may_step(
         return True
     if stepping:
         return ready >= rows_max or (stepping >= rows_max and 2 * ready >= rows_max)
+    if joining and short_gap:
+        return False
     return 2 * ready >= min(ready + joining, rows_max)

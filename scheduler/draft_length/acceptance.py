@@ -41,6 +41,13 @@ class Acceptance:
         self._greedy = _Class()
         self._sampled = _Class()
 
+    def expect(self, acceptance: float) -> None:
+        """A drafter was right so often in a trial; it stands for classes of which nothing is known
+        yet."""
+        for known in (self._greedy, self._sampled):
+            if known.tried == _GUESS_TRIES:
+                known.agreed = _GUESS_TRIES * acceptance
+
     def of(self, sequences: Iterable[Sequence]) -> list[float]:
         """Probabilities in [0, 1] that one more draft token of each sequence is accepted."""
         return [

@@ -30,6 +30,10 @@ PROBE_WORTH = 1.03
 """Goodput that a probe promises at least, over that of the choice."""
 ROUND_TRIP_SHARE = 0.02
 """Share of a batch that its round trip may cost before it gets more steps."""
+GAP_SHARE = 0.1
+"""Share of a step that a replica may stand still after a prefill, so that its rows join at once."""
+CHUNK_STEPS_MAX = 8.0
+"""Steps whose time a prefill chunk takes at most, however few rows step."""
 CHUNK_FIXED_SHARE = 0.125
 """Most that the fixed cost of a prefill chunk may be beside the cost of its tokens."""
 BATCH_S_MAX = 0.1
@@ -117,6 +121,8 @@ class DraftPolicy:
             reads_apart=spec.reads_apart,
             draft_len=min(FALLBACK, most),
         )
+        if spec.acceptance is not None:
+            self._acceptance.expect(spec.acceptance)
 
     def lost(self, replica_id: str) -> None:
         """That replica is gone for good."""
@@ -141,6 +147,13 @@ class DraftPolicy:
         if probe is None:
             steps = known.steps = self._steps(known, steps_most)
         return StepPlan([row_draft_len(one, draft_len) for one in rows], steps)
+
+    def short_gap(self, replica_id: str) -> bool:
+        """Whether a round trip takes so small a part of a step that rows may wait for a prefill to
+        end, and step together with those that it fills."""
+        known = self._replicas[replica_id]
+        round_trip_s = known.round_trip_s
+        return round_trip_s is not None and round_trip_s <= GAP_SHARE * known.step_s()
 
     def apart(self, replica_id: str) -> float:
         """KV positions that a batch may read beyond its rows' own; with more, two steps take less
@@ -167,7 +180,7 @@ class DraftPolicy:
         # Of noise at small depths more than twice that depth is not foretold.
         begin = min(begin, 2 * known.filled_behind)
         chunk_s = max(
-            step_s * max(self._config.rows_max / stepping_rows, 1.0),
+            step_s * min(max(self._config.rows_max / stepping_rows, 1.0), CHUNK_STEPS_MAX),
             table.prefill_s(0, 0) * (1.0 + 1.0 / CHUNK_FIXED_SHARE),
         )
         tokens = bisect_right(

@@ -51,7 +51,7 @@ PAIR = PairShape(SHAPES[0], SHAPES[1], 5_000_000, 2_000_000, context_len=64)
 
 
 def planned(device: torch.device = CPU, loaded: bool = True, **settings: object) -> MemoryPlan:
-    return plan_memory(ReplicaConfig(**settings), PAIR, device, loaded)
+    return plan_memory(ReplicaConfig(**{"plan_rows": 8, **settings}), PAIR, device, loaded)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -151,14 +151,26 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
             narrowest = plan.wanted.shrunk(8, 8, PASS_TOKENS_LEAST)
             assert plan.budget is not None
             taken = computed_passes(SHAPES, 4, on_gpu=False)(narrowest)
-            over = buffers(SHAPES, narrowest, 4, taken, on_gpu=False).total
+            over = buffers(PAIR, narrowest, 4, taken, on_gpu=False).total
             assert PAIR.weights + 5 * plan.block_bytes + over > plan.budget
+
+
+def test_what_a_head_taps_of_the_target_is_counted() -> None:
+    work, item = planned(memory=700_000_000).work, 4
+    taken = computed_passes(SHAPES, item, on_gpu=False)(work)
+    plain, headed = (
+        buffers(dataclasses.replace(PAIR, taps=taps), work, item, taken, on_gpu=False)
+        for taps in (0, 3)
+    )
+    tapped = 3 * work.pass_tokens * SHAPES[0].hidden * item
+    assert headed.prefill - plain.prefill >= tapped
+    assert headed.total >= plain.total
 
 
 def test_a_plan_says_only_what_it_shrank() -> None:
     wide = dataclasses.replace(SHAPES[0], vocab=200_000)
     pair = dataclasses.replace(PAIR, target=wide, draft=wide)
-    plan = plan_memory(ReplicaConfig(memory=700_000_000), pair, CPU, loaded=True)
+    plan = plan_memory(ReplicaConfig(memory=700_000_000, plan_rows=8), pair, CPU, loaded=True)
     assert (plan.rows_max, plan.draft_len_max(32)) == (None, 32)
     tight = plan_memory(ReplicaConfig(memory=plan.least), pair, CPU, loaded=True)
     assert tight.rows_max == tight.work.rows < plan.work.rows

@@ -129,6 +129,8 @@ def test_a_head_that_is_hardly_ever_right_is_warned_about(
     spec = loaded(speculative={"method": "eagle3", "model": head}).spec
     assert "of first draft tokens right at load" in spec.drafter
     assert "the wrong head or taps?" in caplog.text
+    assert spec.acceptance is not None
+    assert spec.acceptance < 0.05
 
 
 def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def run(config: SchedulerConfig, in_flight: int | None, seed: int) -> Figures:
 def test_batches_of_near_length_beat_order_of_arrival_at_the_same_load(
     in_flight: int | None, seeds: range
 ) -> None:
-    config = SchedulerConfig()
+    config = SchedulerConfig(rows_max=8)
     grouped = [run(config, in_flight, seed) for seed in seeds]
     arrival = [run(in_order_of_arrival(config), in_flight, seed) for seed in seeds]
 

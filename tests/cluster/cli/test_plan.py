@@ -237,7 +237,7 @@ def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
     result = RUN.invoke(main, ["plan", "--device", "cpu", "--memory", "80MiB"])
     assert result.exit_code == 0
     assert "weights of the target" in result.output
-    assert "Wanted: 8 rows, draft length 8" in result.output
+    assert "Wanted: 32 rows, draft length 8" in result.output
 
 
 @pytest.mark.parametrize(

@@ -162,4 +162,8 @@ def test_no_row_waits_beyond_the_bound(
 def test_a_second_batch_is_worth_its_place_or_waits(
     ready: int, stepping: int, joining: int, batches: int, expected: bool
 ) -> None:
-    assert may_step(ready, stepping, joining, batches, rows_max=8) is expected
+    for short_gap in (False, True):
+        # Where the gap behind a prefill is short, rows wait for those that it fills.
+        waits = short_gap and joining > 0 and batches > 0 and not stepping
+        asked = (ready, stepping, joining, batches)
+        assert may_step(*asked, rows_max=8, short_gap=short_gap) is (expected and not waits)

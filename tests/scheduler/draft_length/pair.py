@@ -133,7 +133,7 @@ def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
 
 def policy_for(pair: Pair | None, **settings: int) -> DraftPolicy:
     """A policy that knows the pair's times, or nothing."""
-    policy = DraftPolicy(SchedulerConfig(**settings))
+    policy = DraftPolicy(SchedulerConfig(**{"rows_max": 8, **settings}))
     timings = pair.timings() if pair else ()
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings))
     return policy

@@ -49,6 +49,9 @@ def test_a_new_sequence_is_expected_to_be_like_the_others_of_its_class() -> None
         known.observe([(old, step(rng, 0.1, 3))])
     assert known.of([sequence("new")])[0] == pytest.approx(0.1, abs=0.05)
     assert known.of([sequence("sampled", 1.0)])[0] == pytest.approx(FIRST_GUESS), "another class"
+    known.expect(0.9)  # of a replica's trial: it stands where nothing else is known
+    assert known.of([sequence("new")])[0] == pytest.approx(0.1, abs=0.05)
+    assert known.of([sequence("sampled", 1.0)])[0] == pytest.approx(0.9)
 
 
 def test_a_row_that_drafts_nothing_comes_back_to_what_its_class_shows() -> None:

@@ -234,7 +234,7 @@ def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> No
     truth = LinearCost(1e-3, 1e-4, 1e-8)
     tried = tuple(PrefillTiming(tokens, truth(tokens, 0)) for tokens in (16, 64, 256))
     spec = ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried))
-    policy = DraftPolicy(SchedulerConfig(draft_len=0))
+    policy = DraftPolicy(SchedulerConfig(draft_len=0, rows_max=8))
     policy.joined("r", spec)
     pair.turn(policy, rows_of(8), 1)
     first = policy.prefill_tokens("r", 8, 2048)
@@ -254,7 +254,7 @@ def test_a_chunk_is_never_smaller_than_the_least(token_s: float) -> None:
     """Though a step takes less time than that."""
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     tried = tuple(PrefillTiming(tokens, token_s * tokens) for tokens in (16, 64, 256))
-    policy = DraftPolicy(SchedulerConfig(draft_len=0))
+    policy = DraftPolicy(SchedulerConfig(draft_len=0, rows_max=8))
     policy.joined("r", ReplicaSpec(1000, 16, 30_000, 100, timings=(*pair.timings(), *tried)))
     pair.turn(policy, rows_of(8), 1)
     assert pair.step_s(8, 0) < token_s * PREFILL_TOKENS_LEAST
