@@ -124,6 +124,14 @@ class ModelWork:
             work += Work(0.0, further + tokens * attention)
         return work
 
+    def generate(self, prompts: Sequence[int], new_tokens: int) -> Work:
+        """One batch of prompts of these lengths and so many new tokens each, from the first pass to
+        the last: that over the prompts yields the first tokens. Padding is left out."""
+        passes = new_tokens - 1
+        positions = sum(length + n for length in prompts for n in range(1, new_tokens))
+        first = self.prefill(prompts, outputs=True)
+        return first + self.decode(passes, passes * len(prompts), positions)
+
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

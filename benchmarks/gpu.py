@@ -3,132 +3,144 @@
     python -m benchmarks.gpu [--shape qwen3-8b] [--json FILE]   on a GPU: Qwen3-8B / 0.6B, bfloat16
     python -m benchmarks.gpu --shape tiny                       anywhere, within a minute
 
-A planted pair (random weights in real shapes, see `replicas.models.planted`) is decoded without and
-with speculation at several batch sizes, by transformers' `generate`, prefilled, and decoded again,
-on a GPU, without CUDA graphs and with each kind of attention that can be had there, and in the
-deterministic mode, with the middle one of the draft lengths. Two ceilings stand beside each figure:
-the bytes that it had to read over the measured copy bandwidth, and its operations over the measured
-matrix rate.
+A planted pair (random weights in real shapes, see `replicas.models.planted`) is decoded at several
+batch sizes with and without speculation. One mode follows the other, and each loads what it needs:
+the draft model, transformers' `generate`, a planted head, on a GPU no CUDA graphs and each kind of
+attention that can be had there, and the deterministic mode. Draft lengths of one mode take turns on
+one replica. Ratios between modes are of one process, not of one moment.
 
-One mode follows the other. Live together are the pair, one replica of it (KV cache, recordings) and
-in the first mode what `generate` takes, which runs in each of that replica's rounds. The replica is
-freed before the next is made, and the pair before the deterministic mode loads its own. Draft
-lengths of one mode alternate on one replica; ratios between modes are of one process, not of one
-moment.
+Two ceilings stand beside each figure: the bytes that it had to read over the measured copy
+bandwidth, and its operations over the measured matrix rate. A head's own work is left out.
+
+The first `--alone` requests run once more in each mode, one after the other and without drafting;
+`identical` counts the outputs of a run that equal those. Only the deterministic mode promises that
+all do.
 
 A mode that fails is reported, and the others run; the exit status is 1 then, but for kinds of
-attention that nobody has named. The JSON file is written anew after every mode, and after every
-round of the first; `complete` in it says whether all have had their turn.
-
-Outputs of a mode are compared with its own without speculation: those of requests that ran alone,
-one after the other, in the modes of ALONE, else those at the smallest batch. How many of them were
-compared with outputs of groups of another size is told apart: only these say whether the batch
-matters, and only the deterministic mode promises that it does not. Needs neither Ray nor gRPC.
+attention that nobody has named. The JSON file is written anew after every mode. Needs neither Ray
+nor gRPC.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
-from benchmarks.ceilings import Rates, measure_rates
-from benchmarks.device_modes import (
-    ATTENTIONS,
-    BLOCK_SIZE,
-    DETERMINISTIC,
-    EAGER,
-    FAILED,
-    USUAL,
-    WAITING,
-    Outcome,
-    Plan,
-    attempt,
-    free,
-    made,
-)
-from benchmarks.device_report import Report
-from benchmarks.device_runs import GENERATE_BATCH, TRANSFORMERS, Bench
-from benchmarks.report import machine
+from benchmarks.ceilings import measure_rates
+from benchmarks.device_runs import GENERATE_BATCH, HEAD, TRANSFORMERS, USUAL, Mode, attempt, free
+from benchmarks.report import machine, table, write_json
 from replicas.config import ReplicaConfig
-from replicas.models.pair import load_pair, resolve_device
+from replicas.drafters.eagle3.planted import PLANTED_HEAD
+from replicas.models.pair import resolve_device
 from replicas.models.shapes import DRAFTS
-from replicas.replica import Replica
-from scheduler.messages import Request
+
+BLOCK_SIZE = 16
+ATTENTIONS = {
+    "gather": ("gather", BLOCK_SIZE),
+    "flex": ("flex", BLOCK_SIZE),
+    "flex-128": ("flex", 128),
+    "varlen-256": ("varlen", 256),
+}
+"""Modes that differ in the attention alone: its kind and KV positions per block."""
+EAGER, DETERMINISTIC = "eager", "deterministic"
+TOLD = ("state", "attention", "unrecorded", "memory_gb", "message")
+"""Of a mode, in the JSON file."""
 
 
-def random_requests(n: int, vocab: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
-    """Prompts of random ids, from half to the whole of `prompt_tokens` long."""
-    rng = random.Random(0)
-    lengths = [rng.randint(max(2, prompt_tokens // 2), prompt_tokens) for _ in range(n)]
-    return [
-        Request(str(i), tuple(rng.randrange(vocab) for _ in range(length)), new_tokens)
-        for i, length in enumerate(lengths)
+def rows_of(modes: dict[str, Mode]) -> list[dict[str, Any]]:
+    """A row per mode, batch size and draft length. `over_plain` is the speed over that without
+    drafting of the same mode and round, `over_usual` over that of the usual mode."""
+    usual, rows = modes[USUAL], []
+    for name, mode in modes.items():
+        reference = mode.alone or usual.alone
+        for (batch, k), runs in mode.rounds.items():
+            row: dict[str, Any] = {"mode": name, "batch": batch, "draft_len": k}
+            for what in asdict(runs[0]):
+                values = [getattr(run, what) for run in runs]
+                row[what] = None if None in values else median(values)
+            pairs = zip(runs, mode.rounds[batch, 0], strict=False)
+            row["over_plain"] = median(
+                run.tokens_per_s / plain.tokens_per_s for run, plain in pairs
+            )
+            # `generate` has its prompts' pass in its time.
+            what = "all_tokens_per_s" if name == TRANSFORMERS else "tokens_per_s"
+            same = [getattr(run, what) for run in usual.rounds.get((batch, k), ())]
+            row["over_usual"] = row[what] / median(same) if same else None
+            both = list(zip(mode.outputs[batch, k], reference, strict=False))
+            row |= {"identical": sum(a == b for a, b in both), "compared": len(both)}
+            rows.append(row)
+    return rows
+
+
+def show(modes: dict[str, Mode]) -> None:
+    """Print all tables."""
+    rows = rows_of(modes)
+    for row in rows:
+        for ceiling in ("bandwidth_ceiling", "matrix_ceiling"):
+            row[ceiling] = f"{row[ceiling]:.0f} ({row['tokens_per_s'] / row[ceiling]:.0%})"
+    if rows:
+        print(
+            table(list(rows[0]), [["" if x is None else x for x in row.values()] for row in rows])
+        )
+    header = ("mode", "state", "attention", "steps unrecorded", "GPU memory, GB", "message")
+    said = [
+        (
+            name,
+            one.state,
+            one.attention,
+            len(one.unrecorded),
+            one.memory_gb or "",
+            one.message.replace("|", "\\|"),
+        )
+        for name, one in modes.items()
     ]
+    print(table(header, said))
 
 
-def kv_blocks(rows: int, context_len: int, block_size: int) -> int:
-    """Blocks that so many rows need, with one each to spare."""
-    return rows * (-(-context_len // block_size) + 1)
+def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
+    """What runs, in this order."""
+    rows: int = max(*args.batches, GENERATE_BATCH)
+    context_len: int = args.prompt_tokens + args.new_tokens
 
+    def blocks(size: int) -> int:  # one for each row to spare
+        return rows * (-(-context_len // size) + 1)
 
-def of_one_pair(
-    configs: dict[str, ReplicaConfig],
-    report: Report,
-    plan: Plan,
-    rates: Rates,
-    tokens: tuple[int, int],
-) -> float:
-    """Run the modes of `configs`, which share a pair; it is dropped with this call. `tokens` are
-    those of the longest prompt and of an output. Returns the scale of the pair's noise."""
-    config = configs[USUAL]
-    pair = load_pair(config)
-    planted = pair.target.config
-    print(f"{config.target}: follows the map at {planted.planted_follows:.3f}", flush=True)
-    report.about |= {"follows": planted.planted_follows, "scale": planted.planted_scale}
-    requests = random_requests(max(*plan.batches, GENERATE_BATCH), pair.vocab_size, *tokens)
-    for mode in report.modes:
-        if mode != TRANSFORMERS:
-            # Of the deterministic mode as well, whose own pair has the same sizes.
-            report.benches[mode] = Bench(pair, rates, requests)
-    report.write()
-    theirs = report.modes[TRANSFORMERS]
-
-    def generate() -> None:
-        if theirs.state == FAILED:
-            return
-        try:
-            report.benches[USUAL].generate(pair)
-            theirs.end()
-        except Exception as error:
-            theirs.end(error)
-            print(f"{TRANSFORMERS}: failed: {theirs.message}", flush=True)
-
-    for mode, own in configs.items():
-
-        def make(own: ReplicaConfig = own) -> Replica:
-            return made(pair, own)
-
-        outcome, bench = report.modes[mode], report.benches[mode]
-        if mode == USUAL:
-            # It takes longest: what is cut off within it keeps the rounds that it had.
-            attempt(mode, outcome, pair.device, make, bench, plan, [generate], report.write)
-        else:
-            attempt(mode, outcome, pair.device, make, bench, plan)
-        if theirs.state == WAITING:
-            theirs.end(RuntimeError(f"{USUAL}, beside which it runs, failed before"))
-        report.write()
-    return float(planted.planted_scale)
-
-
-def exit_status(modes: Mapping[str, Outcome], tried: Collection[str]) -> int:
-    """1 if a mode failed, but for those that were only tried."""
-    failed = {mode for mode, outcome in modes.items() if outcome.state == FAILED}
-    return 1 if failed.difference(tried) else 0
+    config = ReplicaConfig(
+        target=f"planted:{args.shape}?acceptance={args.acceptance}",
+        draft=f"planted:{DRAFTS[args.shape]}",
+        device=str(device),
+        dtype=args.dtype,
+        block_size=BLOCK_SIZE,
+        context_len=context_len,
+        # Or prompts would be filled in the first round only.
+        prefix_sharing=False,
+        calibrate=False,
+        kv_blocks=blocks(BLOCK_SIZE),
+        plan_rows=rows,
+        plan_draft_len=max(args.draft_lens),
+    )
+    head = {"speculative": {"method": "eagle3", "model": PLANTED_HEAD}, "draft": None}
+    changes: dict[str, dict[str, Any]] = {USUAL: {}, TRANSFORMERS: {}, HEAD: head}
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        changes[EAGER] = {"graphs": "off"}
+    kinds = args.attention
+    if kinds is None:
+        kinds = ATTENTIONS if on_gpu else ()
+    for name in kinds:
+        kind, size = ATTENTIONS[name]
+        changes[name] = {"attention": kind, "block_size": size, "kv_blocks": blocks(size)}
+    if not args.no_deterministic:
+        changes[DETERMINISTIC] = {"deterministic": True}
+    given = config.model_dump(exclude_unset=True)
+    return {name: Mode(ReplicaConfig(**{**given, **own})) for name, own in changes.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,13 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 8 16 64")
     parser.add_argument("--draft-lens", type=int, nargs="+", help="default: 2 4 6")
     parser.add_argument("--draft-batch-max", type=int, default=16, help="no speculation above it")
-    parser.add_argument("--prompt-tokens", type=int, default=None)
-    parser.add_argument("--new-tokens", type=int, default=None)
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--rounds", type=int, help="after one that warms up; default: 2")
     parser.add_argument("--no-deterministic", action="store_true")
-    parser.add_argument(
-        "--alone", type=int, default=8, help="requests that run alone, to compare outputs with"
-    )
+    parser.add_argument("--alone", type=int, default=8, help="requests that run alone, too")
     parser.add_argument(
         "--attention",
         nargs="*",
@@ -157,77 +167,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
 
-    tiny = args.shape == "tiny"
-    prompt_tokens = args.prompt_tokens or (24 if tiny else 256)
-    new_tokens = args.new_tokens or (16 if tiny else 128)
-    batches = sorted(args.batches or ([1, 4] if tiny else [1, 8, 16, 64]))
-    draft_lens = args.draft_lens or ([3] if tiny else [2, 4, 6])
-    rounds = args.rounds or (1 if tiny else 2)
-    device = resolve_device(args.device)
-    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    rates = measure_rates(device, getattr(torch, dtype))
+    device, tiny = resolve_device(args.device), args.shape == "tiny"
+    args.prompt_tokens = args.prompt_tokens or (24 if tiny else 256)
+    args.new_tokens = args.new_tokens or (16 if tiny else 128)
+    args.batches = sorted(args.batches or ([1, 4] if tiny else [1, 8, 16, 64]))
+    args.draft_lens = args.draft_lens or ([3] if tiny else [2, 4, 6])
+    args.rounds = args.rounds or (1 if tiny else 2)
+    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    rates = measure_rates(device, getattr(torch, args.dtype))
     free(device)
-    rows = max(*batches, GENERATE_BATCH)
-    context_len = prompt_tokens + new_tokens
-    config = ReplicaConfig(
-        target=f"planted:{args.shape}?acceptance={args.acceptance}",
-        draft=f"planted:{DRAFTS[args.shape]}",
-        device=str(device),
-        dtype=dtype,
-        block_size=BLOCK_SIZE,
-        context_len=context_len,
-        # Or prompts would be filled in the first round only.
-        prefix_sharing=False,
-        calibrate=False,
-        kv_blocks=kv_blocks(rows, context_len, BLOCK_SIZE),
-        plan_rows=rows,
-        plan_draft_len=max(draft_lens),
-    )
-    described = {
-        **machine(),
+    described: dict[str, Any] = {
+        "settings": {name: value for name, value in vars(args).items() if name != "json"},
         "threads": torch.get_num_threads(),
-        "dtype": dtype,
         "copy_gb_per_s": rates.bytes_per_s / 1e9,
         "matrix_tflop_per_s": rates.operations_per_s / 1e12,
     }
-    print(described, flush=True)
-    kinds = args.attention
-    if kinds is None:
-        kinds = list(ATTENTIONS) if device.type == "cuda" else []
-    configs = {USUAL: config}
-    if device.type == "cuda":
-        configs[EAGER] = config.model_copy(update={"graphs": "off"})
-    for name in kinds:
-        kind, block_size = ATTENTIONS[name]
-        blocks = kv_blocks(rows, context_len, block_size)
-        own = {"attention": kind, "block_size": block_size, "kv_blocks": blocks}
-        configs[name] = config.model_copy(update=own)
-    modes = [USUAL, TRANSFORMERS, *list(configs)[1:]]
-    if not args.no_deterministic:
-        modes.append(DETERMINISTIC)
-    report = Report(
-        args.json,
-        {
-            "device": described,
-            "pair": {"target": config.target, "draft": config.draft},
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "rounds": rounds,
-        },
-        {mode: Outcome() for mode in modes},
-    )
-    plan = Plan(batches, draft_lens, args.draft_batch_max, rounds, args.alone)
-    scale = of_one_pair(configs, report, plan, rates, (prompt_tokens, new_tokens))
-    free(device)  # of the pair, before another is loaded
-    if DETERMINISTIC in report.modes:
-        # The same weights, without calibrating again.
-        name = f"planted:{args.shape}?scale={scale!r}"
-        fixed = config.model_copy(update={"target": name, "deterministic": True})
-        outcome, bench = report.modes[DETERMINISTIC], report.benches[DETERMINISTIC]
-        attempt(DETERMINISTIC, outcome, device, lambda: Replica.load(fixed), bench, plan)
-        report.write()
-    report.show()
-    return exit_status(report.modes, ATTENTIONS if args.attention is None else ())
+    print({**machine(), **described}, flush=True)
+    modes = modes_of(args, device)
+    for name, mode in modes.items():
+        if "scale" in described:
+            # The same weights, without calibrating again.
+            target = f"planted:{args.shape}?scale={described['scale']!r}"
+            mode.config = mode.config.model_copy(update={"target": target})
+        described = attempt(name, mode, args, rates) | described
+        told = {each: {what: getattr(one, what) for what in TOLD} for each, one in modes.items()}
+        write_json(args.json, {**described, "modes": told, "runs": rows_of(modes)})
+    show(modes)
+    tried = ATTENTIONS if args.attention is None else ()
+    failed = {name for name, mode in modes.items() if mode.state == "failed"}
+    return 1 if failed.difference(tried) else 0
 
 
 if __name__ == "__main__":
