@@ -4,10 +4,16 @@
     python -m benchmarks.gpu --shape tiny                       anywhere, within a minute
 
 A planted pair (random weights in real shapes, see `replicas.models.planted`) is decoded at several
-batch sizes with and without speculation. One mode follows the other, and each loads what it needs:
-the draft model, transformers' `generate`, a planted head, on a GPU no CUDA graphs and each kind of
-attention that can be had there, and the deterministic mode. Draft lengths of one mode take turns on
-one replica. Ratios between modes are of one process, not of one moment.
+batch sizes with and without speculation, in one mode after the other:
+
+    the draft model as it is used by default
+    transformers' `generate`
+    a planted head
+    on a GPU: without CUDA graphs, and with each kind of attention that can be had there
+    the deterministic mode
+
+Each mode loads what it needs, and its draft lengths take turns on one replica. Modes are compared
+within one process, but not at one moment: a device that slows down shows in the ratios.
 
 Two ceilings stand beside each figure: the bytes that it had to read over the measured copy
 bandwidth, and its operations over the measured matrix rate. A head's own work is left out.

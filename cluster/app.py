@@ -221,8 +221,8 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # always busy a replica of two threads took thirty times as long for a step.
         "RAY_worker_niceness": "0",
         # Torch's threads sleep while they wait for one another: a pass takes a tenth longer on an
-        # idle machine, and half as long beside a busy process, where one would spin away the time
-        # of the one that it waits for.
+        # idle machine, and half to three quarters of the time beside a busy process, where one
+        # would spin away the time of the one that it waits for.
         "OMP_WAIT_POLICY": "PASSIVE",
         # The proxies' own limit; up to it the frontend says what is wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),

@@ -164,8 +164,8 @@ def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
 def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[StepTiming]:
     spec = replica.spec
     draft_lens = [k for k in DRAFT_LENS if k <= min(spec.draft_len_max, draft_len_max)]
-    steps = (STEPS + 1) * len(draft_lens)
-    length_max = LENGTH + steps * (max(draft_lens) + 1)
+    each = STEPS + 1
+    length_max = LENGTH + each * len(draft_lens) * (max(draft_lens) + 1)
     blocks = -(-length_max // spec.block_size)
     most = spec.kv_blocks // blocks if length_max <= spec.context_len else 0
     most = min(most, spec.rows_max or most, rows_max)
@@ -177,7 +177,6 @@ def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[Ste
             PrefillRow(f"trial {row}", (0,) * LENGTH, left, SamplingParams(), (), blocks, salt=salt)
             for row in range(count)
         ]
-        each = STEPS + 1
         stepped = _stepped(replica, begun, [k for k in draft_lens for _ in range(each)])
         timings += [
             _middle([_timing(*one) for one in stepped[first + 1 : first + each]])

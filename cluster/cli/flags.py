@@ -129,9 +129,10 @@ def flags_of(sections: Sequence[str], renamed: Mapping[str, str] | None = None) 
 
 
 def with_settings(
-    *sections: str, renamed: Mapping[str, str] | None = None
+    *sections: str, renamed: Mapping[str, str] | None = None, model: bool = False
 ) -> Callable[[Command], Command]:
-    """A command that gets its `settings`, a ClusterConfig, by flags and by --config.
+    """A command that gets its `settings`, a ClusterConfig, by flags and by --config; with `model`
+    the target may be its argument, too.
 
     An option of the command's own goes before a setting's of the same name.
     """
@@ -143,13 +144,15 @@ def with_settings(
     )
 
     def settings(options: dict[str, Any]) -> ClusterConfig:
-        path = options.pop("config")
+        path, target = options.pop("config"), options.pop("model", None)
         given = {flag: options[name] for flag, name in names if options.get(name) is not None}
         try:
             nested: dict[str, Any] = {}
             for flag, text in given.items():
                 place = nested.setdefault(flag.section, {}) if flag.section else nested
                 place[flag.field] = flag.value(text)
+            if target is not None:
+                nested.setdefault("replica", {})["target"] = target
             return overridden(from_file(path), nested) if path else from_args(nested)
         except (ConfigError, OSError) as error:
             raise typer.BadParameter(_named_by_flags(error, list(given))) from None
@@ -157,6 +160,9 @@ def with_settings(
     def decorate(command: Command) -> Command:
         own = _options(command)
         added = [_keyword("config", Annotated[Path | None, file])]
+        if model:
+            argument = typer.Argument(help="The target, as --target.")
+            added.append(_keyword("model", Annotated[str | None, argument]))
         added += [flag.parameter() for flag in flags if flag.name not in own]
         return _adding("settings", added, settings)(command)
 

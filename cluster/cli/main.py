@@ -21,7 +21,6 @@ from cluster.cli.flags import (
 )
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, from_args
-from cluster.config_sources import overridden
 
 main = typer.Typer(
     name="lockstep",
@@ -56,10 +55,9 @@ def _main(
 
 
 @main.command(cls=SectionedCommand)
-@with_settings("", *ENGINE, "server", "auth")
+@with_settings("", *ENGINE, "server", "auth", model=True)
 def serve(
     settings: Any,
-    model: Annotated[str | None, typer.Argument(help="The target, as --target.")] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -82,8 +80,6 @@ def serve(
     if seed is not None:
         raise typer.BadParameter("--seed: a server has none, each request has a seed of its own")
     try:
-        if model is not None:
-            settings = overridden(settings, {"replica": {"target": model}})
         if revision is not None:
             settings = at_revision(settings, revision)
         if settings.replica.chat_template is not None:
@@ -130,7 +126,7 @@ def generate(
 
 
 @main.command(cls=SectionedCommand)
-@with_settings(*ENGINE)
+@with_settings(*ENGINE, model=True)
 def verify(
     settings: Any,
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts.", exists=True)],
@@ -170,7 +166,9 @@ def verify(
 
 @main.command(cls=SectionedCommand)
 @with_settings(
-    "replica", renamed={"replica.plan_rows": "rows", "replica.plan_draft_len": "draft-len"}
+    "replica",
+    renamed={"replica.plan_rows": "rows", "replica.plan_draft_len": "draft-len"},
+    model=True,
 )
 def plan(
     settings: Any,

@@ -99,7 +99,7 @@ def pair_shape(pair: Pair) -> PairShape:
         target_bytes=weight_bytes(pair.target),
         draft_bytes=0 if pair.draft is None else weight_bytes(pair.draft),
         context_len=pair.context_len,
-        taps=_taps(None if pair.draft is None else pair.draft.config),
+        taps=len(pair.draft.config.taps) if isinstance(pair.draft, Head) else 0,
     )
 
 
@@ -110,9 +110,9 @@ def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
     """
     target = without_storage(files.target_config, config)
     take_part(target, config, rank=0)
-    of_draft, draft_bytes = files.draft_config, 0
+    of_draft, draft_bytes, taps = files.draft_config, 0, 0
     if isinstance(of_draft, HeadConfig):
-        draft_bytes = of_draft.numbers * target.dtype.itemsize
+        draft_bytes, taps = of_draft.numbers * target.dtype.itemsize, len(of_draft.taps)
     elif of_draft is not None:
         draft = without_storage(of_draft, config)
         of_draft, draft_bytes = draft.config, weight_bytes(draft)
@@ -122,12 +122,8 @@ def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
         target_bytes=weight_bytes(target),
         draft_bytes=draft_bytes,
         context_len=files.context_len,
-        taps=_taps(files.draft_config),
+        taps=taps,
     )
-
-
-def _taps(draft_config: Any) -> int:
-    return len(draft_config.taps) if isinstance(draft_config, HeadConfig) else 0
 
 
 def weight_bytes(model: nn.Module | Head) -> int:

@@ -155,7 +155,7 @@ class Dispatcher:
             return Decision(Do.PREFILL, placement, tokens)
         rows_max, joining = replica.rows_max(self._config.rows_max), replica.joining
         gap = self._policy.short_gap(replica.id)
-        steps = may_step(ready, replica.stepping, joining, len(pipeline), rows_max, gap)
+        steps = may_step(ready, replica.stepping, joining, len(pipeline), rows_max, short_gap=gap)
         return Decision(Do.STEP if steps else Do.NOTHING, placement, prompts_wait=prompts_wait)
 
     def _quarantine_is_next(self, replica: Replica) -> bool:

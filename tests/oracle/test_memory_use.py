@@ -19,7 +19,7 @@ def run(*args: str) -> dict[str, object]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory from /proc")
 def test_what_a_load_and_long_prompts_take_stays_within_the_plan() -> None:
-    args = ("plan", "--target", "tiny", "--device", "cpu", "--memory", MEMORY, "--json")
+    args = ("plan", "tiny", "--device", "cpu", "--memory", MEMORY, "--json")
     planned = run("-m", "cluster.cli.main", *args)
     measured = run("-m", "tests.measured_load", MEMORY)
     assert measured["kv_blocks"] == planned["kv"]["blocks"]
