@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, Response
 
 from cluster.frontend.http_api.body import BodyReader
+from cluster.frontend.http_api.errors import refusal_response
 from cluster.frontend.http_api.guard import HttpGuard
 from cluster.frontend.http_api.openai_api import openai_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
+from cluster.frontend.status_codes import Refused
 
 
 def http_app(service: FrontendService) -> FastAPI:
@@ -21,6 +23,11 @@ def http_app(service: FrontendService) -> FastAPI:
         # The outer one: it answers a browser that asks whether it may send JSON.
         headers = ["authorization", "content-type"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=headers)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return refusal_response(error.refusal)
+
     bodies = BodyReader(service.config.frontend.message_bytes_max)
 
     @app.get("/healthz")

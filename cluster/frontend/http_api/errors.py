@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse
 from grpc import StatusCode
 
 from cluster.frontend.admission.control import Caller
+from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import MEANINGS, Refusal
 
 _TYPES = {
@@ -18,9 +19,12 @@ _TYPES = {
 }
 
 
-def caller_of(request: Request) -> Caller:
+def checked_caller(service: FrontendService, request: Request) -> Caller:
+    """Raises Refused for a caller that is not served."""
     address = request.client.host if request.client else ""
-    return Caller.from_headers(request.headers.items(), address)
+    caller = Caller.from_headers(request.headers.items(), address)
+    service.check_caller(caller)
+    return caller
 
 
 def refusal_body(refusal: Refusal) -> dict[str, object]:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.frontend.answer import Answer
 from cluster.frontend.calls import GenerateCall, SequenceEnd
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import caller_of, refusal_body, refusal_response
+from cluster.frontend.http_api.errors import checked_caller, refusal_body, refusal_response
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Place, Written
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
@@ -50,20 +50,14 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
-        try:
-            service.check_caller(caller_of(request))
-        except Refused as refused:
-            return refusal_response(refused.refusal)
+        checked_caller(service, request)
         return JSONResponse({"object": "list", "data": [served]})
 
     @router.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        try:
-            service.check_caller(caller_of(request))
-            with service.refusals():
-                check_model(name)
-        except Refused as refused:
-            return refusal_response(refused.refusal)
+        checked_caller(service, request)
+        with service.refusals():
+            check_model(name)
         return JSONResponse(served)
 
     @router.post("/v1/completions")
@@ -75,19 +69,13 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
         return await answered(request, ChatRequest)
 
     async def answered(request: Request, kind: type[AnyRequest]) -> Response:
-        try:
-            caller = caller_of(request)
-            service.check_caller(caller)
-            with service.refusals():
-                asked = await bodies.read(request, partial(parse_request, kind))
-                check_model(asked.model)
+        caller = checked_caller(service, request)
+        with service.refusals():
+            asked = await bodies.read(request, partial(parse_request, kind))
+            check_model(asked.model)
             shape = OpenAIAnswer(asked, service.text)
-            with service.refusals():
-                name = request.headers.get("x-request-id") or shape.id
-                call = asked.to_call(caller, name)
-                call, place = _resumed(call, request.headers.get("last-event-id"))
-        except Refused as refused:
-            return refusal_response(refused.refusal)
+            call = asked.to_call(caller, request.headers.get("x-request-id") or shape.id)
+            call, place = _resumed(call, request.headers.get("last-event-id"))
         return _CallResponse(service, call, shape, place)
 
     return router

@@ -11,10 +11,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.frontend.calls import ChatPrompt, TextPrompt
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import caller_of, refusal_response
+from cluster.frontend.http_api.errors import checked_caller
 from cluster.frontend.http_api.openai_fields import Message
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
 from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 
@@ -45,13 +44,10 @@ def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        try:
-            service.check_caller(caller_of(request))
-            with service.refusals():
-                asked = await bodies.read(request, partial(validated, Tokenize))
-                tokens = list(await service.tokens(_prompt(asked)))
-        except Refused as refused:
-            return refusal_response(refused.refusal)
+        checked_caller(service, request)
+        with service.refusals():
+            asked = await bodies.read(request, partial(validated, Tokenize))
+            tokens = list(await service.tokens(_prompt(asked)))
         text = service.text
         answer: dict[str, Any] = {
             "count": len(tokens),
@@ -65,15 +61,12 @@ def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        try:
-            service.check_caller(caller_of(request))
-            with service.refusals():
-                asked = await bodies.read(request, partial(validated, Detokenize))
-                for token in asked.tokens:
-                    if not 0 <= token < service.text.spec.vocab_size:
-                        raise InvalidRequest("tokens", f"token id {token} is not in the vocabulary")
-        except Refused as refused:
-            return refusal_response(refused.refusal)
+        checked_caller(service, request)
+        with service.refusals():
+            asked = await bodies.read(request, partial(validated, Detokenize))
+            for token in asked.tokens:
+                if not 0 <= token < service.text.spec.vocab_size:
+                    raise InvalidRequest("tokens", f"token id {token} is not in the vocabulary")
         decode = service.text.tokenizer.decode
         return JSONResponse({"prompt": decode(asked.tokens, skip_special_tokens=False)})
 
