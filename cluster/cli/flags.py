@@ -159,10 +159,9 @@ def with_settings(
 
     def decorate(command: Command) -> Command:
         own = _options(command)
-        added = [_keyword("config", Annotated[Path | None, file])]
-        if model:
-            argument = typer.Argument(help="The target, as --target.")
-            added.append(_keyword("model", Annotated[str | None, argument]))
+        target = typer.Argument(help="The target, as --target.")
+        added = [_keyword("model", Annotated[str | None, target])] if model else []
+        added.append(_keyword("config", Annotated[Path | None, file]))
         added += [flag.parameter() for flag in flags if flag.name not in own]
         return _adding("settings", added, settings)(command)
 

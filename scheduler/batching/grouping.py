@@ -7,8 +7,8 @@ replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
 
 1. The window. If a row is behind, take the tightest window around the one that is furthest behind;
    else around the shortest row. The oldest row is behind if it was passed over (w - 1.5) * G times;
-   or else a row that has committed nothing yet; or else the row that lags most, by LAG steps of an
-   equal share: a row that always waits a little longer than the others ends much later.
+   or else a row that has committed nothing yet; or else the row with the greatest lag, if an equal
+   share is LAG steps more than it had: one that always waits a little longer ends much later.
 2. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
    oldest before the others, and the window fills what is left of the batch.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -99,9 +100,9 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
         return self
 
     @property
+    @abstractmethod
     def top_logprobs_wanted(self) -> int | None:
         """Of each new token; None: no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def echoes(self) -> bool:
@@ -133,8 +134,9 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
         return "max_tokens", self.max_tokens
 
     @property
+    @abstractmethod
     def prompts(self) -> tuple[Prompt, ...]:
-        raise NotImplementedError
+        """As they were given, in order."""
 
     def to_call(self, caller: Caller, request_id: str) -> GenerateCall:
         """Raises InvalidRequest."""
