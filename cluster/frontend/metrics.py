@@ -52,7 +52,7 @@ METRICS: Mapping[str, Metric] = {
         Kind.COUNTER, "Those of them that an earlier request with the same prefix had computed."
     ),
     "lockstep_requests_recovered": Metric(
-        Kind.COUNTER, "Times that a request lost its replica and was prefilled again."
+        Kind.COUNTER, "Times that a request lost its place on a replica and was prefilled again."
     ),
     "lockstep_sequences_preempted": Metric(
         Kind.COUNTER, "Sequences sent back to waiting because KV blocks ran out."
