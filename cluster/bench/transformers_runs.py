@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from replicas.config import ReplicaConfig
+from replicas.models.checkpoint import read_model
 from replicas.models.pair import dtype_name, dtype_of, resolve, resolve_device
 from scheduler.messages import Request
 
@@ -26,13 +27,9 @@ _CONTINUOUS_LOGGER = "ContinuousBatchingLogger"
 
 def load_model(config: ReplicaConfig, name: str, role: str = "target") -> Any:
     """A model as transformers loads it, on the device of `config`. Raises OSError."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(name, role, dtype_name(config)),
-        dtype=dtype_of(config),
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-    )
-    return model.to(resolve_device(config.device)).eval()
+    path = resolve(name, role, dtype_name(config))
+    model: Any = read_model(path, config.trust_remote_code, dtype_of(config))
+    return model.to(resolve_device(config.device))
 
 
 class DoesNotRun(RuntimeError):

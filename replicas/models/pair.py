@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.drafters.eagle3 import Head, HeadConfig, HeadRefused, load_head, read_head
+from replicas.models.checkpoint import read_config, read_model
 from replicas.models.gguf import converted
 from replicas.models.names import TINY, ModelRefused, gguf_file
 from replicas.models.paged_model import ATTENTION
@@ -242,16 +243,11 @@ def _load_config(path: str, config: ReplicaConfig, role: str) -> Any:
     if is_planted(path):
         return planted_config(parse_planted(path))
     try:
-        loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        loaded = read_config(path, config.trust_remote_code)
     except OSError as error:
         raise OSError(f"{role}: {error}") from error
     except ValueError as error:
         raise PairRefused(f"{role}: {error}") from error
-    if quantized := getattr(loaded, "quantization_config", None):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise PairRefused(
-            f"{role}: {path} is quantized ({method}); of quantized models GGUF files are served"
-        )
     if getattr(loaded, "is_encoder_decoder", False):
         raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
     return loaded
@@ -331,14 +327,7 @@ def _load_model(
             raise PairRefused(str(error)) from None
         divide(model)
         return model
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=dtype_of(config),
-        attn_implementation=ATTENTION,
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-    )
-    model.eval().requires_grad_(False)
+    model = read_model(path, config.trust_remote_code, dtype_of(config), ATTENTION)
     # Here still on the CPU: the device needs room for a part only.
     divide(model)
     return model.to(device)

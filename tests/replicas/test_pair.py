@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from cluster.bench.transformers_runs import load_model
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.models.pair import (
@@ -104,8 +106,39 @@ def test_a_quantized_checkpoint_is_refused_with_its_method(tmp_path: Path) -> No
     settings = json.loads((target / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (target / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(PairRefused, match=r"target: .* is quantized \(gptq\)"):
+    with pytest.raises(PairRefused, match=r"target: .* is quantized by gptq"):
         load_pair(config(str(target), None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_in_fp8_is_the_model_with_its_dequantized_weights(
+    tmp_path: Path, dtype: str
+) -> None:
+    target = Path(save_model(tmp_path / "t", WORDS, vocab_size=8))
+    weights = load_file(target / "model.safetensors")
+    plain, stored = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if "proj" in name:
+            rows, columns = weight.shape
+            blocks = weight.view(rows // 8, 8, columns // 8, 8)
+            scales = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+            quantized = (blocks / scales).to(torch.float8_e4m3fn)
+            plain[name] = (quantized.float() * scales).view_as(weight)
+            stored[name] = quantized.view_as(weight)
+            stored[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    settings = json.loads((target / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    (target / "config.json").write_text(json.dumps(settings))
+    of_fp8 = config(str(target), None, dtype=dtype)
+    for model in (load_pair(of_fp8).target, load_model(of_fp8, str(target))):
+        loaded = dict(model.named_parameters())
+        assert loaded.keys() == plain.keys()
+        for name, weight in plain.items():
+            assert torch.equal(loaded[name], weight.to(getattr(torch, dtype))), name
+    # Joined layers, the plan of memory and the rest find a model like any other.
+    replica = Replica.load(of_fp8)
+    assert replica.logits([1, 2, 3]).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
