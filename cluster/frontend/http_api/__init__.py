@@ -1,1 +1,1 @@
-"""The HTTP edge: health, generation as JSON, OpenAI's API, and what keeps web pages out."""
+"""The HTTP edge: OpenAI's API, the target's tokens, health, and what keeps web pages out."""

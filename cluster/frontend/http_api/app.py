@@ -5,28 +5,50 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse, Response
+from grpc import StatusCode
+from starlette.exceptions import HTTPException
 
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import refusal_response
+from cluster.frontend.http_api.errors import UnexpectedErrors, refusal_response
 from cluster.frontend.http_api.guard import HttpGuard
 from cluster.frontend.http_api.openai_api import openai_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
+from cluster.frontend.status_codes import Refusal, Refused
 
 
 def http_app(service: FrontendService) -> FastAPI:
-    """Also routes /healthz (this process lives) and /readyz (a replica is ready)."""
+    """Also routes /healthz (this process lives) and /readyz (a replica is ready).
+
+    Serve's proxy gives every request and its answer the header x-request-id, the client's own if it
+    sends one: to set it here would send it twice.
+    """
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(UnexpectedErrors)
     app.add_middleware(HttpGuard, config=service.config)
     if origins := service.config.server.http_origins:
         # The outer one: it answers a browser that asks whether it may send JSON.
-        headers = ["authorization", "content-type"]
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=headers)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            # Clients add headers of their own, openai's for JavaScript nine x-stainless-*.
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
         return refusal_response(error.refusal)
+
+    @app.exception_handler(HTTPException)
+    async def unrouted(request: Request, error: HTTPException) -> Response:
+        # The router's own: it knows no such path, or the path takes another method.
+        code = StatusCode.NOT_FOUND if error.status_code == 404 else StatusCode.UNIMPLEMENTED
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = refusal_response(Refusal(code, message))
+        response.headers.update(error.headers or {})
+        return response
 
     bodies = BodyReader(service.config.frontend.message_bytes_max)
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from grpc import StatusCode
 from starlette.types import Receive, Scope, Send
 
 from cluster.frontend.answer import Answer
 from cluster.frontend.calls import GenerateCall, SequenceEnd
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import checked_caller, refusal_body, refusal_response
+from cluster.frontend.http_api.errors import (
+    EVENTS,
+    check_model,
+    checked_caller,
+    refusal_body,
+    refusal_response,
+)
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Place, Written
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
@@ -29,24 +33,18 @@ from cluster.frontend.http_api.openai_models import (
     parse_request,
 )
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refusal, Refused
+from cluster.frontend.status_codes import Refused
 from scheduler.errors import InvalidRequest
 
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     router = APIRouter()
-    model_name = service.config.model_name
     served = {
-        "id": model_name,
+        "id": service.config.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "lockstep",
     }
-
-    def check_model(name: str) -> None:
-        if name != model_name:
-            message = f"model: {name!r} is not served here, {model_name!r} is"
-            raise Refused(Refusal(StatusCode.NOT_FOUND, message, field="model"))
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -57,7 +55,7 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     async def model(request: Request, name: str) -> Response:
         checked_caller(service, request)
         with service.refusals():
-            check_model(name)
+            check_model(service, name)
         return JSONResponse(served)
 
     @router.post("/v1/completions")
@@ -72,7 +70,7 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
         caller = checked_caller(service, request)
         with service.refusals():
             asked = await bodies.read(request, partial(parse_request, kind))
-            check_model(asked.model)
+            check_model(service, asked.model)
             shape = OpenAIAnswer(asked, service.text)
             call = asked.to_call(caller, request.headers.get("x-request-id") or shape.id)
             call, place = _resumed(call, request.headers.get("last-event-id"))
@@ -119,7 +117,6 @@ class _CallResponse(Response):
         return f"{self._call.request_id}:{seed}:{place.tokens}:{place.chars}:{place.calls}"
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"x-request-id": self._call.request_id}
         written: dict[int, Written] = {}
         ends: dict[int, SequenceEnd] = {}
         streaming = False
@@ -138,21 +135,18 @@ class _CallResponse(Response):
                         continue
                     if not streaming:
                         streaming = True
-                        await _start(send, headers)
+                        await _start(send)
                     for event in self._shape.events(delta, one, first):
                         await _event(send, json.dumps(event), self._event_id(answer, one))
         except Refused as refused:
             refusal = self._shape.asked.renamed(refused.refusal)
             if not streaming:
-                response = refusal_response(refusal)
-                response.headers.update(headers)
-                await response(scope, receive, send)
+                await refusal_response(refusal)(scope, receive, send)
                 return
             await _event(send, json.dumps(refusal_body(refusal)))
         else:
             if not streaming:
-                body = self._shape.whole(written, ends)
-                await JSONResponse(body, headers=headers)(scope, receive, send)
+                await JSONResponse(self._shape.whole(written, ends))(scope, receive, send)
                 return
             if self._shape.with_usage:
                 await _event(send, json.dumps(self._shape.usage_event(ends)))
@@ -177,10 +171,9 @@ def _resumed(call: GenerateCall, last_event: str | None) -> tuple[GenerateCall, 
     return call, Place(tokens, chars, calls)
 
 
-async def _start(send: Send, headers: Mapping[str, str]) -> None:
-    named = {"content-type": "text/event-stream", "cache-control": "no-cache", **headers}
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": raw})
+async def _start(send: Send) -> None:
+    headers = [(b"content-type", EVENTS.encode()), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _event(send: Send, data: str, name: str | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Proves: HTTP serves whom gRPC serves, refuses alike, and takes any body for what it is.
+"""Proves: HTTP serves whom gRPC serves, refuses alike, and takes any body for what it is; whatever
+goes wrong is told in OpenAI's shape; web pages that are named can use it, and no others.
 
 Requests are given to the ASGI application in the frontend's own event loop.
 """
@@ -58,6 +59,7 @@ async def http(
     parts: int = 1,
     gone: asyncio.Event | None = None,
     ends: bool = True,
+    method: str = "",
 ) -> Answer:
     """One request, its body in so many parts; the client leaves when `gone` is set, and does not
     say that its body ends unless it `ends`."""
@@ -81,7 +83,7 @@ async def http(
     scope = {
         "type": "http",
         "http_version": "1.1",
-        "method": "POST" if body or path == "/v1/completions" else "GET",
+        "method": method or ("POST" if body or path == "/v1/completions" else "GET"),
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
@@ -184,6 +186,37 @@ async def test_a_body_may_have_as_many_bytes_as_are_allowed() -> None:
             assert (await http(http_app(made.service), BODY.ljust(size))).status == status
 
 
+async def test_an_unknown_route_and_an_unexpected_error_have_openais_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with frontend() as made:
+        app = http_app(made.service)
+        for method, path, status, code in (
+            ("POST", "/v1/nothing", 404, "NOT_FOUND"),
+            ("GET", "/v1/completions", 405, "UNIMPLEMENTED"),
+            ("OPTIONS", "/tokenize", 405, "UNIMPLEMENTED"),
+        ):
+            answer = await http(app, path=path, method=method)
+            assert (answer.status, answer.error["code"]) == (status, code)
+            assert path in answer.error["message"]
+            assert ("allow" in answer.headers) == (status == 405)
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("unexpected")
+
+        monkeypatch.setattr("cluster.frontend.http_api.openai_api.OpenAIAnswer.usage_event", fails)
+        body = asking(max_tokens=1, stream=True, stream_options={"include_usage": True})
+        stream = await http(app, body)
+        *_, last, nothing = stream.body.decode().split("\n\n")
+        assert (stream.status, nothing) == (200, "")
+        failed = json.loads(last.removeprefix("data: "))["error"]
+        monkeypatch.setattr(made.service, "tokens", fails)
+        whole = await http(app, BODY)
+        assert (whole.status, whole.error) == (500, failed)
+        assert (failed["code"], failed["type"]) == ("INTERNAL", "server_error")
+        assert "unexpected" not in failed["message"]
+
+
 async def test_a_wrong_field_is_named_with_the_nearest_name() -> None:
     async with frontend() as made:
         app = http_app(made.service)
@@ -263,6 +296,29 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
         for path in ("/healthz", "/readyz"):
             probe = await http(app, path=path, headers={"host": "pod-7.cluster"})
             assert probe.status == 200
+
+
+async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answer() -> None:
+    page = {"origin": "https://page.example"}
+    server = {"http_origins": [page["origin"]]}
+    async with frontend(config=from_args({"server": server})) as made:
+        app = http_app(made.service)
+        names = "authorization,content-type,last-event-id,x-request-id,x-stainless-lang"
+        wanted = {"access-control-request-headers": names}
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
+            asked = page | wanted | {"access-control-request-method": method}
+            answer = await http(app, path=path, method="OPTIONS", headers=asked)
+            assert answer.status == 200
+            assert answer.headers["access-control-allow-origin"] == page["origin"]
+            assert method in answer.headers["access-control-allow-methods"].split(", ")
+            allowed = answer.headers["access-control-allow-headers"].lower()
+            assert {name.strip() for name in allowed.split(",")} >= set(names.split(","))
+        for body, status in ((BODY, 200), (b"{", 400)):
+            answer = await http(app, body, headers=page)
+            assert answer.status == status
+            assert answer.headers["access-control-allow-origin"] == page["origin"]
+            exposed = answer.headers["access-control-expose-headers"].split(", ")
+            assert set(exposed) >= {"x-request-id", "retry-after"}
 
 
 async def test_the_one_key_and_the_name_of_the_model() -> None:
