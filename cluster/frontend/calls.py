@@ -25,6 +25,8 @@ from scheduler.messages import FinishReason, Priority, Usage
 class TextPrompt:
     field: ClassVar = "prompt"
     text: str
+    special_tokens: bool = True
+    """Whether those that the target expects around a text are added, such as BOS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
             "n", f"{call.sequences} sequences asked for, at most {limits.sequences_max} allowed"
         )
     for prompt in call.prompts:
-        _check_prompt(prompt, config)
+        check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:
         raise InvalidRequest("max_new_tokens", "must be at least 1, is 0")
     if call.max_new_tokens is not None and call.max_new_tokens > context_len:
@@ -197,7 +199,8 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
             raise InvalidRequest("seed", "a sampled stream can only be continued with its seed")
 
 
-def _check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
+def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
+    """What can be said of its size. Raises InvalidRequest, which names the field."""
     limits = config.frontend
     match prompt:
         case TextPrompt(text):

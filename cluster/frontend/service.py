@@ -178,8 +178,8 @@ class FrontendService:
         match prompt:
             case TokenPrompt(ids):
                 return tuple(ids)
-            case TextPrompt(text):
-                encode, size = partial(self._text.encode, text), len(text)
+            case TextPrompt(text, special_tokens):
+                encode, size = partial(self._text.encode, text, special_tokens), len(text)
             case ChatPrompt():
                 encode, size = partial(self._text.encode_chat, prompt), prompt.size
         if size <= self.config.frontend.tokenize_inline_bytes:

@@ -74,9 +74,10 @@ class TargetText:
             embedding_size=getattr(model, "vocab_size", None) or 0,
         )
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, special tokens such as BOS included."""
-        return tuple(self.encoder(text, verbose=False)["input_ids"])
+    def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, special tokens such as BOS included unless told otherwise."""
+        encoded = self.encoder(text, add_special_tokens=special_tokens, verbose=False)
+        return tuple(encoded["input_ids"])
 
     @property
     def chat_template(self) -> str | None:

@@ -165,7 +165,9 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def _encode(text: str, verbose: bool = True) -> dict[str, list[int]]:
+def _encode(
+    text: str, add_special_tokens: bool = True, verbose: bool = True
+) -> dict[str, list[int]]:
     return {"input_ids": tokenizer().encode(text).ids}
 
 

@@ -2,32 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import model_validator
 
-from cluster.frontend.calls import ChatPrompt, TextPrompt
+from cluster.frontend.calls import ChatPrompt, TextPrompt, check_prompt
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import checked_caller
+from cluster.frontend.http_api.errors import check_model, checked_caller
 from cluster.frontend.http_api.openai_fields import Message
 from cluster.frontend.service import FrontendService
+from cluster.frontend.target_text import TargetText
+from cluster.frontend.tools import Tool, ToolUse, tool_format
 from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 
 
-class Tokenize(Strict):
+class _Asked(Strict):
+    model: str | None = None
+
+
+class Tokenize(_Asked):
+    """As vLLM's."""
+
     prompt: str | None = None
     messages: list[Message] | None = None
-    model: str = ""
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _what_goes_together(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: exactly one of prompt and messages must be given")
+        if self.messages is None:
+            for name in ("tools", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}: only with messages")
+        elif self.add_special_tokens:
+            raise ValueError("add_special_tokens: not with messages, whose template has its own")
+        return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        return ToolUse.of(self.tools or (), "auto", parallel=True)
+
+    @property
+    def to_tokenize(self) -> TextPrompt | ChatPrompt:
+        if self.messages is None:
+            return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
+        turns = [turn.for_template for turn in self.messages]
+        tools = () if self.tool_use is None else self.tool_use.for_template
+        return ChatPrompt(turns, tools, self.chat_template_kwargs or {})
 
 
-class Detokenize(Strict):
+class Detokenize(_Asked):
     tokens: list[int]
-    model: str = ""
+
+
+_A = TypeVar("_A", bound=_Asked)
 
 
 def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
@@ -42,12 +81,25 @@ def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     async def versions() -> JSONResponse:
         return JSONResponse({"version": version("lockstep")})
 
+    async def read(request: Request, kind: type[_A]) -> _A:
+        asked = await bodies.read(request, partial(validated, kind))
+        if asked.model is not None:
+            check_model(service, asked.model)
+        return asked
+
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         checked_caller(service, request)
         with service.refusals():
-            asked = await bodies.read(request, partial(validated, Tokenize))
-            tokens = list(await service.tokens(_prompt(asked)))
+            asked = await read(request, Tokenize)
+            if asked.tool_use is not None:
+                # As chat would refuse them.
+                asked.tool_use.structure(tool_format(service.text.chat_template), None)
+            prompt = asked.to_tokenize
+            # Unlike a call's, a text may be empty here.
+            if asked.prompt != "":
+                check_prompt(prompt, service.config)
+            tokens = await service.tokens(prompt)
         text = service.text
         answer: dict[str, Any] = {
             "count": len(tokens),
@@ -55,27 +107,30 @@ def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
             "tokens": tokens,
         }
         if asked.return_token_strs:
-            names = [text.token_bytes(token).decode(errors="replace") for token in tokens]
-            answer["token_strs"] = names
+            answer["token_strs"] = await asyncio.to_thread(_names, text, tokens)
         return JSONResponse(answer)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         checked_caller(service, request)
         with service.refusals():
-            asked = await bodies.read(request, partial(validated, Detokenize))
-            for token in asked.tokens:
-                if not 0 <= token < service.text.spec.vocab_size:
-                    raise InvalidRequest("tokens", f"token id {token} is not in the vocabulary")
-        decode = service.text.tokenizer.decode
-        return JSONResponse({"prompt": decode(asked.tokens, skip_special_tokens=False)})
+            asked = await read(request, Detokenize)
+            most = service.config.scheduler.prompt_tokens_max
+            if len(asked.tokens) > most:
+                raise InvalidRequest("tokens", f"{len(asked.tokens)} given, at most {most} allowed")
+            prompt = await asyncio.to_thread(_decoded, service.text, asked.tokens)
+        return JSONResponse({"prompt": prompt})
 
     return router
 
 
-def _prompt(asked: Tokenize) -> TextPrompt | ChatPrompt:
-    if (asked.prompt is None) == (asked.messages is None):
-        raise InvalidRequest("prompt", "exactly one of prompt and messages must be given")
-    if asked.messages is not None:
-        return ChatPrompt([turn.for_template for turn in asked.messages])
-    return TextPrompt(asked.prompt or "")
+def _names(text: TargetText, tokens: Sequence[int]) -> list[str]:
+    return [text.token_bytes(token).decode(errors="replace") for token in tokens]
+
+
+def _decoded(text: TargetText, tokens: list[int]) -> str:
+    """Raises InvalidRequest."""
+    for token in tokens:
+        if not 0 <= token < text.spec.vocab_size:
+            raise InvalidRequest("tokens", f"token id {token} is not in the vocabulary")
+    return text.tokenizer.decode(tokens, skip_special_tokens=False)

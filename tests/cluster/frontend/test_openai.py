@@ -324,19 +324,3 @@ async def test_what_is_no_id_of_an_event_is_refused(name: str) -> None:
         headers = {"last-event-id": name}
         answer = await post(app, "completions", headers=headers, prompt="x", stream=True)
         assert (answer.status, answer.error["param"]) == (400, "last-event-id")
-
-
-async def test_texts_become_tokens_and_tokens_texts() -> None:
-    async with served() as (_made, app):
-        found = await http(app, json.dumps({"prompt": PROMPT}).encode(), path="/tokenize")
-        assert found.json["tokens"] == PROMPT_IDS
-        talk = await http(app, json.dumps({"messages": TURNS_JSON}).encode(), path="/tokenize")
-        assert talk.json["count"] > len(PROMPT_IDS)
-        body = json.dumps({"tokens": PROMPT_IDS}).encode()
-        assert (await http(app, body, path="/detokenize")).json == {"prompt": PROMPT}
-        wrong = await http(app, b'{"tokens": [99999]}', path="/detokenize")
-        assert (wrong.status, wrong.error["param"]) == (400, "tokens")
-        neither = await http(app, b"{}", path="/tokenize")
-        assert (neither.status, neither.error["param"]) == (400, "prompt")
-        assert (await http(app, path="/health")).status == 200
-        assert (await http(app, path="/version")).json["version"]
