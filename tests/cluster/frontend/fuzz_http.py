@@ -1,7 +1,8 @@
 """Sends drawn requests to a frontend with the tiny pair behind it, and counts the answers.
 
 `python -m tests.cluster.frontend.fuzz_http --requests 20000 --well-formed 2000 --disconnects 1000`
-ends with status 1 where an answer is a 5xx or does not come, or a sequence is left.
+ends with status 1 where an answer is a 5xx, does not come or is an error in another shape than
+OpenAI's, or a sequence is left.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from grpc import StatusCode
 
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest, CompletionRequest
+from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
@@ -35,10 +36,6 @@ from tests.cluster.frontend.test_http import http
 from tests.cluster.frontend.test_openai_decoding import PAIR, text
 from tests.cluster.frontend.test_tools import HERMES_TEMPLATE
 
-KINDS: dict[type[AnyRequest], str] = {
-    CompletionRequest: "/v1/completions",
-    ChatRequest: "/v1/chat/completions",
-}
 ANSWER_S = 60.0
 """An answer that takes longer hangs."""
 AT_ONCE = 16
@@ -47,8 +44,6 @@ ROUND = 500
 ROUND_S = 550.0
 FAULTS = (StatusCode.UNKNOWN, StatusCode.INTERNAL, StatusCode.UNAVAILABLE)
 
-Body = tuple[str, bytes]
-"""Path and body of a request."""
 T = TypeVar("T")
 
 
@@ -105,16 +100,22 @@ async def each(asked: Sequence[T], ask: Callable[[T], Coroutine[Any, Any, str]])
     return told
 
 
-def bodies(values: Callable[[type[AnyRequest]], Any], count: int, seed: int) -> list[Body]:
-    """Of both kinds, half each."""
+def bodies(
+    values: Callable[[draw.Kind], Any],
+    count: int,
+    seed: int,
+    kinds: Sequence[draw.Kind] = tuple(draw.KINDS),
+) -> list[draw.Asked]:
+    """As many of each kind."""
     found = []
-    for kind, path in KINDS.items():
-        for one in draw.drawn(values(kind), -(-count // 2), seed):
-            found.append((path, one if isinstance(one, bytes) else json.dumps(one).encode()))
+    for kind in kinds:
+        for one in draw.drawn(values(kind), -(-count // len(kinds)), seed):
+            body = one if isinstance(one, bytes) else json.dumps(one).encode()
+            found.append(draw.Asked(draw.KINDS[kind], body or b" "))
     return found[:count]
 
 
-def long_streams(kind: type[AnyRequest]) -> Any:
+def long_streams(kind: draw.Kind) -> Any:
     """Requests whose clients have time to go."""
     left_out = {"max_completion_tokens", "prompt_logprobs", "echo", "tools", "tool_choice"}
     return draw.well_formed(kind).map(
@@ -125,12 +126,15 @@ def long_streams(kind: type[AnyRequest]) -> Any:
     )
 
 
-async def over_http(app: FastAPI, body: Body, named: bool = False) -> str:
+async def over_http(app: FastAPI, asked: draw.Asked, named: bool = False) -> str:
     """The status; of a stream that ends with an error, also that; `named`: of a 400 the field."""
-    answer = await http(app, body[1] or b" ", path=body[0])
-    broken = answer.status == 200 and b'data: {"error"' in answer.body
-    param = json.loads(answer.body)["error"]["param"] if answer.status == 400 else ""
-    return f"{answer.status}" + (" then an error" if broken else f" {param}" if named else "")
+    headers = dict(asked.headers)
+    answer = await http(app, asked.body, asked.path, headers, method=asked.method)
+    if answer.status < 400:
+        broken = b'data: {"error"' in answer.body
+        return f"{answer.status}" + (" then an error" if broken else "")
+    param = answer.error["param"]
+    return f"{answer.status}" + (f" {param}" if named else "")
 
 
 async def over_grpc(made: GrpcApi, request: pb.GenerateRequest) -> str:
@@ -140,12 +144,12 @@ async def over_grpc(made: GrpcApi, request: pb.GenerateRequest) -> str:
     return f"5xx {code.name}" if code in FAULTS else code.name
 
 
-async def left_early(app: FastAPI, body: Body) -> str:
+async def left_early(app: FastAPI, asked: draw.Asked) -> str:
     """The client goes after a moment, whatever has come."""
     gone = asyncio.Event()
-    asyncio.get_running_loop().call_later(random.Random(body[1]).random(), gone.set)
+    asyncio.get_running_loop().call_later(random.Random(asked.body).random(), gone.set)
     try:
-        await http(app, body[1], path=body[0], gone=gone)
+        await http(app, asked.body, path=asked.path, gone=gone)
     except IndexError:
         return "nothing was sent"
     return "an answer began"
@@ -164,7 +168,9 @@ async def rounds(
     return told
 
 
-async def fuzz(broken: int, well_formed: int, grpc: int, disconnects: int, seed: int) -> int:
+async def fuzz(
+    broken: int, well_formed: int, odd: int, grpc: int, disconnects: int, seed: int
+) -> int:
     """Returns how many answers are not as they must be."""
     wrong = 0
 
@@ -184,7 +190,7 @@ async def fuzz(broken: int, well_formed: int, grpc: int, disconnects: int, seed:
     told = await rounds(asked, lambda made, app, one: over_http(app, one, named=True))
     report("well-formed over HTTP", told, lambda said: said.strip() == "200", begun_s)
     begun_s = time.monotonic()
-    asked = bodies(long_streams, disconnects, seed)
+    asked = bodies(long_streams, disconnects, seed, [CompletionRequest, ChatRequest])
     told = await rounds(asked, lambda made, app, one: left_early(app, one))
     report("disconnects", told, fine, begun_s)
     begun_s = time.monotonic()
@@ -195,6 +201,11 @@ async def fuzz(broken: int, well_formed: int, grpc: int, disconnects: int, seed:
     asked = bodies(draw.broken, broken, seed)
     told = await rounds(asked, lambda made, app, one: over_http(app, one))
     report("broken over HTTP", told, fine, begun_s)
+    begun_s = time.monotonic()
+    told = await rounds(
+        draw.drawn(draw.odd(), odd, seed), lambda made, app, one: over_http(app, one)
+    )
+    report("odd over HTTP", told, fine, begun_s)
     return wrong
 
 
@@ -202,11 +213,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="broken, over HTTP")
     parser.add_argument("--well-formed", type=int, default=2_000)
+    parser.add_argument("--odd", type=int, default=2_000, help="of any path and headers")
     parser.add_argument("--grpc", type=int, default=2_000, help="of any values, over gRPC")
     parser.add_argument("--disconnects", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     found = asyncio.run(
-        fuzz(args.requests, args.well_formed, args.grpc, args.disconnects, args.seed)
+        fuzz(args.requests, args.well_formed, args.odd, args.grpc, args.disconnects, args.seed)
     )
     raise SystemExit(1 if found else 0)

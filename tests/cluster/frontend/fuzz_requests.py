@@ -1,26 +1,50 @@
 """Requests of both APIs drawn by hypothesis from the schemas that the server itself checks by.
 
 *Well-formed*: within the ranges that a schema does not state, and sound as a whole. *Broken*: a
-drawn request in which something is replaced, left out, added or cut off, or any JSON, or any bytes.
-A broken one may still be sound by chance.
+drawn request in which something is replaced, left out, added or cut off, or in another encoding, or
+any JSON, or any bytes. *Odd*: any method, path and headers. These may still be sound by chance.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import hypothesis
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from cluster.frontend.http_api.openai_models import AnyRequest, parse_request
+from cluster.frontend.http_api.openai_models import (
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    parse_request,
+)
+from cluster.frontend.http_api.tokens_api import Detokenize, Tokenize
+from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest
 
 T = TypeVar("T")
 Values = st.SearchStrategy[Any]
+Kind = type[AnyRequest | Tokenize | Detokenize]
+KINDS: Mapping[Kind, str] = {
+    CompletionRequest: "/v1/completions",
+    ChatRequest: "/v1/chat/completions",
+    Tokenize: "/tokenize",
+    Detokenize: "/detokenize",
+}
+"""The path of each."""
+
+
+class Asked(NamedTuple):
+    """One request over HTTP."""
+
+    path: str
+    body: bytes
+    method: str = "POST"
+    headers: Mapping[str, str] = {}
 
 
 def drawn(values: st.SearchStrategy[T], count: int, seed: int) -> list[T]:
@@ -47,13 +71,17 @@ def drawn(values: st.SearchStrategy[T], count: int, seed: int) -> list[T]:
 
 ANY_TEXT = st.text(st.characters(), max_size=12)
 """Half surrogate pairs too."""
+EDGES = st.sampled_from(
+    [
+        *(2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**30, -1, 0),
+        *(1e39, -1e39, 3.5e38, 1e308, 1e400, 1e-46, 1e-320, -0.0, float("nan")),
+        *("", "null", "x" * 5000, "\ud800", [], {}, [2**63], [2**64], {"9" * 5000: 1}),
+        *({str(2**64): 1}, {"5": 1e39}, {"x" * 5000: "x"}, [[[[]]]]),
+    ]
+)
+"""Just within and just without what numbers, texts and lists hold somewhere on the way."""
 ANY_JSON: Values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats()
-    | ANY_TEXT
-    | st.sampled_from([1e400, 2**31, -1, 0, "", "null", [], {}]),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | ANY_TEXT | EDGES,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(ANY_TEXT, inner, max_size=4),
     max_leaves=8,
 )
@@ -108,6 +136,7 @@ RANGES: Mapping[str, Values] = {
     "prompt_logprobs": st.integers(0, 5),
     "committed_token_ids": IDS,
     "priority": st.sampled_from(["high", "normal", "low"]),
+    "tokens": IDS,
 }
 """What the schema says no more of than a type, or a server's limits make narrower."""
 
@@ -155,7 +184,7 @@ def _object(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
         name: RANGES[name] if name in RANGES and schema is whole else of_schema(each, whole)
         for name, each in schema["properties"].items()
     }
-    if schema is whole and "messages" in fields:
+    if schema is whole and {"messages", "logprobs"} <= fields.keys():
         fields["logprobs"] = st.booleans()
     needed = {name: values for name, values in fields.items() if name in required}
     others = {name: values for name, values in fields.items() if name not in required}
@@ -168,18 +197,22 @@ def _object(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
     )
 
 
-def requests_of(kind: type[AnyRequest]) -> Values:
+def requests_of(kind: Kind) -> Values:
     """Fields drawn from the schema of one request, sound or not."""
     schema = kind.model_json_schema()
     return of_schema(schema, schema)
 
 
-def well_formed(kind: type[AnyRequest]) -> Values:
+def well_formed(kind: Kind) -> Values:
     """Those that are to be answered."""
+    calls = "max_tokens" in kind.model_fields
 
     def sound(fields: dict[str, Any]) -> bool:
         try:
-            parse_request(kind, dict(fields))
+            if issubclass(kind, CompletionRequest | ChatRequest):
+                parse_request(kind, dict(fields))
+            else:
+                validated(kind, fields)
         except InvalidRequest:
             return False
         bound = sum(name in fields for name in ("tools", "response_format", "structured_outputs"))
@@ -193,30 +226,77 @@ def well_formed(kind: type[AnyRequest]) -> Values:
 
     def short(fields: dict[str, Any]) -> dict[str, Any]:
         given = fields.keys() & {"max_tokens", "max_completion_tokens"}
-        return fields if given else fields | {"max_tokens": 8}
+        return fields if given or not calls else fields | {"max_tokens": 8}
 
     return requests_of(kind).map(short).filter(sound)
 
 
-def _broken(fields: dict[str, Any]) -> Values:
-    """As JSON text, or a part of it."""
-    names = sorted(fields)
+def _broken(fields: dict[str, Any], every: Sequence[str]) -> Values:
+    """As JSON text, or a part of it. `every`: names of all fields."""
+    names = sorted(fields) or every
     ways: list[Values] = [
         st.builds(lambda name, value: fields | {name: value}, st.sampled_from(names), ANY_JSON),
+        st.builds(lambda name, value: fields | {name: value}, st.sampled_from(every), EDGES),
         st.builds(lambda name, value: fields | {name: value}, ANY_TEXT, ANY_JSON),
         st.sampled_from(names).map(
             lambda left: {name: value for name, value in fields.items() if name != left}
         ),
     ]
-    whole = st.one_of(ways).map(lambda found: json.dumps(found).encode())
+    whole = st.one_of(ways)
+    plain = whole.map(lambda found: json.dumps(found).encode())
     text = json.dumps(fields).encode()
-    return whole | st.integers(0, len(text) - 1).map(lambda size: text[:size])
+    cut = st.integers(0, len(text) - 1).map(lambda size: text[:size])
+    return plain | st.builds(_as_it_is, whole, ENCODINGS) | cut
 
 
-def broken(kind: type[AnyRequest]) -> Values:
+ENCODINGS = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32-le"])
+
+
+def _as_it_is(value: Any, encoding: str) -> bytes:
+    """JSON without escapes: half a surrogate pair is bytes that no such text has."""
+    return json.dumps(value, ensure_ascii=False).encode(encoding, "surrogatepass")
+
+
+def broken(kind: Kind) -> Values:
     """Bodies of requests with something wrong."""
     anything = ANY_JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
-    return requests_of(kind).flatmap(_broken) | anything
+    every = sorted(kind.model_fields)
+    return requests_of(kind).flatmap(lambda fields: _broken(fields, every)) | anything
+
+
+_LATIN = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n\0"), max_size=12)
+_NUMBERS_AND_NONE = st.integers(-9, 99) | st.integers(-(2**64), 2**64) | st.sampled_from(["", "x"])
+_EVENT = st.lists(_NUMBERS_AND_NONE, min_size=4, max_size=4).map(
+    lambda numbers: ":".join(map(str, ["mine", *numbers]))
+)
+_READ: Mapping[str, Values] = {
+    "x-request-id": _LATIN | st.just("x" * 5000),
+    "last-event-id": _EVENT | _LATIN | st.just("mine:0:1:1:" + "9" * 5000),
+    "accept": _LATIN,
+}
+"""Headers that decide nothing but what an answer is."""
+_CHECKED: Mapping[str, Values] = {
+    "content-type": st.sampled_from(["application/json;", "application/json; charset=latin-1"]),
+    "host": _LATIN | st.sampled_from(["localhost", "[::1", "[::1]:99999999", "evil.example"]),
+    "origin": _LATIN | st.sampled_from(["null", "http://[x", "http://localhost"]),
+    "authorization": _LATIN | st.just("Bearer"),
+    "x-forwarded-for": _LATIN,
+}
+_PATHS = [*KINDS.values(), "/v1/models", "/v1/models/", "/v1/models/tiny", "/v1/nothing", "/", "//"]
+_PATHS += ["/health", "/healthz", "/readyz", "/version", "/v1/completions/"]
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "NOTHING", ""]
+
+
+def odd() -> st.SearchStrategy[Asked]:
+    """Half of them sound streams with headers that are read."""
+    fields = {"model": "tiny", "prompt": "x", "max_tokens": 4, "stream": True}
+    streamed = json.dumps(fields).encode()
+    some = st.fixed_dictionaries({}, optional=_READ)
+    streams = st.builds(Asked, st.just("/v1/completions"), st.just(streamed), headers=some)
+    paths = st.sampled_from(_PATHS) | _LATIN.map(lambda name: f"/{name}")
+    body = st.sampled_from([b"", b"{}", streamed])
+    every = st.fixed_dictionaries({}, optional={**_READ, **_CHECKED})
+    return streams | st.builds(Asked, paths, body, st.sampled_from(_METHODS), every)
 
 
 # --------------------------------------------------------------------------- gRPC
