@@ -97,14 +97,18 @@ class Answer:
         """Token ids of a sequence's prompt."""
         return self._sequences[index].live.request.prompt
 
-    def close(self) -> int:
-        """Cancel what has not ended. Returns the tokens that all sequences have used."""
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
         for task in self._tasks:
             task.cancel()
+        for sequence in self._sequences:
+            if not sequence.live.ended.is_set():
+                self._router.cancel(sequence.live)
+
+    def close(self) -> int:
+        """Cancel what has not ended. Returns the tokens that all sequences have used."""
+        self.cancel()
         lives = [sequence.live for sequence in self._sequences]
-        for live in lives:
-            if not live.ended.is_set():
-                self._router.cancel(live)
         begun_s = [live.first_s for live in lives if live.first_s]
         first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
         total_s = self._clock() - self._arrived_s
@@ -130,13 +134,14 @@ class Answer:
         replicas = dict.fromkeys(name for usage in usages for name in usage.replicas)
         log.info(
             "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
-            " first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
+            " queued_s=%.3f first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
             self.call.request_id or lives[0].pool_id,
             self._status.name,
             len(lives),
             prompt_tokens,
             sum(usage.cached_tokens for usage in usages),
             new_tokens,
+            max((usage.queued_s for usage in usages), default=0.0),
             first_s,
             total_s,
             committed / steps if steps else 0.0,

@@ -77,6 +77,9 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_batch_spread": Metric(
         Kind.GAUGE, "Longest minus shortest row of a batch, mean since the pool began."
     ),
+    "lockstep_queue_seconds": Metric(
+        Kind.HISTOGRAM, "From a pool's acceptance to the first replica.", buckets=_SECONDS
+    ),
     "lockstep_first_token_seconds": Metric(
         Kind.HISTOGRAM, "From a request's arrival to its first token.", buckets=_SECONDS
     ),
@@ -152,6 +155,8 @@ class PoolMeter:
 
     def finished(self, finish: Finish) -> None:
         usage, sums = finish.usage, self._sums
+        if usage.replicas:
+            self._sink("lockstep_queue_seconds", usage.queued_s, {})
         self._reasons[finish.reason.value] += 1
         sums["lockstep_requests_recovered"] += usage.recovered
         sums["lockstep_prompt_tokens"] += usage.prompt_tokens

@@ -164,9 +164,13 @@ class FrontendService:
             text = TextStream(self._text.tokenizer, request.prompt, call.stop)
             begun.append((request, text, await push_in_slices(text, request.committed)))
         # Without a pause in between: they are submitted together.
-        for request, text, seen in begun:
-            tools = ToolReader(form, call.tools.names) if call.tools and form else None
-            answer.submit(request, text, seen, tools)
+        try:
+            for request, text, seen in begun:
+                tools = ToolReader(form, call.tools.names) if call.tools and form else None
+                answer.submit(request, text, seen, tools)
+        except BaseException:
+            answer.cancel()
+            raise
         return answer
 
     async def tokens(self, prompt: Prompt) -> tuple[int, ...]:

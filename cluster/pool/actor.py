@@ -275,7 +275,8 @@ class PoolActor:
     def _state(self, submits: int) -> PoolState:
         serving = [peer.spec for peer in self._workers.values() if not peer.draining]
         length_max = max((spec.length_max for spec in serving), default=0)
-        load = PoolLoad(len(serving), self._scheduler.outstanding_tokens, length_max)
+        books = self._scheduler
+        load = PoolLoad(len(serving), books.outstanding_tokens, books.expected_share, length_max)
         stopping = self._stopping
         return PoolState(submits, load, stopping, stopping and self._cut, self._failed)
 

@@ -42,10 +42,12 @@ async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
         assert s.live() == [0, 0]
 
 
-async def test_a_request_that_cannot_be_sent_is_refused_with_its_field() -> None:
+async def test_a_request_that_cannot_be_sent_is_refused_and_leaves_nothing() -> None:
     async with shards(1, 1) as s:
-        with pytest.raises(InvalidRequest, match="decoding"):
-            s.router.submit(Request("x", (5, 6), 9, decoding=object()), TIMEOUT_S)
+        for request in (Request("x", (5, 6), 9, decoding=object()), Request("x", (2**64,), 9)):
+            with pytest.raises(InvalidRequest, match="request: cannot be sent"):
+                s.router.submit(request, TIMEOUT_S)
+        assert s.router.unfinished == 0
         await check([s.submit(PROMPTS[0], 9)])
 
 
