@@ -83,7 +83,10 @@ def test_outputs_are_drafted_from_after_their_row_has_left_and_never_across_two(
     assert drafts_of(drafter, "a") == [[]]
 
 
-def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice() -> None:
+def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CORPUS_LEAST", 0)
     drafter = SuffixDrafter()
     drafter.begin("a", [1, 2, 3, 4], "", 0)
     drafter.end("a")
@@ -109,6 +112,7 @@ def test_nothing_shows_between_salts() -> None:
 def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GENERATION", 40)
     monkeypatch.setattr(module, "CORPUS_TOKENS", 100)
+    monkeypatch.setattr(module, "CORPUS_LEAST", 0)
     drafter = SuffixDrafter()
     drafter.begin("a", [1, 2], "", 0)
     said(drafter, [1, 2, 3, 4])
@@ -127,11 +131,12 @@ def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert drafter.size <= 100
 
 
-def test_a_thousand_outputs_are_small() -> None:
+@pytest.mark.parametrize(("salts", "length"), [(1, 256), (30_000, 1)])
+def test_what_is_remembered_is_small(salts: int, length: int) -> None:
     rng = random.Random(0)
     drafter = SuffixDrafter()
-    for _ in range(1000):
-        said(drafter, [rng.randrange(50_000) for _ in range(256)])
+    for number in range(max(salts, 1000)):
+        said(drafter, [rng.randrange(50_000) for _ in range(length)], salt=f"{number % salts}")
     assert drafter.bytes < 16e6
 
 
