@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
@@ -134,6 +135,17 @@ async def test_a_stop_string_ends_the_text_before_it() -> None:
             assert choice["finish_reason"] == "stop"
 
 
+async def test_a_stop_token_ends_the_text_with_it() -> None:
+    async with served() as (_made, app):
+        fields: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True}
+        plain = await post(app, "completions", **fields, max_tokens=20)
+        ids = plain.json["choices"][0]["token_ids"]
+        answer = await post(app, "completions", **fields, stop_token_ids=[ids[9]])
+        [choice] = answer.json["choices"]
+        assert choice["token_ids"] == ids[: ids.index(ids[9]) + 1]
+        assert choice["finish_reason"] == "stop"
+
+
 async def test_the_model_is_listed_and_no_other_is_served() -> None:
     async with served() as (_made, app):
         listed = (await http(app, path="/v1/models")).json
@@ -176,7 +188,6 @@ SCHEMA = {"name": "a", "schema": {"type": "thing"}}
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 WRONG = [
     {"logprobs": 21},
-    {"best_of": 2},
     {"frequency_penalty": 2.5},
     {"repetition_penalty": 0},
     {"logit_bias": {"x": 1}},
@@ -233,6 +244,8 @@ async def test_a_wrong_parameter_is_named(stream: bool) -> None:
     cases = [("completions", prompt | fields, next(reversed(fields))) for fields in WRONG]
     cases += [("chat/completions", talk | each, next(reversed(each))) for each in WRONG_CHAT]
     cases += [("chat/completions", talk | fields, place) for fields, place in INNER]
+    cases += [("completions", prompt | {name: "x"}, name) for name in UNSUPPORTED]
+    cases += [("chat/completions", talk | {name: "x"}, name) for name in UNSUPPORTED]
     async with served(replicas=0) as (_made, app):
         for path, fields, param in cases:
             streaming = stream and "stream_options" not in fields
@@ -255,6 +268,7 @@ async def test_what_asks_for_nothing_is_taken() -> None:
             "stop": None,
             "user": "me",
         }
+        neutral |= {name: values[0] if values else None for name, values in UNSUPPORTED.items()}
         turn = {"role": "assistant", "content": "lazy", "tool_calls": None, "refusal": None}
         parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]
         turns = [{"role": "user", "content": parts}, turn, {"role": "user", "content": "x"}]
