@@ -20,7 +20,7 @@ from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
-from cluster.frontend.tools import ToolCall, ToolReader
+from cluster.frontend.tool_reader import CallDelta, ToolReader
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter
 from scheduler.decoding import TokenLogprobs
@@ -96,6 +96,11 @@ class Answer:
     def prompt(self, index: int) -> Sequence[int]:
         """Token ids of a sequence's prompt."""
         return self._sequences[index].live.request.prompt
+
+    def prompt_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
+        """Of each prompt token but the first, where they were asked for; whole with the first
+        delta of the sequence."""
+        return self._sequences[index].live.prompt_logprobs
 
     def cancel(self) -> None:
         """Cancel what has not ended."""
@@ -227,12 +232,11 @@ class Answer:
     def _delta(
         self, sequence: _Sequence, text: str, tokens: list[int], end: SequenceEnd | None = None
     ) -> Delta:
-        calls: list[ToolCall] = []
+        calls: list[CallDelta] = []
         if sequence.tools is not None:
-            text, calls = sequence.tools.push(text)
-            if end is not None and end.refusal is None:
-                rest, more = sequence.tools.finish()
-                text, calls = text + rest, calls + more
+            # What a refusal ends may be continued.
+            ended = end is not None and end.refusal is None
+            text, calls = sequence.tools.push(text, ended)
         return Delta(sequence.index, text, tokens, self._told(sequence, tokens), calls, end)
 
     def _told(self, sequence: _Sequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
