@@ -158,7 +158,7 @@ class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
     serving: int = 0
     """Replicas that take sequences."""
     outstanding_tokens: int = 0
-    """Tokens that accepted requests may still commit."""
+    """Tokens that accepted requests are still expected to commit."""
     length_max: int = 0
     """Longest content (prompt + new tokens) that one of these replicas can hold."""
 

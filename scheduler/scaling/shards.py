@@ -24,7 +24,8 @@ class ShardLoad:
     serving: int
     """Replicas that take sequences now."""
     outstanding_tokens: float
-    """Tokens that its requests may still commit, those on their way to it included."""
+    """Tokens that its requests are still expected to commit; requests that it has not confirmed
+    count by their limits."""
     answers: bool = True
     """Whether its pool has answered lately."""
     length_max: float = math.inf
