@@ -78,7 +78,7 @@ $(CLIENTS)/.setup-done: tests/clients/requirements.txt
 test-clients: $(SETUP) $(CLIENTS)/.setup-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
 	$(BIN)/python -m pytest tests/clients -m clients -rP
 
-lint: $(SETUP)  ## style, types, and who may import whom
+lint: $(SETUP)  ## style, types, and which folder may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
