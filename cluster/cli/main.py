@@ -233,7 +233,7 @@ File = Annotated[Path, typer.Option("--file", help="The file of keys.", dir_okay
 
 @keys.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Whom its requests count for.")],
+    name: Annotated[str, typer.Argument(help="Tenant of its requests.")],
     file: File,
     priority_max: Annotated[
         PriorityName, typer.Option(help="The highest class that it may ask for.")

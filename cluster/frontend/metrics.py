@@ -67,7 +67,7 @@ METRICS: Mapping[str, Metric] = {
         Kind.GAUGE, "Tokens, prompt and limit, of the requests that wait."
     ),
     "lockstep_outstanding_tokens": Metric(
-        Kind.GAUGE, "Tokens that accepted requests may still commit."
+        Kind.GAUGE, "Tokens that accepted requests are still expected to commit."
     ),
     "lockstep_running_requests": Metric(Kind.GAUGE, "Requests that are on a replica."),
     "lockstep_replicas": Metric(Kind.GAUGE, "Replicas that have joined the pool."),

@@ -85,8 +85,8 @@ class DrainNote(_Message):
 class LeaveNote(_Message):
     """The replica goes now."""
 
-    blamed: bool = False
-    """The batch in hand hangs or broke the replica, so it may be to blame."""
+    by_batch: bool = False
+    """The batch in hand hangs or broke the replica, so its rows may be the reason."""
 
 
 class ReleaseNote(_Message):

@@ -1,4 +1,4 @@
-"""Proves: HTTP serves whom gRPC serves, refuses alike, and takes any body for what it is.
+"""Proves: HTTP serves the callers of gRPC, refuses alike, and takes any body for what it is.
 
 Requests are given to the ASGI application in the frontend's own event loop.
 """

@@ -192,7 +192,7 @@ async def test_one_shard_that_stops_stops_the_server() -> None:
     async with shards(1, 1) as s:
         await s.wires[1].actor.stop_accepting(60.0)
         await s.router.stopping.wait()
-        # The other one's news change nothing.
+        # What the other one says changes nothing.
         await asyncio.sleep(3 * CONFIG.pool.beat_s)
         assert s.router.stopping.is_set()
         await s.wires[1].actor.stop_accepting(0.0)
@@ -223,7 +223,7 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         [replica_id] = actor._workers
         [runner] = [one for one in s.workers if one.replica_id == replica_id]
         runner._member.cancel()
-        actor._lose_worker(replica_id, "has died", blamed=True)
+        actor._lose_worker(replica_id, "has died", by_batch=True)
 
     async with shards(0, 0) as s:
         await add_replica(s, 0)

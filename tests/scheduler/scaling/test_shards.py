@@ -25,7 +25,7 @@ from scheduler.status import PoolStatus
         ([ShardLoad(1, 0), ShardLoad(4, 100)], 1000, 1),
         ([ShardLoad(0, 0), ShardLoad(1, 10_000)], 5, 1),
         ([ShardLoad(1, 0, answers=False), ShardLoad(1, 10_000)], 5, 1),
-        # Who answers, but has no replica yet, can at least keep the request.
+        # A shard that answers, but has no replica yet, can at least keep the request.
         ([ShardLoad(1, 0, answers=False), ShardLoad(0, 10)], 5, 1),
         ([ShardLoad(0, 20), ShardLoad(0, 10)], 5, 1),
         ([ShardLoad(2, 0, answers=False), ShardLoad(1, 0, answers=False)], 5, 0),
