@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from cluster.frontend.json_text import parsed_json
 from cluster.frontend.structure import Structure
 from cluster.sentences import Strict
 from scheduler.errors import InvalidRequest
@@ -69,8 +70,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def json_object(text: str) -> dict[str, Any]:
     """Of a text, which may be empty. Raises ValueError."""
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        found = parsed_json(text or "{}")
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ValueError("must be the text of a JSON object")

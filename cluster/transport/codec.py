@@ -48,7 +48,13 @@ def encode(messages: Sequence[object]) -> bytes:
     """A frame. Raises NotEncodable."""
     try:
         frame = _encoder.encode(messages)
-    except (TypeError, NotImplementedError, OverflowError, RecursionError) as error:
+    except (
+        TypeError,
+        NotImplementedError,
+        OverflowError,
+        RecursionError,
+        UnicodeEncodeError,
+    ) as error:
         raise NotEncodable(f"cannot be sent: {error}") from None
     if len(frame) > FRAME_BYTES_MAX:
         raise NotEncodable(f"{len(frame)} bytes, at most {FRAME_BYTES_MAX} can be sent")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from cluster.frontend.json_text import parsed_json
 from scheduler.errors import InvalidRequest
 
 _BODY_S = 30.0
@@ -51,12 +52,17 @@ class BodyReader:
 
 def _parsed(body: bytearray, parse: Callable[[dict[str, Any]], T]) -> T:
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        # `json.loads` of bytes would let half of a surrogate pair through, and UTF-16.
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("request", f"the body must be UTF-8: {error}") from None
+    try:
+        fields = parsed_json(text)
+    except ValueError as error:
         raise InvalidRequest("request", f"no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("request", "the body must be a JSON object")
-    if b"\\u" in body:  # JSON can write what no text holds
+    if "\\u" in text:  # JSON can write what no text holds
         for name, value in fields.items():
             try:
                 json.dumps(value, ensure_ascii=False).encode()

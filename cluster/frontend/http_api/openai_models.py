@@ -85,7 +85,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     @field_validator("logit_bias")
     @classmethod
     def _ids_as_texts(cls, biases: dict[str, float]) -> dict[str, float]:
-        if not all(token.isascii() and token.isdigit() for token in biases):
+        if not all(token.isascii() and token.isdigit() and len(token) < 20 for token in biases):
             raise ValueError("the keys must be token ids")
         return biases
 

@@ -141,6 +141,9 @@ BAD_BODIES = [
     b'{"model": "tiny", "prompt": "x", "nonsense": 1}',
     b'{"model": "tiny", "prompt": 5}',
     b'{"model": "tiny", "prompt": "\\ud800"}',
+    b'{"model": "tiny", "prompt": "\xed\xa0\x80"}',
+    b'{"model": "tiny", "prompt": "x", "user": "\xed\xa0\x80"}',
+    BODY.decode().encode("utf-16"),
     b'{"nonsense\\ud800": 1}',
     b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
     b'{"model": "tiny", "prompt": "x", "temperature": "hot"}',
@@ -152,6 +155,10 @@ BAD_BODIES = [
     b'{"model": "tiny", "prompt": "x", "seed": 1e300}',
     b'{"model": "tiny", "prompt": "x", "priority": 77}',
     b'{"model": "tiny", "prompt": "x", "priority": "PRIORITY_HIGH"}',
+    b'{"model": "tiny", "prompt": "x", "logit_bias": {"' + b"9" * 5000 + b'": 1}}',
+    # On a thread there is more of a stack to parse it with than later to write it with.
+    b'{"model": "tiny", "prompt": "x", "response_format": {"type": "json_schema", "json_schema": '
+    b'{"schema": {"x": ' + b"[" * 970 + b"]" * 970 + b"}}}" + b" " * 20_000 + b"}",
     b'{"model": "tiny", "prompt": "x", "stop": 5}',
     b'{"model": "tiny", "prompt": "x", "prompt_token_ids": {"ids": [1]}}',
     b'{"prompt": "x"}',
@@ -168,6 +175,13 @@ async def test_http_refuses_any_bad_body_as_such() -> None:
             assert answer.error["code"] == "INVALID_ARGUMENT"
             assert len(answer.error["message"]) < 1100
         assert (await http(app, BODY)).status == 200
+
+
+async def test_a_body_may_have_as_many_bytes_as_are_allowed() -> None:
+    async with frontend() as made:
+        most = made.service.config.frontend.message_bytes_max
+        for size, status in ((most, 200), (most + 1, 400)):
+            assert (await http(http_app(made.service), BODY.ljust(size))).status == status
 
 
 async def test_a_wrong_field_is_named_with_the_nearest_name() -> None:

@@ -117,7 +117,7 @@ async def test_what_is_sent_together_arrives_together() -> None:
         assert await anext(stream.frames()) == [1, b"two", 3]
 
 
-@pytest.mark.parametrize("value", [object(), 1 << 70, bytes(FRAME_BYTES_MAX)])
+@pytest.mark.parametrize("value", [object(), 1 << 70, "\ud800", bytes(FRAME_BYTES_MAX)])
 async def test_what_cannot_be_sent_is_refused_before_it_is(value: Any) -> None:
     async with served() as s:
         stream = await s.caller()
