@@ -4,12 +4,13 @@ outputs of the same salt alone, and that what it remembers is bounded and can be
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
 from replicas.drafters import Ask, Seen, SuffixDrafter, suffix as module
-from replicas.drafters.history import History
+from replicas.drafters.history import _DEEP, DEPTH, END, LEAST_PROBABILITY, PLACES, Draft, History
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -52,6 +53,55 @@ def test_a_row_drafts_what_followed_its_last_tokens_before_and_its_own_length() 
     assert drafts == [[5, 6, 7, 8, 1], [9, 9, 1], [], []], "a match of m tokens, m + 1 of draft"
     assert drafts_of(drafter, "a", "b", k=[2, 0]) == [[5, 6], []]
     assert drafts_of(drafter, "c", "d") == [[], []]
+
+
+def by_definition(text: list[int], most: int, offset: int, tail: list[int] | None) -> Draft:
+    """The draft that History's docstrings define, by looking at every place of a short text."""
+    ahead = [] if tail is None else [END]
+    ends = range(len(text) - (tail is None), 1, -1)
+    tail = tail or text[-DEPTH:]
+    found: list[tuple[int, int]] = []
+    for end in ends:
+        reach = min(end, len(tail))
+        same = [text[end - back] == tail[-back] for back in range(1, reach + 1)]
+        length = [*same, False].index(False)
+        if length >= 2:
+            found.append((length, end))
+        if len(found) == PLACES or [one for one, _ in found].count(len(tail)) == _DEEP:
+            break
+    found.sort(key=lambda one: (-one[0], -one[1]))
+    best: Draft = (0.0, [])
+    for least in dict.fromkeys(length for length, _ in found):
+        places = [end for length, end in found if length >= least]
+        score, probability, draft = 0.0, 1.0, list[int]()
+        while len(draft) < min(most, least + offset):
+            whole = [*text, *(ahead or draft)]
+            votes = Counter(whole[end + len(draft)] for end in places)
+            token, count = votes.most_common(1)[0]
+            probability *= count / len(places)
+            if token == END or probability < LEAST_PROBABILITY:
+                break
+            places = [end for end in places if whole[end + len(draft)] == token]
+            score += probability
+            draft.append(token)
+        if score > best[0]:
+            best = score, draft
+    return best
+
+
+def test_a_draft_is_the_one_that_its_definition_gives() -> None:
+    """Of a text for itself, and of several for the end of another."""
+    rng = random.Random(2)
+    for _ in range(4000):
+        tokens = range(rng.randint(1, 4))
+        text = rng.choices(tokens, k=rng.randint(2, 48))
+        tail = None
+        if rng.random() < 0.5:
+            tail = rng.choices(tokens, k=rng.randint(2, 8))
+            text = rng.choices([*text, END], k=len(text))
+        most, offset = rng.randint(1, 8), rng.randint(0, 2)
+        draft = History(text).draft(most, offset, tail)
+        assert draft == by_definition(text, most, offset, tail), (text, most, offset, tail)
 
 
 def test_most_votes_win_and_an_unlikely_token_ends_the_draft() -> None:
