@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving test-clients lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -70,13 +70,16 @@ test-serving:
 	$(call PYTEST,$(addprefix --ignore=,$(KILLS)) tests/integration -m 'ray and not slow')
 
 CLIENTS := .venv-clients
-$(CLIENTS)/.setup-done: tests/clients/requirements.txt
+$(CLIENTS)/.%-done: tests/clients/%.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-test-clients: $(SETUP) $(CLIENTS)/.setup-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
+test-clients: $(SETUP) $(CLIENTS)/.all-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
 	$(BIN)/python -m pytest tests/clients -m clients -rP
+
+test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, curl, grpcurl: those that are installed in seconds
+	$(BIN)/python -m pytest tests/clients/test_openai_package.py tests/clients/test_command_line.py -m clients
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .

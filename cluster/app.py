@@ -194,8 +194,8 @@ def build_app(
         name="frontend",
         num_replicas=config.frontend.number,
         ray_actor_options={"num_cpus": actors.frontend_cpus},
-        # More than the frontend admits: whom it cannot serve it refuses, with the time to come
-        # back, while Serve's proxy would let him wait without a bound.
+        # More than the frontend admits: it refuses what it cannot serve, with the time to come
+        # back, while Serve's proxy would let such calls wait without a bound.
         max_ongoing_requests=2 * config.frontend.requests_max,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.1,

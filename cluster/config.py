@@ -245,6 +245,13 @@ class ClusterConfig(_Settings):
                 f"frontend.timeout_s: must be at most scheduler.timeout_s_max ({most:g}), is"
                 f" {self.frontend.timeout_s:g}"
             )
+        most = self.scheduler.draft_len_max
+        said = self.replica.drafting.num_speculative_tokens
+        if said is not None and said > most:
+            raise ValueError(
+                "replica.speculative.num_speculative_tokens: must be at most"
+                f" scheduler.draft_len_max ({most}), is {said}"
+            )
         return self
 
     @property

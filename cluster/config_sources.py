@@ -11,11 +11,18 @@ import yaml
 
 from cluster.config import SECTIONS, ClusterConfig, ConfigError, ServerConfig, from_args
 
+_DRAFTER = {"draft", "speculative"}
+
 
 def overridden(config: ClusterConfig, given: Mapping[str, Any]) -> ClusterConfig:
     """The same settings, but for those in `given`, by their sections. Raises `ConfigError`."""
     # What was not said follows what is said now: another target has another drafter.
     nested = config.model_dump(exclude_unset=True)
+    if _DRAFTER & set(given.get("replica") or {}):
+        # One setting said in two ways: what is said now takes the place of both.
+        nested["replica"] = {
+            name: value for name, value in nested.get("replica", {}).items() if name not in _DRAFTER
+        }
     for key, value in given.items():
         merges = key in SECTIONS and isinstance(value, Mapping)
         nested[key] = nested.get(key, {}) | value if merges else value

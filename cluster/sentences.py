@@ -23,6 +23,12 @@ _RULES: Mapping[str, str] = {
     "string_pattern_mismatch": "must match {pattern}",
 }
 """By pydantic's type of error; filled in with its context."""
+_PATTERNS: Mapping[str, str] = {
+    r"^(auto|cpu|cuda(:\d+)?)$": "must be auto, cpu, cuda or cuda:N",
+    "^/": "must be an absolute path",
+    "^[0-9a-f]{64}$": "must be 64 hexadecimal digits",
+}
+"""What a text is that matches; people read no regular expressions."""
 _KINDS: Mapping[str, str] = {
     "int": "must be a whole number",
     "float": "must be a number",
@@ -101,7 +107,11 @@ def _reason(item: dict[str, Any], model: type[BaseModel], more: Iterable[str], v
         return "must be given"
     if kind in ("value_error", "assertion_error"):
         return str(context.get("error", item["msg"]))
-    rule = _RULES.get(kind) or _KINDS.get(kind.partition("_")[0])
+    rule = (
+        _PATTERNS.get(context.get("pattern", ""))
+        or _RULES.get(kind)
+        or _KINDS.get(kind.partition("_")[0])
+    )
     limits = {name: _whole(value) for name, value in context.items()}
     reason = rule.format(**limits) if rule else item["msg"]
     return f"{reason}, is {_shown(item['input'])}" if values else reason

@@ -207,7 +207,7 @@ class LLM:
                 tokens = text.encode_chat(prompt)
         grammar = "" if call.structure is None else text.grammar(call.structure)
         call = replace(call, timeout_s=_TEN_YEARS_S)
-        [request] = requests_of(call, prompt, tokens, text, self._config, grammar)
+        [request] = requests_of(call, 0, tokens, text, self._config, grammar)
         self._number += 1
         return replace(request, id=str(self._number))
 

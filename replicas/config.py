@@ -170,7 +170,7 @@ class ReplicaConfig(BaseModel):
         " 'flex' (FlexAttention) and 'varlen' (FlashAttention with block tables, on GPUs) read"
         " them in place. Auto gathers on a CPU; on a GPU it times them when it loads.",
     )
-    pack_weights: bool = Field(
+    prepack_weights: bool = Field(
         True,
         description="Keep the large weights of joined layers a second time on a CPU, in float32, in"
         " the layout that it multiplies fastest; not where `memory` is too short for it.",

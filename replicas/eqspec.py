@@ -100,8 +100,8 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     outcome = _outcome(rows, proposal, chosen, window.positions_read)
     if drafter is not None:
         seen = _seen(rows, outcome, own, widths, taps)
-        if drafter.taps:  # work for the device
-            with watch.section("draft"):
+        if drafter.taps:  # work for the device, once per step and by its tokens, as the check is
+            with watch.section("verify"):
                 drafter.observe(seen)
         else:
             drafter.observe(seen)

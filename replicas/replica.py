@@ -151,8 +151,8 @@ class Replica:
 
     @torch.inference_mode()
     def logits(self, content: Sequence[int]) -> torch.Tensor:  # [vocab]
-        """The target's logits after this content, on blocks that are given back: for who compares
-        ways of computing. Raises OutOfBlocks."""
+        """The target's logits after this content, on blocks that are given back, to compare ways
+        of computing. Raises OutOfBlocks."""
         name = "logits of a content"
         last = len(content) - 1
         self._blocks.grow(name, len(content))

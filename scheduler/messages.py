@@ -161,6 +161,8 @@ class Usage:
     recovered: int = 0
     """How often it lost its place and was prefilled again: its replica was lost or drained, a
     batch with it failed, it was moved to a lighter replica, or KV blocks ran out."""
+    queued_s: float = 0.0
+    """Seconds in the queue until a replica first took it."""
 
 
 @dataclass(frozen=True, slots=True)

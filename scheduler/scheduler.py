@@ -108,6 +108,11 @@ class Scheduler:
         return self._pool.outstanding_tokens
 
     @property
+    def expected_share(self) -> float:
+        """The part of its limit that a request is expected to commit."""
+        return self._pool.expected_share
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a replica, O(1)."""
         return len(self._pool.waiting)

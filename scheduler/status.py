@@ -42,7 +42,7 @@ class PoolStatus:
     waiting_tokens: int = 0
     """Tokens (prompt and limit) of the requests that wait."""
     outstanding_tokens: int = 0
-    """Tokens that accepted requests may still commit."""
+    """Tokens that accepted requests are still expected to commit."""
     tokens_per_s: float = 0.0
     """Committed tokens per second over the last seconds."""
     preempted: int = 0

@@ -16,6 +16,9 @@ from scheduler.messages import ReplicaSpec, Request, SamplingParams
 SEED_MAX = 2**63
 """Seeds are in [0, SEED_MAX)."""
 
+TEMPERATURE_MAX = 1e6
+TOP_K_MAX = 2**31 - 1
+"""As large as any vocabulary: what is computed with it has no more bits."""
 PENALTY_MAX = 2.0
 BIAS_MAX = 100.0
 LOGIT_BIAS_MAX = 1024
@@ -92,10 +95,10 @@ def _lengths(request: Request, config: SchedulerConfig) -> Objections:
 
 def _sampling(sampling: SamplingParams) -> Objections:
     temperature = sampling.temperature
-    if not (math.isfinite(temperature) and temperature >= 0):
-        yield "temperature", f"must be finite and at least 0, is {temperature}"
-    if sampling.top_k < 0:
-        yield "top_k", f"must be at least 0 (0 keeps all), is {sampling.top_k}"
+    if not 0 <= temperature <= TEMPERATURE_MAX:
+        yield "temperature", f"must be in [0, {TEMPERATURE_MAX:g}], is {temperature}"
+    if not 0 <= sampling.top_k <= TOP_K_MAX:
+        yield "top_k", f"must be in [0, 2**31), where 0 keeps all, is {sampling.top_k}"
     if not 0 < sampling.top_p <= 1:
         yield "top_p", f"must be in (0, 1], is {sampling.top_p}"
     if not 0 <= sampling.min_p <= 1:

@@ -153,15 +153,16 @@ def _run(
     from cluster.bench.report import to_json, write_each
     from cluster.bench.session import run_on_cluster, run_on_engine, run_on_openai
     from cluster.cli.terminal import Bars, console, failure
+    from cluster.worker.loading import tell_of_weights
     from scheduler.errors import LockstepError
 
     notes, out = console(stderr=True), console()
     outputs = [
         (path, text) for path, text in ((html, to_html), (json, to_json)) if path is not None
     ]
-    transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     bars = Bars()
+    tell_of_weights(lambda done, total: bars.note("weights", done, total))
     report: Report | None = None
     unwritten: list[str] = []
     try:

@@ -136,19 +136,18 @@ def verify(
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, with a temperature.")] = 0,
 ) -> None:
     """Compare every token with plain decoding of the target; status 1 if any differs."""
-    from transformers.utils import logging as transformers_logging
-
     from cluster import verify as verifying
     from cluster.cli.terminal import Bars, console
     from cluster.files import read_prompts
+    from cluster.worker.loading import tell_of_weights
     from scheduler.errors import InvalidRequest
     from scheduler.messages import SamplingParams
 
-    transformers_logging.disable_progress_bar()
     sampling = SamplingParams(temperature=temperature, seed=seed)
     try:
         texts = read_prompts(prompts, limit)
         with Bars() as bars:
+            tell_of_weights(lambda done, total: bars.note("weights", done, total))
             report = verifying.verify(
                 texts,
                 settings.planned_replica,
@@ -234,7 +233,7 @@ File = Annotated[Path, typer.Option("--file", help="The file of keys.", dir_okay
 
 @keys.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Whom its requests count for.")],
+    name: Annotated[str, typer.Argument(help="Tenant of its requests.")],
     file: File,
     priority_max: Annotated[
         PriorityName, typer.Option(help="The highest class that it may ask for.")

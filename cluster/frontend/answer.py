@@ -20,7 +20,7 @@ from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
-from cluster.frontend.tools import ToolCall, ToolReader
+from cluster.frontend.tool_reader import CallDelta, ToolReader
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter
 from scheduler.decoding import TokenLogprobs
@@ -97,14 +97,23 @@ class Answer:
         """Token ids of a sequence's prompt."""
         return self._sequences[index].live.request.prompt
 
-    def close(self) -> int:
-        """Cancel what has not ended. Returns the tokens that all sequences have used."""
+    def prompt_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
+        """Of each prompt token but the first, where they were asked for; whole with the first
+        delta of the sequence."""
+        return self._sequences[index].live.prompt_logprobs
+
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
         for task in self._tasks:
             task.cancel()
+        for sequence in self._sequences:
+            if not sequence.live.ended.is_set():
+                self._router.cancel(sequence.live)
+
+    def close(self) -> int:
+        """Cancel what has not ended. Returns the tokens that all sequences have used."""
+        self.cancel()
         lives = [sequence.live for sequence in self._sequences]
-        for live in lives:
-            if not live.ended.is_set():
-                self._router.cancel(live)
         begun_s = [live.first_s for live in lives if live.first_s]
         first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
         total_s = self._clock() - self._arrived_s
@@ -130,13 +139,14 @@ class Answer:
         replicas = dict.fromkeys(name for usage in usages for name in usage.replicas)
         log.info(
             "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
-            " first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
+            " queued_s=%.3f first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
             self.call.request_id or lives[0].pool_id,
             self._status.name,
             len(lives),
             prompt_tokens,
             sum(usage.cached_tokens for usage in usages),
             new_tokens,
+            max((usage.queued_s for usage in usages), default=0.0),
             first_s,
             total_s,
             committed / steps if steps else 0.0,
@@ -222,12 +232,11 @@ class Answer:
     def _delta(
         self, sequence: _Sequence, text: str, tokens: list[int], end: SequenceEnd | None = None
     ) -> Delta:
-        calls: list[ToolCall] = []
+        calls: list[CallDelta] = []
         if sequence.tools is not None:
-            text, calls = sequence.tools.push(text)
-            if end is not None and end.refusal is None:
-                rest, more = sequence.tools.finish()
-                text, calls = text + rest, calls + more
+            # What a refusal ends may be continued.
+            ended = end is not None and end.refusal is None
+            text, calls = sequence.tools.push(text, ended)
         return Delta(sequence.index, text, tokens, self._told(sequence, tokens), calls, end)
 
     def _told(self, sequence: _Sequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:

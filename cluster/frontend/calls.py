@@ -7,6 +7,7 @@ in the edge's own containers until their number is checked: to copy millions of 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field as field_of
 from typing import Any, ClassVar
@@ -15,10 +16,12 @@ from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools import ToolCall, ToolUse
+from cluster.frontend.tool_reader import CallDelta
+from cluster.frontend.tools import ToolUse
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage
+from scheduler.validation import SEED_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,9 @@ class GenerateCall:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    drawn_seed: int = field_of(default_factory=lambda: secrets.randbelow(SEED_MAX))
+    """Taken where no seed is given: sequence i has this one + i, so that equal prompts get answers
+    of their own."""
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -140,8 +146,8 @@ class Delta:
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs] = ()
     """Of each of the tokens, where they were asked for."""
-    calls: Sequence[ToolCall] = ()
-    """Calls of tools after the text; theirs is left out of it."""
+    calls: Sequence[CallDelta] = ()
+    """What comes next of calls of tools; their text is left out."""
     end: SequenceEnd | None = None
 
 

@@ -119,6 +119,7 @@ def _together(usages: Iterable[Usage]) -> Usage:
     return replace(
         last,
         cached_tokens=first.cached_tokens,
+        queued_s=first.queued_s,
         steps=sum(one.steps for one in usages),
         draft_tokens=sum(one.draft_tokens for one in usages),
         accepted_tokens=sum(one.accepted_tokens for one in usages),

@@ -67,7 +67,7 @@ METRICS: Mapping[str, Metric] = {
         Kind.GAUGE, "Tokens, prompt and limit, of the requests that wait."
     ),
     "lockstep_outstanding_tokens": Metric(
-        Kind.GAUGE, "Tokens that accepted requests may still commit."
+        Kind.GAUGE, "Tokens that accepted requests are still expected to commit."
     ),
     "lockstep_running_requests": Metric(Kind.GAUGE, "Requests that are on a replica."),
     "lockstep_replicas": Metric(Kind.GAUGE, "Replicas that have joined the pool."),
@@ -76,6 +76,9 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_acceptance": Metric(Kind.GAUGE, "Accepted over draft tokens since the pool began."),
     "lockstep_batch_spread": Metric(
         Kind.GAUGE, "Longest minus shortest row of a batch, mean since the pool began."
+    ),
+    "lockstep_queue_seconds": Metric(
+        Kind.HISTOGRAM, "From a pool's acceptance to the first replica.", buckets=_SECONDS
     ),
     "lockstep_first_token_seconds": Metric(
         Kind.HISTOGRAM, "From a request's arrival to its first token.", buckets=_SECONDS
@@ -152,6 +155,8 @@ class PoolMeter:
 
     def finished(self, finish: Finish) -> None:
         usage, sums = finish.usage, self._sums
+        if usage.replicas:
+            self._sink("lockstep_queue_seconds", usage.queued_s, {})
         self._reasons[finish.reason.value] += 1
         sums["lockstep_requests_recovered"] += usage.recovered
         sums["lockstep_prompt_tokens"] += usage.prompt_tokens

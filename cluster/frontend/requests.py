@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 
 from cluster.config import ClusterConfig
-from cluster.frontend.calls import ChatPrompt, GenerateCall, Prompt
+from cluster.frontend.calls import ChatPrompt, GenerateCall
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import Decoding
 from scheduler.messages import Priority, Request, SamplingParams
@@ -15,7 +14,7 @@ from scheduler.validation import SEED_MAX, check_request
 
 def requests_of(
     call: GenerateCall,
-    prompt: Prompt,
+    number: int,
     tokens: tuple[int, ...],
     text: TargetText,
     config: ClusterConfig,
@@ -23,11 +22,12 @@ def requests_of(
     priority: Priority = Priority.NORMAL,
     tenant: str = "",
 ) -> list[Request]:
-    """One for each choice of a prompt, whose tokens are given. `grammar`: of the call's structure.
+    """One for each choice of the prompt of this number, whose tokens are given. `grammar`: of the
+    call's structure.
 
     Raises InvalidRequest for what no replica of the target could serve.
     """
-    turns = isinstance(prompt, ChatPrompt) or call.structure is not None
+    turns = isinstance(call.prompts[number], ChatPrompt) or call.structure is not None
     own_ends = text.end_of_turn_ids if turns else text.eos_token_ids
     ends = (*call.stop_token_ids, *(() if call.ignore_eos else own_ends))
     most = call.max_new_tokens
@@ -37,7 +37,8 @@ def requests_of(
     left = max(text.context_len - len(tokens), 1)
     seed = call.seed
     if seed is None:
-        seed = secrets.randbelow(SEED_MAX) if call.sampled else 0
+        drawn = (call.drawn_seed + number * call.choices) % SEED_MAX
+        seed = drawn if call.sampled else 0
     sampling = SamplingParams(
         temperature=call.temperature,
         top_k=call.top_k,

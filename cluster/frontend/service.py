@@ -32,7 +32,8 @@ from cluster.frontend.requests import requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
-from cluster.frontend.tools import ToolReader, tool_format
+from cluster.frontend.tool_reader import ToolReader
+from cluster.frontend.tools import tool_format
 from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
@@ -152,10 +153,10 @@ class FrontendService:
             of = (call.structure, call.committed_token_ids)
             grammar = await asyncio.to_thread(self._text.grammar, *of)
         requests: list[Request] = []
-        for prompt in call.prompts:
+        for number, prompt in enumerate(call.prompts):
             tokens = await self.tokens(prompt)
             requests += requests_of(
-                call, prompt, tokens, self._text, self.config, grammar, priority, admitted.tenant
+                call, number, tokens, self._text, self.config, grammar, priority, admitted.tenant
             )
         admitted.charge(sum(request.length_max for request in requests))
         answer = Answer(call, arrived_s, self._router, self._meter, self.config, self._clock)
@@ -164,9 +165,13 @@ class FrontendService:
             text = TextStream(self._text.tokenizer, request.prompt, call.stop)
             begun.append((request, text, await push_in_slices(text, request.committed)))
         # Without a pause in between: they are submitted together.
-        for request, text, seen in begun:
-            tools = ToolReader(form, call.tools.names) if call.tools and form else None
-            answer.submit(request, text, seen, tools)
+        try:
+            for request, text, seen in begun:
+                tools = ToolReader(form, call.tools.names) if call.tools and form else None
+                answer.submit(request, text, seen, tools)
+        except BaseException:
+            answer.cancel()
+            raise
         return answer
 
     async def tokens(self, prompt: Prompt) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Tool calls: the functions that a request offers, how a target writes calls, how they are read.
+"""Tool calls: the functions that a request offers, and how a target writes calls.
 
 A chat template that knows tools says in which format the target was trained to write a call:
 - hermes: `<tool_call>`, a JSON object with `name` and `arguments`, `</tool_call>`, among text;
@@ -8,9 +8,8 @@ A chat template that knows tools says in which format the target was trained to 
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -21,7 +20,8 @@ from cluster.frontend.structure import Structure
 from cluster.sentences import Strict
 from scheduler.errors import InvalidRequest
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+"""Around a call of hermes."""
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -34,12 +34,9 @@ def tool_format(template: str | None) -> ToolFormat | None:
     """The format that a chat template teaches; None: it knows no tools, or another format."""
     if template is None or "tools" not in template:
         return None
-    if _OPEN in template:
+    if CALL_BEGIN in template:
         return ToolFormat.HERMES
     return ToolFormat.LLAMA if '"parameters"' in template else None
-
-
-# --------------------------------------------------------------------------- requests
 
 
 class Function(Strict, BaseModel):
@@ -163,12 +160,12 @@ def _tool_structure(use: ToolUse, form: ToolFormat) -> Structure | None:
     if hermes and free:
         repeat = "*" if parallel else "?"
         head = [
-            f'start: (lead one "\\n{_CLOSE}"){repeat} REST',
-            f"lead[lazy]: /(?s:.*){_OPEN}\\n/",
-            f"REST: /(?s:.*)/ & ~/(?s:.*){_OPEN}(?s:.*)/",
+            f'start: (lead one "\\n{CALL_END}"){repeat} REST',
+            f"lead[lazy]: /(?s:.*){CALL_BEGIN}\\n/",
+            f"REST: /(?s:.*)/ & ~/(?s:.*){CALL_BEGIN}(?s:.*)/",
         ]
     elif hermes:
-        head = [f"start: {several}", f'call: "{_OPEN}\\n" one "\\n{_CLOSE}"']
+        head = [f"start: {several}", f'call: "{CALL_BEGIN}\\n" one "\\n{CALL_END}"']
     else:
         head = [f"start: {several}" + (" | TEXT" if free else ""), "call: one"]
         if free:
@@ -184,121 +181,3 @@ def _tool_structure(use: ToolUse, form: ToolFormat) -> Structure | None:
         head.append(f'c{number}: {begin} a{number} "}}"')
         head.append(f"a{number}: %json {json.dumps(schema)}")
     return Structure("grammar", ("\n".join(head),))
-
-
-# --------------------------------------------------------------------------- answers
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    arguments: str
-    """A JSON object."""
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-
-class ToolReader:
-    """Parts the text of one answer, as it comes, into content and calls.
-
-    What looks like a call and is none is content, as it stands. White space beside a call is
-    dropped.
-    """
-
-    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
-        self._form = form
-        self._names = names
-        self._held = ""
-        """Text that is neither content nor a call yet."""
-        self._begun = False
-        """Whether content was given out."""
-        self._after_call = False
-        """Whether no content has come since the last call."""
-        self.calls = 0
-        """Calls that were found."""
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        return self._read(ended=False)
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The text has ended."""
-        return self._read(ended=True)
-
-    def _read(self, ended: bool) -> tuple[str, list[ToolCall]]:
-        read = self._hermes if self._form is ToolFormat.HERMES else self._llama
-        content, calls = read(ended)
-        self.calls += len(calls)
-        self._begun |= bool(content)
-        self._after_call = bool(calls) or (self._after_call and not content)
-        return content, calls
-
-    def _hermes(self, ended: bool) -> tuple[str, list[ToolCall]]:
-        content, calls = "", list[ToolCall]()
-        if self._after_call:
-            self._held = self._held.lstrip()
-        while (begin := self._held.find(_OPEN)) >= 0:
-            end = self._held.find(_CLOSE, begin)
-            if end < 0 and not ended:
-                break
-            body = self._held[begin + len(_OPEN) : len(self._held) if end < 0 else end]
-            after = "" if end < 0 else self._held[end + len(_CLOSE) :]
-            call = _call_of(body, "arguments")
-            if call is None:
-                content += self._held[: len(self._held) - len(after)]
-            else:
-                content += self._held[:begin].rstrip()
-                calls.append(call)
-                after = after.lstrip()
-            self._held = after
-        if ended:
-            content, self._held = content + self._held, ""
-            return content, calls
-        open_at = self._held.find(_OPEN)
-        length = open_at if open_at >= 0 else len(self._held) - _tail_of(self._held, _OPEN)
-        free = self._held[:length].rstrip()
-        self._held = self._held[len(free) :]
-        return content + free, calls
-
-    def _llama(self, ended: bool) -> tuple[str, list[ToolCall]]:
-        if self._begun or (self._held.strip() and not self._held.lstrip().startswith("{")):
-            content, self._held = self._held, ""
-            return content, []
-        if not ended:
-            return "", []
-        text, self._held = self._held, ""
-        calls, decoder, at = [], json.JSONDecoder(), 0
-        while rest := text[at:].lstrip("; \n"):
-            try:
-                found, length = decoder.raw_decode(rest)
-            except (ValueError, RecursionError):
-                return text, []
-            at = len(text) - len(rest) + length
-            call = _of_object(found, "parameters")
-            if call is None or call.name not in self._names:
-                return text, []
-            calls.append(call)
-        return ("", calls) if calls else (text, [])
-
-
-def _call_of(text: str, key: str) -> ToolCall | None:
-    try:
-        return _of_object(json.loads(text), key)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _of_object(found: Any, key: str) -> ToolCall | None:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get(key, {})
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
-
-
-def _tail_of(text: str, tag: str) -> int:
-    """Characters at the text's end that may be the beginning of the tag."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0

@@ -154,9 +154,9 @@ class PoolActor:
                 worker.draining = True
                 self._step(ReplicaDraining(replica_id))
                 self._tell_frontends()
-            case LeaveNote(blamed):
+            case LeaveNote(by_batch):
                 self._lose_worker(
-                    replica_id, "hangs or is broken" if blamed else "has left", blamed
+                    replica_id, "hangs or is broken" if by_batch else "has left", by_batch
                 )
                 return
         if worker.draining and not worker.batches:
@@ -229,9 +229,9 @@ class PoolActor:
         With `cut` the frontends end that, too. The limit heals a stop that never came to its end.
         """
         self._wake_up()
-        news = cut and not self._cut if self._stopping else True
+        changed = cut and not self._cut if self._stopping else True
         self._stopping_until_s, self._cut = self._clock() + for_s, cut
-        if news:
+        if changed:
             log.info("no new request is accepted%s", ", the unfinished ones end" if cut else "")
             self._tell_frontends()
         # One that moves from shard to shard may be in none of them at the moment.
@@ -275,7 +275,8 @@ class PoolActor:
     def _state(self, submits: int) -> PoolState:
         serving = [peer.spec for peer in self._workers.values() if not peer.draining]
         length_max = max((spec.length_max for spec in serving), default=0)
-        load = PoolLoad(len(serving), self._scheduler.outstanding_tokens, length_max)
+        books = self._scheduler
+        load = PoolLoad(len(serving), books.outstanding_tokens, books.expected_share, length_max)
         stopping = self._stopping
         return PoolState(submits, load, stopping, stopping and self._cut, self._failed)
 
@@ -328,11 +329,11 @@ class PoolActor:
             log.info("no peer talks to the pool, it leaves")
             self._leave()
 
-    def _lose_worker(self, replica_id: str, why: str, blamed: bool) -> None:
+    def _lose_worker(self, replica_id: str, why: str, by_batch: bool) -> None:
         worker = self._workers.pop(replica_id)
         log.warning("replica %s %s", replica_id, why)
         worker.close()
-        self._step(ReplicaLost(replica_id, blamed))
+        self._step(ReplicaLost(replica_id, by_batch))
         self._tell_frontends()
 
     def _lose_frontend(self, session: str, why: str) -> None:

@@ -17,12 +17,14 @@ class LoadEstimate:
         self.said = PoolLoad()
         self.unconfirmed_tokens = 0
         self._unconfirmed: dict[str, int] = {}
-        """Tokens of requests that the pool has not confirmed, by their ids, the oldest first."""
+        """What requests that the pool has not confirmed may commit, by their ids, the oldest
+        first."""
         self._confirmed = 0
 
     @property
-    def outstanding_tokens(self) -> int:
-        return self.said.outstanding_tokens + self.unconfirmed_tokens
+    def outstanding_tokens(self) -> float:
+        """Tokens that it is expected to commit."""
+        return self.said.outstanding_tokens + self.said.expected_share * self.unconfirmed_tokens
 
     def add(self, pool_id: str, tokens: int) -> None:
         """A request that is sent, or waits to be."""

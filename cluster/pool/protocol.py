@@ -85,8 +85,8 @@ class DrainNote(_Message):
 class LeaveNote(_Message):
     """The replica goes now."""
 
-    blamed: bool = False
-    """The batch in hand hangs or broke the replica, so it may be to blame."""
+    by_batch: bool = False
+    """The batch in hand hangs or broke the replica, so its rows may be the reason."""
 
 
 class ReleaseNote(_Message):
@@ -158,7 +158,9 @@ class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
     serving: int = 0
     """Replicas that take sequences."""
     outstanding_tokens: int = 0
-    """Tokens that accepted requests may still commit."""
+    """Tokens that accepted requests are expected to commit."""
+    expected_share: float = 1.0
+    """The part of its limit that a request is expected to commit."""
     length_max: int = 0
     """Longest content (prompt + new tokens) that one of these replicas can hold."""
 

@@ -155,7 +155,8 @@ class PoolSession:
     def load(self) -> ShardLoad:
         """What the pool has said of itself last, and what it does not know."""
         said, answers = self._load.said, self.answered and self._stream is not None
-        return ShardLoad(said.serving, self._load.outstanding_tokens, answers, said.length_max)
+        tokens, share = self._load.outstanding_tokens, said.expected_share
+        return ShardLoad(said.serving, tokens, answers, said.length_max, share)
 
     # ------------------------------------------------------------------ life
 

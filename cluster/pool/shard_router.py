@@ -77,12 +77,12 @@ class ShardRouter:
     def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
         """Hand a request to the shard that will be done with it first.
 
-        Raises InvalidRequest for a `decoding` that cannot be sent.
+        Raises InvalidRequest for one that cannot be sent: a session would try it again and again.
         """
         try:
-            encode([request.decoding])
+            encode([request])
         except NotEncodable as error:
-            raise InvalidRequest("decoding", str(error)) from None
+            raise InvalidRequest("request", str(error)) from None
         shard = self._choose(request, request.max_new_tokens - len(request.committed))
         live = self.sessions[shard].submit(request, timeout_s)
         live.shard = shard

@@ -17,26 +17,37 @@ def stage(text: str) -> None:
     logging.getLogger(LOGGER).info(text)
 
 
-def tell_of_weights() -> None:
-    """From now on transformers says in tenths how many weights it has read, and draws no bars."""
+def tell_of_weights(tell: Callable[[int, int], None] | None = None) -> None:
+    """From now on transformers draws no bars: `tell` hears how many weights it has read, of how
+    many; without one stages say so in tenths."""
     from transformers.utils import logging as transformers_logging
 
+    def told(factory: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if options.get("desc") == "Loading weights" and given and hasattr(given[0], "__len__"):
+            return _counted(given[0], len(given[0]), tell or _in_tenths())
+        return factory(*given, **options)
+
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_tqdm_hook(_told)
+    transformers_logging.set_tqdm_hook(told)
 
 
-def _told(factory: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    if options.get("desc") == "Loading weights" and given and hasattr(given[0], "__len__"):
-        return _counted(given[0], len(given[0]))
-    return factory(*given, **options)
-
-
-def _counted(weights: Iterable[Any], count: int) -> Iterator[Any]:
+def _in_tenths() -> Callable[[int, int], None]:
     told = -1
-    for number, weight in enumerate(weights):
-        share = number * _SHARES // count
-        if share > told:
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        share = done * _SHARES // total
+        if done == total:
+            stage("prepares and times the model")
+        elif share > told:
             stage(f"reads weights: {100 * share // _SHARES} %")
             told = share
+
+    return tell
+
+
+def _counted(weights: Iterable[Any], total: int, tell: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, weight in enumerate(weights):
+        tell(done, total)
         yield weight
-    stage("prepares and times the model")
+    tell(total, total)

@@ -63,11 +63,11 @@ class HostedReplica(Protocol):
 
 
 class ReplicaUnhealthy(RuntimeError):
-    """The process should be replaced; `blames` if the batch in hand may be the reason."""
+    """The process should be replaced; `by_batch` if the batch in hand may be the reason."""
 
-    def __init__(self, message: str, blames: bool = False) -> None:
+    def __init__(self, message: str, by_batch: bool = False) -> None:
         super().__init__(message)
-        self.blames = blames
+        self.by_batch = by_batch
 
 
 class _Forget:
@@ -151,12 +151,12 @@ class Worker:
     def _check_batches(self) -> None:
         began_s = self._batch_began_s
         if began_s is not None and time.monotonic() - began_s > self._batch_s_max:
-            # Rows of this membership are not to blame for a batch of one that has ended.
+            # Rows of this membership did not cause a batch of one that has ended.
             mine = self._batch_of == self.replica_id
-            raise ReplicaUnhealthy(f"a batch runs for over {self._batch_s_max:g} s", blames=mine)
+            raise ReplicaUnhealthy(f"a batch runs for over {self._batch_s_max:g} s", by_batch=mine)
         if (broken := self._replica.broken) is not None:
             lost = self._batch_lost or (began_s is not None and self._batch_of == self.replica_id)
-            raise ReplicaUnhealthy(f"it is broken: {broken}", blames=lost)
+            raise ReplicaUnhealthy(f"it is broken: {broken}", by_batch=lost)
         if not self._thread.is_alive():
             raise ReplicaUnhealthy("the thread that runs batches has died")
         for kind, failures in self._failures.items():
@@ -233,7 +233,7 @@ class Worker:
             reading.cancel()
 
     async def _attend(self, stream: Stream, shard: int) -> None:
-        """Show that this process lives, drain if another shard is due, and wait for news.
+        """Show that this process lives, drain if another shard is due, and wait for something new.
 
         Raises ReplicaUnhealthy, having left the pool.
         """
@@ -241,7 +241,7 @@ class Worker:
         try:
             self._check_batches()
         except ReplicaUnhealthy as unhealthy:
-            stream.send(LeaveNote(unhealthy.blames))
+            stream.send(LeaveNote(unhealthy.by_batch))
             raise
         if self._draining or self._shard != shard:
             stream.send(DrainNote())
@@ -310,7 +310,7 @@ class Worker:
                     return
 
     def _release(self, replica: HostedReplica, sequence_ids: Iterable[str]) -> None:
-        """Nothing of what is broken need be released, nor is the attempt to blame if it breaks."""
+        """Nothing of what is broken need be released, nor does the attempt count if it breaks."""
         if replica.broken is not None:
             return
         try:

@@ -21,6 +21,8 @@ GENERATION = 1 << 18
 """Tokens of outputs after which older ones are given up, generation by generation."""
 CORPUS_TOKENS = 1 << 20
 """Tokens of outputs of all salts together; twelve bytes each, so far below 64 MB."""
+CORPUS_LEAST = 256
+"""Tokens that a salt counts for at least, as its empty tables take about as much."""
 
 
 class Corpus:
@@ -31,7 +33,7 @@ class Corpus:
         self._old = History()
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._old)
+        return max(len(self._new) + len(self._old), CORPUS_LEAST)
 
     @property
     def bytes(self) -> int:
@@ -75,9 +77,12 @@ class SuffixDrafter:
         left = self._rows.pop(row, None)
         if left is None or len(left.history) == left.prompt:
             return
-        corpus = self._corpora.pop(left.salt, None) or Corpus()
+        corpus = self._corpora.pop(left.salt, None)
+        if corpus is None:
+            corpus = Corpus()
+        else:
+            self.size -= len(corpus)
         self._corpora[left.salt] = corpus
-        self.size -= len(corpus)
         corpus.add(left.history.tokens[left.prompt :])
         self.size += len(corpus)
         while self.size > CORPUS_TOKENS:

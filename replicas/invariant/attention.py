@@ -5,6 +5,8 @@ softmax their weights. What a matrix library may do by shape is taken away from 
 
 - The queries of a product are padded to a multiple of `query_unit`: with fewer a library takes
   other kernels.
+- Queries are scaled before the product: a library that scales in it does so before or after its
+  sums, by shape.
 - Scores of a position depend on one key, so their number does not matter; it is a multiple of
   `kv_unit`, the width of a vector.
 - Values are summed over pieces of at most `piece` positions, piece after piece. A longer sum would
@@ -36,15 +38,14 @@ def attend(
     scores: torch.Tensor,  # [items, queries, length], overwritten
     pieces: Sequence[Piece],
     out: torch.Tensor,  # [items, queries, head_dim], overwritten
-    scaling: float,
     hidden: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Softmax attention of every item.
+    """Softmax attention of every item; the queries are scaled already.
 
     `hidden` is a view of some scores, and what is added to them: 0, or -inf where a query does not
     see a position.
     """
-    torch.baddbmm(scores, queries, keys, beta=0, alpha=scaling, out=scores)
+    torch.bmm(queries, keys, out=scores)
     if hidden is not None:
         hidden[0].add_(hidden[1])
     torch.softmax(scores, -1, out=scores)
@@ -156,6 +157,7 @@ class HostAttention:
             torch.index_select(flat, 0, self._asked, out=self._queries)
         else:
             self._queries.copy_(flat.index_select(0, self._asked))
+        self._queries.mul_(scaling)
         for group in self._groups:
             self._cache.gather(layer, group.runs, group.gathered)
             if group.converted is not None:
@@ -166,7 +168,6 @@ class HostAttention:
                 group.scores,
                 group.pieces,
                 group.out,
-                scaling,
                 group.hidden,
             )
         out = self._out.index_select(0, self._answered).view(queries.shape[0], -1)

@@ -133,5 +133,5 @@ def _attended(
         tail = scores[:, :, length:]
         hidden = (tail, torch.full_like(tail, -torch.inf))
     pieces = pieces_of(scores, v, piece)
-    attend(q, k.transpose(1, 2), scores, pieces, out, q.shape[-1] ** -0.5, hidden)
+    attend(q * q.shape[-1] ** -0.5, k.transpose(1, 2), scores, pieces, out, hidden)
     return out

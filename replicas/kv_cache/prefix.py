@@ -16,8 +16,8 @@ _KEY_BYTES = 32
 
 
 def root_key(identity: Sequence[object], salt: str) -> bytes:
-    """The key before a sequence's first block: what else than tokens decides about its KV, and with
-    whom it shares. Different `identity` or `salt` never share a block."""
+    """The key before a sequence's first block: what else than tokens decides its KV, and which
+    sequences share it. Different `identity` or `salt` never share a block."""
     return blake2b(repr((tuple(identity), salt)).encode(), digest_size=_KEY_BYTES).digest()
 
 

@@ -120,9 +120,9 @@ def plan_memory(
     kv_blocks = _given_blocks(config, least_blocks, block_bytes, pair.context_len)
     fixed = pair.weights + (1 + (kv_blocks or least_blocks)) * block_bytes
     least = fixed + counted(_least_work(wanted), computed).total
-    packs = config.pack_weights and not config.fixed_shapes(device)
-    packs = packs and can_prepack(device, dtype_of(config))
-    prepacked = sum(map(prepacked_bytes, pair.models)) if packs else 0
+    prepacks = config.prepack_weights and not config.fixed_shapes(device)
+    prepacks = prepacks and can_prepack(device, dtype_of(config))
+    prepacked = sum(map(prepacked_bytes, pair.models)) if prepacks else 0
     budget, given = None, ""
     if config.memory is not None:
         budget = int(config.memory)

@@ -80,19 +80,17 @@ def build(
     of_cache = CacheShape(
         config.block_size, context_len, shape.heads, shape.kv_heads, shape.head_dim
     )
-    tiled = exact and config.deterministic and not _by_proof(model)
-    if tiled:
-        compute_in_tiles(model)
-    join = config.fuse_layers and not tiled
-    if on_host:
-        paged, joining = _on_host(model, cache, of_cache, join, prepack, exact)
-    else:
-        paged, joining = _on_device(model, cache, of_cache, join)
-        if not tiled:
-            rows = config.plan_rows or SchedulerConfig().rows_max
-            choose_attention(paged, attention, of_cache, rows)
-    if tiled:
-        _check_tiled(paged, of_cache)
+    deterministic = exact and config.deterministic
+    paged: PagedModel | None = None
+    joining = Joining(False, "as configured")
+    if on_host and (not deterministic or model.dtype is torch.float32):
+        paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
+    elif not deterministic:
+        paged, joining = _on_device(model, cache, of_cache, config.fuse_layers)
+        rows = config.plan_rows or SchedulerConfig().rows_max
+        choose_attention(paged, attention, of_cache, rows)
+    if paged is None or (deterministic and not paged.arithmetic.proven):
+        paged, joining = _in_tiles(model, cache, of_cache, on_host), Joining(False, "in tiles")
     built = f"{joining}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
@@ -102,11 +100,6 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
     """Whether attention is that of a CPU, whose cache lies by head."""
     on_cpu = device.type == "cpu" and not config.fixed_shapes(device)
     return on_cpu and config.attention_of(device) == "gather"
-
-
-def _by_proof(model: PreTrainedModel) -> bool:
-    """Whether the proof at load makes the model deterministic without more."""
-    return model.device.type == "cpu" and model.dtype is torch.float32
 
 
 def _on_device(
@@ -121,22 +114,24 @@ def _on_device(
     return paged, joining
 
 
-def _check_tiled(paged: PagedModel, shape: CacheShape) -> None:
-    """Find an attention with which logits have the same bits whatever the batch.
-
-    Raises NotDeterministic.
-    """
+def _in_tiles(
+    model: PreTrainedModel, cache: PagedCache, shape: CacheShape, on_host: bool
+) -> PagedModel:
+    """Deterministic, with an attention that is found to be so. Raises NotDeterministic."""
+    compute_in_tiles(model)
+    backends: list[AttentionBackend] = [HostBackend(cache, shape, Arithmetic())]
+    if not on_host:
+        ways = [chunked_attention]
+        if model.device.type == "cuda":
+            ways.insert(0, efficient_attention)
+        backends = [GatherBackend(cache, shape, way) for way in ways]
+    paged = PagedModel(model, cache, backends[0], Arithmetic())
+    _try_out(paged, shape)
     length = trial_length(CHUNK, shape.context_len)
     columns = -(-length // shape.block_size)
-    blocks = min(columns, paged.cache.blocks // ROWS)
+    blocks = min(columns, cache.blocks // ROWS)
     length = min(length, blocks * shape.block_size)
     table = torch.arange(1, 1 + ROWS * blocks, device=paged.device).view(ROWS, blocks)
-    backends: list[AttentionBackend] = [paged.backend]
-    if not isinstance(paged.backend, HostBackend):
-        ways = [chunked_attention]
-        if paged.device.type == "cuda":
-            ways.insert(0, efficient_attention)
-        backends = [GatherBackend(paged.cache, shape, way) for way in ways]
     differing: str | None = None
     for backend in backends:
         paged.backend = backend
@@ -148,7 +143,7 @@ def _check_tiled(paged: PagedModel, shape: CacheShape) -> None:
             differing = str(error)
         if differing is None:
             paged.arithmetic = Arithmetic(proven=True)
-            return
+            return paged
     raise NotDeterministic(f"{type(paged.model).__name__}: logits change with {differing}")
 
 

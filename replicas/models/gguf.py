@@ -26,6 +26,8 @@ _WAIT_S_MAX = 3600.0
 _LOOK_S = 0.2
 
 _log = logging.getLogger("lockstep.replica")
+_start_log = logging.getLogger("lockstep.start")
+"""Its lines are shown while a server starts."""
 
 
 def converted(file: Path | str, dtype: str | None) -> Path:
@@ -73,6 +75,8 @@ def _made_once(file: Path, made: Path, text: Path | None) -> Path:
             return made
         what = "config and tokenizer" if text is None else f"weights, as {made.name}"
         _log.info("%s: reading %s; the next start finds them in %s", file, what, made)
+        if text is not None:
+            _start_log.info("converts %s, once", file.name)
         begun_s = time.monotonic()
         part = made.with_name(f"{made.name}.part")
         # Left by a process that was killed: only the holder of the lock writes here.

@@ -31,7 +31,7 @@ from replicas.models.sharding import NotDivisible, shard
 
 _AT_REVISION = re.compile(r"[\w.-]+/[\w.-]+@[\w./-]+")
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-"""Of a model on the hub: all that is read."""
+"""Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""
 
 
 class PairRefused(ValueError):
@@ -71,7 +71,8 @@ def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
         raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
     if _AT_REVISION.fullmatch(name) and not Path(name).is_dir():
         repo, _, revision = name.partition("@")
-        return snapshot_download(repo, revision=revision, allow_patterns=_FILES)
+        files = [*_FILES, "*.bin"] if role == "draft" else _FILES
+        return snapshot_download(repo, revision=revision, allow_patterns=files)
     return name
 
 

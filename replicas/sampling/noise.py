@@ -43,7 +43,7 @@ class Noise:
         return self.drawn[..., :ids] if isinstance(ids, int) else self.drawn[..., ids]
 
     def at(self, column: int) -> Noise:
-        """Of one position, for who goes from one to the next."""
+        """Of one position, for choosing position by position."""
         if self.drawn is None and self.vocab < LARGE:
             self.drawn = self.of(self.vocab)
         return self._columns(column, column + 1)

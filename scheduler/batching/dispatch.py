@@ -224,7 +224,7 @@ class Dispatcher:
         for sequence in placement.rows:
             if sequence.reservation is not None:
                 self.touch(sequence.reservation)
-            self._pool.place(sequence, replica)
+            self._pool.place(sequence, replica, self._now_s)
         batch_id = self._new_batch_id()
         self._pool.fill(replica, given, batch_id)
         rows = [sequence for sequence, _, _ in given]

@@ -35,7 +35,8 @@ class AutoscalingConfig(BaseModel):
     drain_s: float = Field(
         default=10.0,
         gt=0,
-        description="Wanted time to serve all tokens that accepted requests may still commit.",
+        description="Wanted time to serve all tokens that accepted requests are still expected"
+        " to commit.",
     )
     up_delay_s: float = Field(
         default=2.0,
@@ -79,7 +80,7 @@ class Load:
     """What the pool looks like to the policy; all figures are finite."""
 
     outstanding_tokens: float
-    """Tokens that accepted requests may still commit."""
+    """Tokens that accepted requests are still expected to commit."""
     waiting: int
     """Requests that are on no replica."""
     serving: int

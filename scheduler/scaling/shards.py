@@ -24,11 +24,13 @@ class ShardLoad:
     serving: int
     """Replicas that take sequences now."""
     outstanding_tokens: float
-    """Tokens that its requests may still commit, those on their way to it included."""
+    """Tokens that its requests are expected to commit, those on their way to it included."""
     answers: bool = True
     """Whether its pool has answered lately."""
     length_max: float = math.inf
     """Longest content (prompt + new tokens) that one of these replicas can hold."""
+    expected_share: float = 1.0
+    """The part of its limit that a request is expected to commit."""
 
     def holds(self, length: int) -> bool:
         """Whether it has a replica now that can hold a content of so many tokens."""
@@ -38,7 +40,7 @@ class ShardLoad:
 def choose_shard(
     loads: Sequence[ShardLoad], tokens: float = 0.0, turn: int = 0, length: int = 0
 ) -> int:
-    """Index of the shard that a request of so many new tokens goes to.
+    """Index of the shard that a request for at most so many new tokens goes to.
 
     Where its last token is due first: the fewest outstanding tokens per replica, this request's
     included. A shard whose replicas are all too small for its `length` (prompt + new tokens) is
@@ -49,9 +51,9 @@ def choose_shard(
 
     def due(index: int) -> tuple[bool, bool, bool, float, int]:
         load = loads[index]
-        share = (load.outstanding_tokens + tokens) / max(load.serving, 1)
+        each = (load.outstanding_tokens + load.expected_share * tokens) / max(load.serving, 1)
         wrong = not load.answers, load.serving == 0, not load.holds(length)
-        return *wrong, share, (index - turn) % len(loads)
+        return *wrong, each, (index - turn) % len(loads)
 
     return min(range(len(loads)), key=due)
 

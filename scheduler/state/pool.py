@@ -39,8 +39,8 @@ class Pool:
         """A heap of (deadline, sequence number, id); finished ones go when they come up."""
         self.limit_left = 0
         """Tokens that live sequences may still commit."""
-        self._reached = 1.0
-        """What of their limits requests have committed lately."""
+        self.expected_share = 1.0
+        """The part of their limits that requests have committed lately, and are expected to."""
         self.rate = RateMeter()
         """Committed tokens."""
         self.recovered = self.preempted = self.moved = 0
@@ -70,7 +70,7 @@ class Pool:
     def expected(self, limit: int) -> int:
         """Tokens that will be committed of so many that may be: most requests end before their
         limit."""
-        return math.ceil(limit * self._reached)
+        return math.ceil(limit * self.expected_share)
 
     @property
     def outstanding_tokens(self) -> int:
@@ -103,7 +103,7 @@ class Pool:
         most = self.config.batches_in_flight_max
         return [key for key in self.open if len(self.replicas[key[1]].pipeline) < most]
 
-    def place(self, sequence: Sequence, replica: Replica) -> None:
+    def place(self, sequence: Sequence, replica: Replica, now_s: float) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
         self.waiting.remove(sequence)
         if not sequence.charged:
@@ -114,6 +114,8 @@ class Pool:
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
         sequence.blocks = replica.blocks_for(sequence)
+        if not sequence.replicas:
+            sequence.queued_s = now_s - sequence.arrived_s
         if replica.id not in sequence.replicas:
             sequence.replicas.append(replica.id)
         replica.residents[sequence.id] = sequence
@@ -219,7 +221,7 @@ class Pool:
         self.finished[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             share = len(sequence.committed) / sequence.request.max_new_tokens
-            self._reached += REACHED_RECENT * (share - self._reached)
+            self.expected_share += REACHED_RECENT * (share - self.expected_share)
         if sequence.state is State.LEAVING:
             return False
         self._forget(sequence)

@@ -128,6 +128,8 @@ class Sequence:
     replica_id: str | None = None
     filled: int = 0
     """While it is being filled: its valid KV positions once the batch in flight is done."""
+    queued_s: float = 0.0
+    """Seconds in the queue until a replica first took it."""
     overtaken: int = 0
     """How many later requests were placed while this one waited and did not fit."""
     reservation: str | None = None
@@ -235,6 +237,7 @@ class Sequence:
             accepted_at=tuple(self.accepted_at),
             replicas=tuple(self.replicas),
             recovered=self.recovered,
+            queued_s=self.queued_s,
         )
 
 

@@ -1,8 +1,8 @@
 """A real cluster in a process of its own: Ray, Serve, the pool, replicas, perhaps several nodes.
 
-The one who starts it stays free of Ray, so it can start several, one after the other, and beside
-the Ray of a test session. The other process does what only a process connected to Ray can: name the
-cluster's processes, change the number of replicas, take a node away.
+The process that starts it stays free of Ray, so it can start several, one after the other, and
+beside the Ray of a test session. The other process does what only a process connected to
+Ray can: name the cluster's processes, change the number of replicas, take a node away.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _host(pipe: Connection, plan: Plan, log_path: str) -> None:
     os.dup2(log, 2)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # That of who starts this one may be a cluster's that runs beside it.
+    # That of the starting process may be a cluster's that runs beside it.
     os.environ.pop("RAY_SERVE_PROXY_USE_GRPC", None)
     # Workers import what the plan names.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])

@@ -83,7 +83,7 @@ class Stage:
             return None
 
     def is_first(self, name: str) -> bool:
-        """True for the first who asks, in whichever process."""
+        """True for the first call, in whichever process."""
         try:
             os.close(os.open(self.directory / name, os.O_CREAT | os.O_EXCL))
         except FileExistsError:

@@ -41,6 +41,11 @@ def test_sections_and_short_names_mix() -> None:
         ({"replicas": "many"}, "replicas: must be a whole number, is 'many'"),
         ({"replicas": 0}, "replicas: must be at least 1, is 0"),
         ({"pool": {"lease_s": -1}}, "pool.lease_s: must be above 0, is -1"),
+        ({"device": "gpu"}, "replica.device: must be auto, cpu, cuda or cuda:N, is 'gpu'"),
+        (
+            {"speculative": {"method": "suffix", "num_speculative_tokens": 9}},
+            "num_speculative_tokens: must be at most scheduler.draft_len_max (8), is 9",
+        ),
         ({"pool": {"name": ""}}, "pool.name: must have a character at least, is ''"),
         (
             {"dtype": "int8"},
@@ -185,6 +190,25 @@ def test_a_replicas_memory_is_to_last_for_the_schedulers_batches() -> None:
     assert chosen.plan_draft_len == 5
     pinned = from_args({"replica": {"plan_rows": 2}, "draft_len": 12}).planned_replica
     assert (pinned.plan_rows, pinned.plan_draft_len) == (2, 12)
+
+
+@pytest.mark.parametrize("said", [{"draft": "a"}, {"speculative": {"method": "suffix"}}])
+@pytest.mark.parametrize(
+    ("now", "method"),
+    [
+        ({"speculative": '{"method": "eagle3", "model": "b"}'}, "eagle3"),
+        ({"draft": "b"}, "draft_model"),
+        ({"draft": None}, "none"),
+        ({"target": "b"}, None),
+    ],
+)
+def test_what_drafts_is_overridden_whichever_way_it_was_said(
+    said: dict[str, object], now: dict[str, object], method: str | None
+) -> None:
+    before = from_args({"target": "a", **said})
+    after = overridden(before, {"replica": now}).replica
+    assert after.drafting.method == (method or before.replica.drafting.method)
+    assert after.drafting.model in (None, "b") or method is None
 
 
 def test_what_drafts_may_be_json_as_a_command_line_gives_it() -> None:

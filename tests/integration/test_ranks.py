@@ -1,4 +1,5 @@
-"""Proves: the ranks of one replica, on two nodes of a real Ray, serve what the whole target says.
+"""Proves: the ranks of one replica, on two nodes of a real Ray, serve what the whole target says,
+whatever drafts and whichever rank is killed.
 
 Two worker nodes have a GPU each in Ray's books, and the placement group asks for one per rank, so
 the ranks are on different nodes. They compute on the CPU and talk gloo.
@@ -12,17 +13,23 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from benchmarks.processes import Process, lives
 from cluster.client import Client
 from cluster.frontend.target_text import TargetText
 from cluster.verify import transformers_greedy
 from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
 from scheduler.messages import Request
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.integration.pairs import write_pair
+from tests.replicas.heads import said, save_head
 
 pytestmark = pytest.mark.ray
 
@@ -30,9 +37,31 @@ PROMPTS = [f"the quick {'brown ' * (n % 5)}fox number {n}" for n in range(12)]
 TOKENS = 200
 
 
+def load_in_turn(config: ReplicaConfig, directory: Path) -> Any:
+    """Each replica that starts drafts in another way; a file named by its process says how."""
+    from cluster import app
+
+    head = str(directory / "head")
+    ways = (
+        {"method": "suffix"},
+        {"method": "eagle3", "model": head},
+        {"method": "draft_model", "model": config.draft},
+    )
+    way = ways[len(list(directory.glob("pid-*"))) % len(ways)]
+    (directory / f"pid-{os.getpid()}").write_text(way["method"])
+    given = config.model_dump() | {"draft": None, "speculative": way}
+    return app.load_replica(ReplicaConfig(**given))
+
+
 @pytest.fixture(scope="module")
-def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
-    target, draft = write_pair(tmp_path_factory.mktemp("pair"), positions=1024)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pair")
+
+
+@pytest.fixture(scope="module")
+def hosted(directory: Path) -> Iterator[HostedCluster]:
+    target, draft = write_pair(directory, positions=1024)
+    save_head(directory / "head", AutoConfig.from_pretrained(target), said(True))
     config = cluster_config(
         target=str(target),
         draft=str(draft),
@@ -40,7 +69,8 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
         replica={"tensor_parallel": 2, "calibrate": False},
         actors={"replica_gpus": 1.0, "ranks_strategy": "PACK"},
     )
-    with HostedCluster(Plan(config, worker_nodes=2)) as running:
+    load = partial(load_in_turn, directory=directory)
+    with HostedCluster(Plan(config, load, worker_nodes=2)) as running:
         yield running
 
 
@@ -77,10 +107,7 @@ def test_ranks_on_two_nodes_give_the_tokens_of_the_whole_target(
     assert ranks(hosted) == (first, second)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
-    hosted: HostedCluster, right: list[list[int]], lost: int
-) -> None:
+def kill_one(hosted: HostedCluster, right: list[list[int]], lost: int) -> None:
     hosted.wait_for_replicas(1)
     before = ranks(hosted)
     seen = hosted.wait_for(lambda _status: True)
@@ -102,3 +129,12 @@ def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
         assert time.monotonic() < deadline_s, "Ray still knows a rank that has ended"
         time.sleep(0.1)
     assert served(hosted) == right
+
+
+def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
+    hosted: HostedCluster, right: list[list[int]], directory: Path
+) -> None:
+    for lost, way in ((0, "suffix"), (1, "eagle3")):
+        (replica, _) = ranks(hosted)
+        assert (directory / f"pid-{replica.pid}").read_text() == way
+        kill_one(hosted, right, lost)

@@ -313,7 +313,7 @@ def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
         assert served.process.wait(STOP_S) == 1, served.log.read_text(errors="replace")
         streams.join(STOP_S)
         assert streams.errors
-        # Who is cut off at once may hear it from Serve's proxy, in its words, or from nobody.
+        # A client cut off at once may hear it from Serve's proxy, in its words, or from nobody.
         assert all(is_repeatable(error) for error in streams.errors.values())
         assert not streams.errors.keys() & streams.ends.keys()
 

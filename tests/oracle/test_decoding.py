@@ -1,53 +1,80 @@
-"""The oracle for what requests ask of decoding: penalties, biases, struck-out tokens, grammars and
-log-probabilities are those of a plain loop over transformers, whatever drafts and runs beside.
+"""The oracle for what requests ask of decoding: penalties, biases, struck-out tokens, grammars,
+sampling and log-probabilities are those of a plain loop over transformers, whatever drafts and runs
+beside.
 
 The plain loop reads the whole content anew for every token and changes one row of logits, by
-sentences from the definitions; of the system it shares only llguidance's verdict on a token.
+sentences from the definitions; of the system it shares llguidance's verdict on a token, and noise.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from math import exp
 
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.oracle import OracleDrafter
+from cluster.frontend.tools import Function, Tool, ToolFormat, ToolUse
 from cluster.local_engine import LocalEngine, Output
 from replicas.decoding import Grammars, grammar_of
-from replicas.drafters import Drafter
-from replicas.drafters.suffix import SuffixDrafter
 from replicas.replica import Replica
+from replicas.sampling.noise import gumbel_noise, noise_keys
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.messages import Batch, Request, SamplingParams, StepResult
-from tests.oracle.worlds import mixed_requests, run_staggered
-from tests.tiny_pairs import VOCAB, target_model, tiny_replica
+from tests.oracle.drafters import replica_of
+from tests.oracle.worlds import mixed_requests, run_staggered, sampled
+from tests.tiny_pairs import VOCAB, target_model
 
 EOS = 2
-SCHEMA = '{"type": "object", "properties": {"a": {"enum": ["x", 7]}}, "required": ["a"]}'
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 7]}}, "required": ["a"]}
+OBJECT = '{"type": "object"}'  # response_format json_object
+TOOL = Tool(type="function", function=Function(name="f", parameters=SCHEMA, strict=True))
+SUMS = """start: sum
+sum: /[1-9][0-9]{0,2}/ (" + " sum | " = " /[a-z]+/)"""
+
+
+def of_tool(choice: str, form: ToolFormat) -> str:
+    structure = ToolUse((TOOL,), choice).structure(form, None)  # type: ignore[arg-type]
+    assert structure is not None
+    return grammar_of(structure.kind, structure.texts)
+
+
+CALL = of_tool("required", ToolFormat.LLAMA)
 ASKS = (
     Decoding(0, logprobs=3),
     Decoding(0, repetition_penalty=1.7),
     Decoding(0, frequency_penalty=0.9, presence_penalty=-0.4, logprobs=0),
     Decoding(0, logit_bias=((5, 3.5), (40, -100.0), (41, 4.0))),
     Decoding(0, min_tokens=9, logit_bias=((EOS, 30.0),)),
-    Decoding(0, grammar=grammar_of("json_schema", [SCHEMA]), logprobs=2),
+    Decoding(0, grammar=grammar_of("json_schema", [json.dumps(SCHEMA)]), logprobs=2),
     Decoding(0, grammar=grammar_of("regex", ["[a-f]{3}(x[0-9])*y"]), repetition_penalty=1.3),
     Decoding(0, grammar=grammar_of("choice", ["yes", "no", "nothing at all"])),
     Decoding(0, presence_penalty=1.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), logprobs=1),
+    Decoding(0, logit_bias=((5, 4.0), (96, -9.0)), grammar=grammar_of("json_schema", [OBJECT])),
+    Decoding(0, grammar=grammar_of("grammar", [SUMS]), logprobs=1),
+    Decoding(0, grammar=CALL, frequency_penalty=0.5),
+    Decoding(0, grammar=of_tool("auto", ToolFormat.HERMES)),
 )
+RUNS = [
+    (drafter, rows, k)
+    for drafter in ("none", "model", "suffix", "eagle3", "half")
+    for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4), (8, None))
+    if drafter != "none" or k != 4
+]
 
 
 @cache
 def tokenizer() -> Tokenizer:
-    """One token for each printable character, after three special ones."""
-    byte_level = {32: "Ġ"}
+    """One token for each printable character but `, which a new line stands for, after three
+    special ones."""
+    byte_level = {32: "Ġ", 96: "Ċ"}
     vocab = {"<pad>": 0, "<s>": 1, "</s>": EOS}
     for token in range(3, VOCAB):
         vocab[byte_level.get(token + 29, chr(token + 29))] = token
@@ -60,22 +87,24 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def requests() -> tuple[Request, ...]:
-    """Two of each kind, the second with bad words made of what the first one says."""
+    """Two of each kind, the second sampled, as most are, with bad words made of what the first one
+    says."""
     plain = mixed_requests(VOCAB, 2 * len(ASKS), seed=11, new=(12, 24))
     made = []
-    for number, request in enumerate(plain):
+    for number, request in enumerate([*plain[: len(ASKS)], *sampled(plain)[len(ASKS) :]]):
         decoding = replace(ASKS[number % len(ASKS)], prompt_tokens=len(request.prompt))
         if number >= len(ASKS) and not decoding.grammar:
             said = plainly(made[number - len(ASKS)])[0]
             words = [tuple(said[at : at + size]) for at, size in ((0, 1), (2, 2), (4, 3))]
             decoding = replace(decoding, bad_words=tuple(word for word in words if word))
-        made.append(replace(request, decoding=decoding, stop_token_ids=(EOS,)))
+        new = 45 if decoding.grammar == CALL else request.max_new_tokens
+        made.append(replace(request, max_new_tokens=new, decoding=decoding, stop_token_ids=(EOS,)))
     return tuple(made)
 
 
 @cache
 def plainly(request: Request) -> tuple[list[int], list[torch.Tensor]]:
-    """New tokens by the plain loop, greedy; and the log-softmax of each place's own logits."""
+    """New tokens by the plain loop, and the log-softmax of each place's own logits."""
     model, decoding = target_model("llama"), request.decoding
     assert decoding is not None
     content, new, told = list(request.prompt), list[int](), []
@@ -84,7 +113,8 @@ def plainly(request: Request) -> tuple[list[int], list[torch.Tensor]]:
         with torch.no_grad():
             logits = model(torch.tensor([content])).logits[0, -1].float()
         told.append(logits.log_softmax(-1))
-        token = int(changed(logits.clone(), request, new, allowed).argmax())
+        logits = changed(logits.clone(), request, new, allowed)
+        token = picked(logits, request.sampling, len(content))
         new.append(token)
         content.append(token)
         allowed.take(token)
@@ -117,6 +147,28 @@ def changed(
     return logits
 
 
+def picked(logits: torch.Tensor, sampling: SamplingParams, place: int) -> int:
+    """The token at this place: of those that no filter strikes out, the best after noise."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scores = ((logits - logits.max()) / sampling.temperature).tolist()
+    kept = [token for token in range(VOCAB) if scores[token] > -torch.inf]
+    if sampling.top_k:
+        least = sorted((scores[token] for token in kept), reverse=True)[: sampling.top_k][-1]
+        kept = [token for token in kept if scores[token] >= least]
+    mass = {token: exp(scores[token]) for token in kept}
+    most = sampling.top_p * sum(mass.values())
+    kept = [
+        token
+        for token in kept
+        if mass[token] >= sampling.min_p
+        and sum(one for one in mass.values() if one > mass[token]) < most
+    ]
+    keys = noise_keys(torch.tensor([[sampling.seed]]), torch.tensor([[place]]))
+    noise = gumbel_noise(keys, VOCAB)[0, 0].tolist()
+    return max(kept, key=lambda token: scores[token] + noise[token])
+
+
 class Allowed:
     """Whether a token may come next, asked one by one."""
 
@@ -136,19 +188,17 @@ class Allowed:
             self._matcher.consume_token(token)
 
 
-def asked_replica(drafter: Drafter | None = None, **config: object) -> Replica:
-    replica = tiny_replica("llama", drafter=drafter, **config)
+def asked_replica(drafter: str) -> Replica:
+    answered = [(request, plainly(request)[0]) for request in requests()]
+    replica = replica_of(drafter, answered, kv_blocks=2048)
     replica.grammars = Grammars(tokenizer(), [EOS], VOCAB)
     return replica
 
 
-def drafter_of(kind: str) -> Drafter | None:
-    if kind == "suffix":
-        return SuffixDrafter()
-    if kind == "oracle":
-        sequences = [[*one.prompt, *plainly(one)[0]] for one in requests()]
-        return OracleDrafter(sequences, 0.7, VOCAB)
-    return None  # the pair's draft model
+@cache
+def alone() -> list[Output]:
+    engine = LocalEngine(asked_replica("none"), SchedulerConfig(rows_max=1, draft_len=0))
+    return engine.generate(requests())
 
 
 def agree(request: Request, output: Output) -> None:
@@ -171,33 +221,21 @@ def agree(request: Request, output: Output) -> None:
         assert said.rank == 1 + sum(float(p) > float(plain[token]) for p in plain)
 
 
-@pytest.mark.parametrize("drafter", ["model", "suffix", "oracle"])
-@pytest.mark.parametrize(("rows_max", "draft_len"), [(1, 0), (1, 4), (8, 0), (8, 4), (8, None)])
+@pytest.mark.parametrize(("drafter", "rows_max", "draft_len"), RUNS)
 def test_outputs_are_those_of_the_plain_loop(
     drafter: str, rows_max: int, draft_len: int | None
 ) -> None:
-    replica = asked_replica(drafter_of(drafter))
+    replica = asked_replica(drafter)
     outputs = run_staggered(replica, requests(), rows_max, draft_len, seed=rows_max)
-    for request, output in zip(requests(), outputs, strict=True):
+    for request, output, one in zip(requests(), outputs, alone(), strict=True):
         agree(request, output)
+        assert output.logprobs == one.logprobs, "the same bits"
     ended = [plainly(one)[0][-1] == EOS for one in requests() if one.decoding.grammar]
     assert any(ended), "a grammar comes to its end within the limit"
 
 
-def test_sampled_output_and_its_log_probabilities_depend_on_the_request_alone() -> None:
-    some = [
-        replace(request, sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=number))
-        for number, request in enumerate(requests())
-    ]
-    engine = LocalEngine(asked_replica(), SchedulerConfig(rows_max=1, draft_len=0))
-    alone = engine.generate(some)
-    for draft_len in (0, 3, None):
-        outputs = run_staggered(asked_replica(), some, 8, draft_len, seed=3)
-        for one, other in zip(alone, outputs, strict=True):
-            assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
-
-
-def test_log_probabilities_of_a_prompt_are_those_of_one_forward_pass() -> None:
+@pytest.mark.parametrize("drafter", ["none", "model", "suffix", "eagle3", "half"])
+def test_log_probabilities_of_a_prompt_are_those_of_one_forward_pass(drafter: str) -> None:
     """Of a long one that is filled in several batches, of one whose prefix is here, of a single
     token."""
     rng = random.Random(5)
@@ -212,7 +250,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_forward_pass() -> None:
         )
         for number, prompt in enumerate(prompts)
     ]
-    replica = asked_replica(prefix_sharing=True)
+    replica = asked_replica(drafter)
     config = SchedulerConfig(rows_max=4, prefill_tokens_max=32, prefill_rows_max=1)
     engine = LocalEngine(replica, config, check=True)
     for request in some:
@@ -232,7 +270,7 @@ def test_what_a_grammar_forces_is_drafted_whatever_the_drafter_says() -> None:
     grammar = grammar_of("choice", [text])
     one = replace(requests()[0], decoding=Decoding(len(requests()[0].prompt), grammar=grammar))
     for drafter in ("model", "suffix"):
-        engine = LocalEngine(asked_replica(drafter_of(drafter)), SchedulerConfig(draft_len=4))
+        engine = LocalEngine(asked_replica(drafter), SchedulerConfig(draft_len=4))
         (output,) = engine.generate([one])
         assert tokenizer().decode(output.tokens) == text
         # Five at most in a step; its end is no part of the text.
@@ -267,9 +305,10 @@ class Again:
 
 def test_a_batch_that_fails_leaves_rows_as_they_were() -> None:
     """A step commits, the next one breaks, and the same batch runs again."""
-    runner = Again(asked_replica())
+    runner = Again(asked_replica("model"))
     engine = LocalEngine(runner, SchedulerConfig(rows_max=8, draft_len=3))
-    outputs = engine.generate(requests())
-    for request, output in zip(requests(), outputs, strict=True):
-        agree(request, output)
+    for begin in range(0, len(requests()), 8):  # where more wait, a batch is of one step
+        some = requests()[begin : begin + 8]
+        for request, output in zip(some, engine.generate(some), strict=True):
+            agree(request, output)
     assert runner.broken

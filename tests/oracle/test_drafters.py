@@ -2,79 +2,35 @@
 
 One world has all that a drafter must live through: batches of 1 and 8 whose rows draft 0 to 8
 tokens, shared prefixes of several tenants, rows sent back for want of memory, batches that fail in
-the middle and run again. The drafter of docs/add-a-drafter.md is one of them.
+the middle and run again, replicas that die. The drafter of docs/add-a-drafter.md is one of them.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
 
 from benchmarks.oracle import OracleDrafter
-from cluster.local_engine import LocalEngine
-from replicas.config import ReplicaConfig
-from replicas.drafters import Drafter, SuffixDrafter
+from cluster.local_engine import REPLICA_ID, LocalEngine
 from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Batch, BatchKind, Request, StepResult
+from scheduler.messages import Batch, BatchKind, ReplicaJoined, ReplicaLost, Request, StepResult
+from tests.oracle.drafters import ORACLES, replica_of
 from tests.oracle.test_prefix import conversations
 from tests.oracle.worlds import sampled
 from tests.reference import plain_greedy
-from tests.replicas.heads import headed_replica, said, save_head
-from tests.tiny_pairs import VOCAB, target_model, tiny_pair
+from tests.tiny_pairs import target_model, tiny_pair
 
 DRAFTERS = ("none", "model", "suffix", "eagle3", "toy", "never", "half", "always")
-ORACLES = {"never": 0.0, "half": 0.5, "always": 1.0}
 TIGHT = 64
 """Blocks: one sequence of full length."""
-
-
-def toy_drafter() -> Drafter:
-    """That of the documentation."""
-    page = Path(__file__).parents[2] / "docs" / "add-a-drafter.md"
-    match = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert match is not None
-    assert match[1].count("\n") < 40
-    names: dict[str, type] = {}
-    exec(match[1], names)
-    made: Drafter = names["Repeat"]()
-    return made
-
-
-@cache
-def head() -> str:
-    return save_head(Path(mkdtemp()), target_model("llama").config, said(True))
-
-
-def replica_of(
-    drafter: str,
-    sequences: list[list[int]],
-    pair: Pair | None = None,
-    **settings: object,
-) -> Replica:
-    """`sequences` are whole ones: prompt and continuation."""
-    pair = pair or tiny_pair("llama")
-    if drafter == "eagle3":
-        return headed_replica(head(), pair, **settings)
-    config = ReplicaConfig(device="cpu", block_size=4, **settings)
-    made: Drafter | None = None
-    if drafter == "none":
-        pair = replace(pair, draft=None)
-    elif drafter != "model":
-        made = SuffixDrafter() if drafter == "suffix" else toy_drafter()
-        if drafter in ORACLES:
-            made = OracleDrafter(sequences, ORACLES[drafter], VOCAB)
-    return Replica(pair, config, drafter=made)
 
 
 class Failing:
@@ -110,6 +66,23 @@ class Failing:
         self._replica.release(sequence_ids)
 
 
+class Mortal(LocalEngine):
+    """Its replica may die, and a new one comes that knows nothing."""
+
+    def __init__(self, load: Callable[[], Replica], config: SchedulerConfig) -> None:
+        self._load = load
+        self.replica = load()
+        super().__init__(Failing(self.replica), config, check=True)
+
+    def kill(self) -> None:
+        """What its batches would have committed is lost."""
+        self._batches.clear()
+        self._feed(ReplicaLost(REPLICA_ID, by_batch=False))
+        self.replica = self._load()
+        self._runner = Failing(self.replica)
+        self._feed(ReplicaJoined(REPLICA_ID, self.replica.spec))
+
+
 @cache
 def world(hot: bool) -> tuple[list[Request], list[list[int]]]:
     """Requests with draft lengths of their own, and their outputs one by one without a drafter."""
@@ -124,25 +97,34 @@ def world(hot: bool) -> tuple[list[Request], list[list[int]]]:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("hot", [False, True], ids=["greedy", "sampled"])
-def test_output_is_that_of_the_target_alone(drafter: str, rows: int, hot: bool) -> None:
+@pytest.mark.parametrize(
+    ("hot", "rows", "graphs"),
+    [(False, 1, "off"), (False, 8, "off"), (True, 1, "off"), (True, 8, "off"), (True, 8, "on")],
+)
+def test_output_is_that_of_the_target_alone(
+    drafter: str, hot: bool, rows: int, graphs: str
+) -> None:
+    """Hot: sampled. Graphs: in passes of fixed shapes."""
     requests, expected = world(hot)
-    whole = [[*one.prompt, *new] for one, new in zip(requests, expected, strict=True)]
-    replica = replica_of(drafter, whole, kv_blocks=TIGHT)
+    answered = list(zip(requests, expected, strict=True))
+    settings = {"kv_blocks": TIGHT, "graphs": graphs, "plan_rows": 8, "plan_draft_len": 8}
     config = SchedulerConfig(rows_max=rows, draft_len=8, kv_reserve=0.0, prefill_tokens_max=24)
-    engine = LocalEngine(Failing(replica), config, check=True)
+    engine = Mortal(lambda: replica_of(drafter, answered, **settings), config)
     for at, request in enumerate(requests):
         engine.submit(request)
         for _ in range(at % 3):
             engine.advance()
+        if at % 9 == 8:
+            engine.kill()
     engine.run()
+    replica = engine.replica
     outputs = [engine.outputs[request.id] for request in requests]
     assert [output.tokens for output in outputs] == expected
     replica.check_integrity()
     assert (replica.residents, replica.free_blocks) == ((), TIGHT)
     assert sum(output.usage.cached_tokens for output in outputs) > 0
     assert rows == 1 or engine.scheduler.snapshot().preempted > 0
+    assert sum(output.usage.recovered for output in outputs) > 0
     drafted = sum(output.usage.draft_tokens for output in outputs)
     accepted = sum(output.usage.accepted_tokens for output in outputs)
     assert (drafted > 0) == (drafter != "none")
@@ -156,9 +138,9 @@ def test_output_is_that_of_the_target_alone(drafter: str, rows: int, hot: bool) 
 def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
     """So what asking for tokens gains is told by what was tried, however seldom a row drafts."""
     requests, expected = world(hot=False)
-    whole = [[*one.prompt, *new] for one, new in zip(requests, expected, strict=True)]
+    answered = zip(requests, expected, strict=True)
     config = SchedulerConfig(rows_max=4, draft_len=5, steps_per_batch_max=1)
-    engine = LocalEngine(replica_of("always", whole), config)
+    engine = LocalEngine(replica_of("always", answered), config)
     engine.generate(requests)
     rows = [row for result in engine.results for row in result.rows if row.steps]
     short = 0
@@ -190,8 +172,8 @@ def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
 @pytest.mark.parametrize("drafter", [one for one in DRAFTERS if one not in ("none", "toy")])
 def test_so_it_is_in_bfloat16_with_deterministic_sums(drafter: str) -> None:
     requests, expected = in_bfloat16_alone()
-    whole = [[*one.prompt, *new] for one, new in zip(requests, expected, strict=True)]
+    answered = zip(requests, expected, strict=True)
     settings = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
-    replica = replica_of(drafter, whole, in_bfloat16(), **settings)
+    replica = replica_of(drafter, answered, in_bfloat16(), **settings)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=8, draft_len=5), check=True)
     assert [output.tokens for output in engine.generate(requests)] == expected

@@ -10,12 +10,15 @@ from functools import cache
 import pytest
 
 from scheduler.messages import FinishReason, Request
+from tests.oracle.drafters import ORACLES, oracle
 from tests.oracle.worlds import mixed_requests, run_staggered
 from tests.reference import plain_greedy
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
 
-BATCHES = (1, 3, 8, 16)
-DRAFT_LENS = (0, 1, 3, 5, 8)
+RUNS = [
+    *(("model", rows, k) for rows in (1, 3, 8, 16) for k in (0, 1, 3, 5, 8, None)),
+    *((name, 8, 5) for name in ORACLES),
+]
 
 
 @cache
@@ -28,13 +31,12 @@ def expected(architecture: str) -> tuple[tuple[Request, list[int]], ...]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("rows_max", BATCHES)
-@pytest.mark.parametrize("draft_len", [*DRAFT_LENS, None])
+@pytest.mark.parametrize(("drafter", "rows_max", "draft_len"), RUNS)
 def test_output_equals_plain_generate(
-    architecture: str, rows_max: int, draft_len: int | None
+    architecture: str, drafter: str, rows_max: int, draft_len: int | None
 ) -> None:
     pairs = expected(architecture)
-    replica = tiny_replica(architecture)
+    replica = tiny_replica(architecture, drafter=oracle(drafter, pairs))
     seed = rows_max + (draft_len or 0)
     requests = [request for request, _ in pairs]
     outputs = run_staggered(replica, requests, rows_max, draft_len, seed)
@@ -45,7 +47,7 @@ def test_output_equals_plain_generate(
     accepted = sum(output.usage.accepted_tokens for output in outputs)
     if draft_len == 0:
         assert drafted == 0
-    elif draft_len is not None:
+    elif draft_len is not None and drafter == "model":
         assert 0 < accepted < drafted, "the pair must see acceptance and rejection"
 
 

@@ -5,6 +5,7 @@ running and from finished requests, evicted and computed again, and no token of 
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
@@ -12,6 +13,7 @@ from cluster.local_engine import LocalEngine
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
+from tests.oracle.drafters import oracle
 from tests.oracle.worlds import sampled
 from tests.reference import plain_greedy
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
@@ -54,29 +56,48 @@ def serve(
     return [one.tokens for one in outputs], sum(one.usage.cached_tokens for one in outputs)
 
 
+@cache
+def answered(architecture: str, seed: int) -> list[tuple[Request, list[int]]]:
+    model = target_model(architecture)
+    return [
+        (request, plain_greedy(model, request.prompt, request.max_new_tokens))
+        for request in conversations(seed)
+    ]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("draft_len", "chunk", "kv_blocks"), [(3, 13, 2048), (4, 64, 64), (0, 8, 64)]
+    ("drafter", "draft_len", "chunk", "kv_blocks"),
+    [
+        ("model", 3, 13, 2048),
+        ("model", 4, 64, 64),
+        ("model", 0, 8, 64),
+        ("never", 4, 13, 64),
+        ("half", 3, 8, 64),
+        ("always", 4, 64, 64),
+    ],
 )
 def test_output_equals_plain_generate(
-    architecture: str, draft_len: int, chunk: int, kv_blocks: int
+    architecture: str, drafter: str, draft_len: int, chunk: int, kv_blocks: int
 ) -> None:
-    requests = conversations(seed=draft_len)
-    replica = tiny_replica(architecture, kv_blocks=kv_blocks)
-    tokens, found = serve(replica, requests, draft_len, chunk)
+    pairs = answered(architecture, draft_len)
+    replica = tiny_replica(architecture, drafter=oracle(drafter, pairs), kv_blocks=kv_blocks)
+    tokens, found = serve(replica, [request for request, _ in pairs], draft_len, chunk)
     assert found > 200, "hardly anything was shared"
-    model = target_model(architecture)
-    for request, got in zip(requests, tokens, strict=True):
-        assert got == plain_greedy(model, request.prompt, request.max_new_tokens), request.id
+    for (request, expected), got in zip(pairs, tokens, strict=True):
+        assert got == expected, request.id
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
-def test_sampled_output_is_the_same_with_and_without_sharing(graphs: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "graphs"), [("model", "off"), ("model", "on"), ("half", "off"), ("half", "on")]
+)
+def test_sampled_output_is_the_same_with_and_without_sharing(drafter: str, graphs: str) -> None:
     """Graphs: as on a device, where prompts with a cached prefix and without take two ways."""
     requests = sampled(conversations(seed=9))
-    shared, found = serve(tiny_replica("llama", graphs=graphs), requests, 3, 16)
     unshared = tiny_replica("llama", graphs=graphs, prefix_sharing=False)
     alone, none = serve(unshared, requests, 3, 2048)
+    made = oracle(drafter, zip(requests, alone, strict=True))
+    shared, found = serve(tiny_replica("llama", drafter=made, graphs=graphs), requests, 3, 16)
     assert shared == alone
     assert found > none == 0
 

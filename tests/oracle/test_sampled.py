@@ -14,8 +14,14 @@ import torch
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
+from tests.oracle.drafters import ORACLES, oracle
 from tests.oracle.worlds import mixed_requests, run_staggered, sampled
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
+
+RUNS = [
+    *(("model", rows, k) for rows in (1, 3, 8, 16) for k in (1, 3, 5, 8, None)),
+    *((name, 8, 5) for name in ORACLES),
+]
 
 
 @cache
@@ -27,16 +33,15 @@ def alone(architecture: str) -> tuple[tuple[Request, list[int]], ...]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("rows_max", [1, 3, 8, 16])
-@pytest.mark.parametrize("draft_len", [1, 3, 5, 8, None])
+@pytest.mark.parametrize(("drafter", "rows_max", "draft_len"), RUNS)
 def test_output_depends_on_the_request_alone(
-    architecture: str, rows_max: int, draft_len: int | None
+    architecture: str, drafter: str, rows_max: int, draft_len: int | None
 ) -> None:
     """Trap 12, end to end: neither batch mates nor k nor arrival change a sampled token."""
     pairs = alone(architecture)
-    outputs = run_staggered(
-        tiny_replica(architecture), [r for r, _ in pairs], rows_max, draft_len, seed=draft_len or 0
-    )
+    replica = tiny_replica(architecture, drafter=oracle(drafter, pairs))
+    requests = [request for request, _ in pairs]
+    outputs = run_staggered(replica, requests, rows_max, draft_len, seed=draft_len or 0)
     for (request, tokens), output in zip(pairs, outputs, strict=True):
         assert output.tokens == tokens, request
 

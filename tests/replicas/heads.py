@@ -19,6 +19,7 @@ from replicas.replica import Replica
 from tests.tiny_pairs import tiny_pair
 
 WIDTH, TARGET_VOCAB, VOCAB = 32, 97, 61
+_OF_LAYER = {"attention_bias", "rope_theta"}
 
 
 def layer_config(kind: str, **changes: object) -> dict[str, Any]:
@@ -38,11 +39,9 @@ def layer_config(kind: str, **changes: object) -> dict[str, Any]:
 
 def said(speculators: bool, kind: str = "llama", **changes: object) -> dict[str, Any]:
     """A config.json."""
+    whole = layer_config(kind, **{key: changes.pop(key) for key in _OF_LAYER & changes.keys()})
     if speculators:
-        layer = layer_config(kind)
-        whole = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
-    else:
-        whole = layer_config(kind)
+        whole = {"speculators_model_type": "eagle3", "transformer_layer_config": whole}
     return {**whole, "draft_vocab_size": VOCAB, **changes}
 
 
@@ -64,9 +63,15 @@ def tensors_of(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def save_head(
-    path: Path, target: Any, whole: dict[str, Any], own_embedding: bool = False, **tensors: Any
+    path: Path,
+    target: Any,
+    whole: dict[str, Any],
+    own_embedding: bool = False,
+    pickled: bool = True,
+    **tensors: Any,
 ) -> str:
-    """A random head of this config for a target's config; `tensors` replace some, None drops."""
+    """A random head of this config for a target's config; `tensors` replace some, None drops.
+    `pickled`: as heads of the original format mostly are."""
     names = {"d2t"} if whole.get("draft_vocab_size", VOCAB) != TARGET_VOCAB else set()
     if own_embedding:
         names.add("embed_tokens.weight")
@@ -75,13 +80,15 @@ def save_head(
     made = {name: value for name, value in made.items() if value is not None}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(whole))
-    if "speculators_model_type" in whole:
+    original = "speculators_model_type" not in whole
+    if original:
+        made = {name.replace("layers.0.", "midlayer."): one for name, one in made.items()}
+    if original and pickled:
+        torch.save(made, path / "pytorch_model.bin")
+    else:
         save_file(
             {name: one.contiguous() for name, one in made.items()}, path / "model.safetensors"
         )
-    else:
-        old = {name.replace("layers.0.", "midlayer."): one for name, one in made.items()}
-        torch.save(old, path / "pytorch_model.bin")
     return str(path)
 
 

@@ -107,6 +107,12 @@ def test_a_prepacked_product_is_the_product(
     assert (product.added(x, residual) - (before + expected)).abs().max() <= limit
 
 
+@pytest.mark.parametrize("dim", [32, 128])
+def test_attention_is_proven_for_heads_of_usual_sizes(dim: int) -> None:
+    """Also where 1 / sqrt(dim) is no power of two, and so where it is multiplied by shows."""
+    assert proof.prove([], [dim], [], prepack=True).proven
+
+
 def test_passes_are_padded_to_numbers_of_tokens_that_are_proven() -> None:
     arithmetic = Arithmetic(tokens=(4, 8, 12, 64), proven=True)
     sizes = {count: arithmetic.padded(count) for count in (1, 4, 5, 13, 64, 65, 130)}

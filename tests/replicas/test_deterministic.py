@@ -16,7 +16,7 @@ from torch import nn
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.invariant.check import ROWS, what_changes_logits
-from replicas.invariant.ops import in_tiles
+from replicas.invariant.ops import Arithmetic, in_tiles
 from replicas.models import build as building
 from replicas.models.pair import PairRefused
 from replicas.replica import Replica
@@ -82,7 +82,10 @@ def run(
 
 @pytest.mark.parametrize(
     ("dtype", "graphs"),
-    [("bfloat16", "off"), ("float16", "off"), ("float32", "off"), ("bfloat16", "on")],
+    [
+        *(("bfloat16", "off"), ("float16", "off"), ("float32", "off")),
+        *(("bfloat16", "on"), ("float32", "on")),
+    ],
 )
 def test_output_is_the_same_whatever_the_batch_the_draft_and_the_schedule(
     dtype: str, graphs: str
@@ -94,6 +97,17 @@ def test_output_is_the_same_whatever_the_batch_the_draft_and_the_schedule(
     assert run(replica, 4, 3, random.Random(3)) == alone
     shared = replica_of(dtype, sharing=True, graphs=graphs)
     assert run(shared, 6, 3) == run(shared, 2, 2) == alone
+
+
+def test_without_a_proof_float32_is_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "prove", lambda *_: Arithmetic())
+    replica = replica_of("float32")
+    assert run(replica, 6, 3) == run(replica, 1, 0)
+    model = uneven_model("llama")
+    config = ReplicaConfig(device="cpu", deterministic=True, block_size=BLOCK_SIZE)
+    paged, how = building.build(model, "tiny", config, 512, 256, False)
+    assert "in tiles" in how
+    assert what_changes_logits(paged, torch.arange(1, 1 + ROWS * 50).view(ROWS, 50), 200) is None
 
 
 def _mixes_tokens(x: torch.Tensor) -> torch.Tensor:

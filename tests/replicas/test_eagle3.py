@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ CPU = torch.device("cpu")
 TARGET = target_model("llama").config
 WIRINGS = [
     {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True},
+    {"norm_before_residual": True, "attention_bias": True},
+    {"norm_before_fc": True, "rope_theta": 500.0},
     {"fc_norm": True, "norm_output": True},
 ]
 
@@ -65,17 +66,23 @@ def expected(path: str, content: list[int], k: int) -> list[int]:
         out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
     hidden = torch.cat([out.hidden_states[tap][0] for tap in config.taps], -1)
     embeddings = model.get_input_embeddings().weight.detach()
-    return plain_head(config, tensors, embeddings, hidden, content, k)[0]
+    told = json.loads((Path(path) / "config.json").read_text())
+    theta = told.get("transformer_layer_config", told).get("rope_theta", 10_000.0)
+    return plain_head(config, tensors, embeddings, hidden, content, k, theta)[0]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("speculators", [False, True])
+@pytest.mark.parametrize(
+    ("speculators", "pickled"),
+    [(False, True), (False, False), (True, False)],
+    ids=["original pickled", "original", "speculators"],
+)
 @pytest.mark.parametrize("wiring", WIRINGS, ids=lambda one: " ".join(one) or "plain")
 def test_drafts_are_those_of_the_equations(
-    tmp_path: Path, kind: str, speculators: bool, wiring: dict[str, object]
+    tmp_path: Path, kind: str, speculators: bool, pickled: bool, wiring: dict[str, object]
 ) -> None:
     """After prefill in chunks, plain steps, drafting ones, and rows of several lengths."""
-    path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring))
+    path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring), pickled=pickled)
     replica = headed_replica(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client = Client(replica)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))

@@ -1,4 +1,4 @@
-"""Proves the rule of one step on hand-written rows: who is accepted, what is committed, from whom.
+"""Proves the rule of one step on hand-written rows: what is accepted, and what is committed.
 
 The models are scripts: what the target or the draft says at a position is written down, and every
 forward pass is recorded.

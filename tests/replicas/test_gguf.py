@@ -120,9 +120,21 @@ def settings(target: str, **options: object) -> ReplicaConfig:
     return ReplicaConfig(target=target, draft=None, device="cpu", kv_blocks=64, **options)
 
 
-@pytest.mark.parametrize("way", ["the file", "its directory"])
-def test_the_weights_are_those_of_the_file(way: str, file: Path, model: PreTrainedModel) -> None:
-    pair = load_pair(settings(str(file if way == "the file" else file.parent)))
+@pytest.mark.parametrize("way", ["the file", "its directory", "of the hub"])
+def test_the_weights_are_those_of_the_file(
+    way: str, file: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = set()
+
+    def fetched(repo_id: str, filename: str) -> str:
+        asked.add((repo_id, filename))
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched)
+    hub = "org/model-GGUF:some/model.Q8_0.gguf"
+    name = {"the file": str(file), "its directory": str(file.parent), "of the hub": hub}[way]
+    pair = load_pair(settings(name))
+    assert asked == ({tuple(hub.split(":"))} if way == "of the hub" else set())
     loaded, expected = pair.target.state_dict(), model.state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())

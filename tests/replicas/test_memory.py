@@ -111,7 +111,7 @@ def test_weights_are_laid_out_twice_only_where_nothing_has_to_shrink_for_it() ->
     assert roomy.prepack
     assert roomy.buffers.prepacked == sum(prepacked_bytes(shape) for shape in SHAPES) > 0
     for size in range(roomy.least, 120_000_000, 1_000_000):
-        made, plain = planned(memory=size), planned(memory=size, pack_weights=False)
+        made, plain = planned(memory=size), planned(memory=size, prepack_weights=False)
         assert (made.work, made.least) == (plain.work, plain.least)
         assert made.total <= size
         if made.prepack:

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
-from replicas.models.pair import load_pair
+from replicas.models.pair import PairRefused, load_pair, resolve
+from tests.replicas.heads import layer_config, save_head
 from tests.replicas.test_pair import WORDS, save_model
 
 MODEL_CODE = """
@@ -140,3 +143,19 @@ def test_weights_are_safetensors_even_where_a_pickle_lies_beside_them(tmp_path: 
     (target / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
     load_pair(settings_for(str(target)))
     assert not mark.exists()
+
+
+def test_a_heads_pickle_may_hold_tensors_only(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    target = AutoConfig.from_pretrained(resolve("tiny"))
+    layer = layer_config("llama", hidden_size=target.hidden_size)
+    head = tmp_path / "head" / "pytorch_model.bin"
+    speculative = {"method": "eagle3", "model": save_head(head.parent, target, layer)}
+    settings = ReplicaConfig(target="tiny", device="cpu", speculative=speculative)
+    load_pair(settings)
+    torch.save(Bomb(mark), head)
+    with pytest.raises(PairRefused, match=r"model: .*: pytorch_model\.bin is no .* tensors alone"):
+        load_pair(settings)
+    assert not mark.exists()
+    torch.load(head, weights_only=False)
+    assert mark.exists(), "opening it would have left a mark"

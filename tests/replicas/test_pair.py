@@ -163,11 +163,12 @@ def test_demo_names_the_embedded_pair() -> None:
 
 
 def test_a_revision_of_the_hub_is_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(repo: str, revision: str, **_: object) -> str:
-        return f"/cache/{repo}/{revision}"
+    def snapshot(repo: str, revision: str, allow_patterns: list[str]) -> str:
+        return f"/cache/{repo}/{revision}{'/*.bin' if '*.bin' in allow_patterns else ''}"
 
     monkeypatch.setattr("replicas.models.pair.snapshot_download", snapshot)
     assert resolve("org/model@refs/pr/1") == "/cache/org/model/refs/pr/1"
+    assert resolve("org/head@v1", "draft").endswith("*.bin"), "heads come pickled, too"
 
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16", "float16", "float64"])

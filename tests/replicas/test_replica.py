@@ -5,10 +5,16 @@ Output is compared with transformers' `generate` of the target alone, token for 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from replicas.config import ReplicaConfig
 from replicas.kv_cache import host_layout
+from replicas.models.shapes import SHAPES
+from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
 from tests.reference import plain_greedy
 from tests.replicas.pool import NEW, Client, failing_pass, prompt
@@ -243,3 +249,25 @@ def test_an_interrupted_batch_ends_after_the_step_in_hand() -> None:
     assert result.steps == 2
     tokens = list(result.rows[0].tokens)
     assert tokens == plain_greedy(target_model("llama"), prompt(9), 60)[: len(tokens)]
+
+
+def fingerprint(shape: str = "tiny", name: str = "layers=2", **settings: object) -> str:
+    target = f"planted:{shape}?scale=1&{name}"
+    given = {"target": target, "draft": None, "device": "cpu", "kv_blocks": 64, **settings}
+    return Replica.load(ReplicaConfig(calibrate=False, **given)).spec.fingerprint
+
+
+def test_replicas_whose_output_could_differ_have_other_fingerprints(tmp_path: Path) -> None:
+    own = fingerprint()
+    assert own == fingerprint() == fingerprint(draft="planted:tiny-draft", kv_blocks=128)
+    turned = {**SHAPES["tiny"], "rope_theta": 5000.0}
+    (tmp_path / "config.json").write_text(json.dumps(turned))
+    found = [
+        own,
+        fingerprint(name="layers=3"),
+        fingerprint(name="layers=2&seed=1"),
+        fingerprint(str(tmp_path)),
+        fingerprint(dtype="bfloat16"),
+        fingerprint(dtype="bfloat16", deterministic=True),
+    ]
+    assert len(set(found)) == len(found)

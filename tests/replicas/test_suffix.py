@@ -4,12 +4,13 @@ outputs of the same salt alone, and that what it remembers is bounded and can be
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
 from replicas.drafters import Ask, Seen, SuffixDrafter, suffix as module
-from replicas.drafters.history import History
+from replicas.drafters.history import _DEEP, DEPTH, END, LEAST_PROBABILITY, PLACES, Draft, History
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -54,6 +55,55 @@ def test_a_row_drafts_what_followed_its_last_tokens_before_and_its_own_length() 
     assert drafts_of(drafter, "c", "d") == [[], []]
 
 
+def by_definition(text: list[int], most: int, offset: int, tail: list[int] | None) -> Draft:
+    """The draft that History's docstrings define, by looking at every place of a short text."""
+    ahead = [] if tail is None else [END]
+    ends = range(len(text) - (tail is None), 1, -1)
+    tail = tail or text[-DEPTH:]
+    found: list[tuple[int, int]] = []
+    for end in ends:
+        reach = min(end, len(tail))
+        same = [text[end - back] == tail[-back] for back in range(1, reach + 1)]
+        length = [*same, False].index(False)
+        if length >= 2:
+            found.append((length, end))
+        if len(found) == PLACES or [one for one, _ in found].count(len(tail)) == _DEEP:
+            break
+    found.sort(key=lambda one: (-one[0], -one[1]))
+    best: Draft = (0.0, [])
+    for least in dict.fromkeys(length for length, _ in found):
+        places = [end for length, end in found if length >= least]
+        score, probability, draft = 0.0, 1.0, list[int]()
+        while len(draft) < min(most, least + offset):
+            whole = [*text, *(ahead or draft)]
+            votes = Counter(whole[end + len(draft)] for end in places)
+            token, count = votes.most_common(1)[0]
+            probability *= count / len(places)
+            if token == END or probability < LEAST_PROBABILITY:
+                break
+            places = [end for end in places if whole[end + len(draft)] == token]
+            score += probability
+            draft.append(token)
+        if score > best[0]:
+            best = score, draft
+    return best
+
+
+def test_a_draft_is_the_one_that_its_definition_gives() -> None:
+    """Of a text for itself, and of several for the end of another."""
+    rng = random.Random(2)
+    for _ in range(4000):
+        tokens = range(rng.randint(1, 4))
+        text = rng.choices(tokens, k=rng.randint(2, 48))
+        tail = None
+        if rng.random() < 0.5:
+            tail = rng.choices(tokens, k=rng.randint(2, 8))
+            text = rng.choices([*text, END], k=len(text))
+        most, offset = rng.randint(1, 8), rng.randint(0, 2)
+        draft = History(text).draft(most, offset, tail)
+        assert draft == by_definition(text, most, offset, tail), (text, most, offset, tail)
+
+
 def test_most_votes_win_and_an_unlikely_token_ends_the_draft() -> None:
     history = History([1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2])
     assert history.draft(8, 1) == (pytest.approx(2 / 3 + 1 / 3 + 1 / 3), [3, 5, 1])
@@ -83,7 +133,10 @@ def test_outputs_are_drafted_from_after_their_row_has_left_and_never_across_two(
     assert drafts_of(drafter, "a") == [[]]
 
 
-def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice() -> None:
+def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CORPUS_LEAST", 0)
     drafter = SuffixDrafter()
     drafter.begin("a", [1, 2, 3, 4], "", 0)
     drafter.end("a")
@@ -109,6 +162,7 @@ def test_nothing_shows_between_salts() -> None:
 def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GENERATION", 40)
     monkeypatch.setattr(module, "CORPUS_TOKENS", 100)
+    monkeypatch.setattr(module, "CORPUS_LEAST", 0)
     drafter = SuffixDrafter()
     drafter.begin("a", [1, 2], "", 0)
     said(drafter, [1, 2, 3, 4])
@@ -127,11 +181,12 @@ def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert drafter.size <= 100
 
 
-def test_a_thousand_outputs_are_small() -> None:
+@pytest.mark.parametrize(("salts", "length"), [(1, 256), (30_000, 1)])
+def test_what_is_remembered_is_small(salts: int, length: int) -> None:
     rng = random.Random(0)
     drafter = SuffixDrafter()
-    for _ in range(1000):
-        said(drafter, [rng.randrange(50_000) for _ in range(256)])
+    for number in range(max(salts, 1000)):
+        said(drafter, [rng.randrange(50_000) for _ in range(length)], salt=f"{number % salts}")
     assert drafter.bytes < 16e6
 
 

@@ -114,7 +114,7 @@ def test_a_reservation_lets_those_pass_that_are_before_it_in_the_queue() -> None
     hand.submit("passes", length=4, max_new_tokens=4, priority=Priority.LOW)
     hand.settle()
     hand.done(hand.in_flight()[0])
-    assert hand.scheduler._pool.replicas["r"].reserved_for == "low"
+    assert hand.used() + 2 <= 20, "there is room for one more like it"
     hand.submit("later", length=4, max_new_tokens=4, priority=Priority.LOW)
     hand.submit("high", length=4, max_new_tokens=4, priority=Priority.HIGH)
     for _ in range(8):

@@ -26,7 +26,7 @@ _FORWARDED = frozenset({"forwarded", "x-forwarded-for", "x-real-ip"})
 
 
 class Unauthenticated(LockstepError):
-    """Nobody knows who calls."""
+    """The caller is unknown."""
 
 
 class NotAllowed(LockstepError):

@@ -47,7 +47,7 @@ class KeyEntry(BaseModel):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="Whom requests with this key count for; told to who sends it, never logged.",
+        description="Tenant of requests with this key; told to clients that send it, never logged.",
     )
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Hash of the key, in hex.")
     priority_max: Literal["high", "normal", "low"] = Field(

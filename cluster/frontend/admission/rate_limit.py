@@ -6,7 +6,7 @@ from __future__ import annotations
 class TokenBucket:
     """Holds one minute's tokens at most, begins full, and fills at a steady rate.
 
-    Who takes more than it ever holds may do so when it is full and leaves it in debt, so that
+    A request for more than it ever holds passes when it is full and leaves it in debt, so that
     nothing is too large for ever; the debt is paid before anything else is taken.
     """
 

@@ -17,12 +17,12 @@ from cluster.frontend.calls import (
     TokenPrompt,
 )
 from cluster.frontend.structure import Structure
+from cluster.frontend.tool_reader import CallDelta
 from cluster.frontend.tools import (
     CallTurn,
     FunctionName,
     NamedTool,
     Tool,
-    ToolCall,
     ToolChoice,
     ToolUse,
     json_object,
@@ -197,8 +197,10 @@ def to_logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     ]
 
 
-def to_calls(calls: Iterable[ToolCall]) -> list[pb.ToolCall]:
-    return [pb.ToolCall(name=one.name, arguments=one.arguments, id=one.id) for one in calls]
+def to_calls(calls: Iterable[CallDelta]) -> list[pb.ToolCall]:
+    """Those that are whole now."""
+    ended = [one.whole for one in calls if one.whole is not None]
+    return [pb.ToolCall(name=one.name, arguments=one.arguments, id=one.id) for one in ended]
 
 
 def to_end(end: SequenceEnd) -> pb.End:

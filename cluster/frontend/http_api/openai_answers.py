@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import add, sub
 from typing import Any
 
 from cluster.frontend.calls import Delta, SequenceEnd
+from cluster.frontend.http_api.event_id import Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.tools import ToolCall
+from cluster.frontend.tool_reader import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FinishReason, Usage
 
@@ -22,22 +24,15 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """How far a client is in the stream of one sequence."""
-
-    tokens: int = 0
-    chars: int = 0
-    """Of the content."""
-    calls: int = 0
-    """Of tools."""
-
-
 @dataclass(slots=True)
 class Written:
     """One sequence as far as it was written."""
 
     prompt: Sequence[int]
+    prompt_logprobs: Sequence[TokenLogprobs]
+    """Of each prompt token but the first, where they were asked for."""
+    skip: Place
+    """What the client has of an earlier stream."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -45,37 +40,56 @@ class Written:
     """Of tools."""
     chars: int = 0
     """Of the texts of its tokens, the prompt's with `echo`: where the next token begins."""
-    place: Place = Place()
+    place: Place = field(default_factory=Place)
     """How far the events went, those included that were left out."""
-    skip: Place = Place()
-    """What the client has of an earlier stream."""
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
-        self.calls += delta.calls
+        self.add_calls(delta)
+
+    def add_calls(self, delta: Delta) -> None:
+        self.calls += [call.whole for call in delta.calls if call.whole is not None]
+
+    def go_on(self, tokens: int = 0, said: int = 0, called: int = 0) -> Place:
+        """Move on by so much; how much of it the client has already."""
+        at, steps = self.place, Place(tokens, said, called)
+        self.place = Place(*map(add, at, steps))
+        ahead = map(sub, self.skip, at)
+        return Place(*(max(0, min(pair)) for pair in zip(steps, ahead, strict=True)))
+
+    @property
+    def told_of_prompt(self) -> list[TokenLogprobs | None]:
+        """By token of the prompt: nothing of the first, and of none where committed tokens ended
+        the answer before a replica had it."""
+        told = [None, *self.prompt_logprobs]
+        return told + [None] * (len(self.prompt) - len(told))
+
+    @property
+    def at(self) -> Place:
+        """How far the client is."""
+        return Place(*map(max, self.place, self.skip))
 
 
 class OpenAIAnswer:
     """What the answers to one request look like."""
 
-    def __init__(self, asked: AnyRequest, text: TargetText) -> None:
+    def __init__(self, asked: AnyRequest, text: TargetText, id: str | None = None) -> None:
+        """`id`: of an earlier stream of the same answer."""
         self.asked = asked
         self._text = text
         self._chat = isinstance(asked, ChatRequest)
-        self.id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
+        self.id = id or ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
         options = asked.stream_options
         self.with_usage = options is not None and options.include_usage
 
-    def whole(
-        self, written: Mapping[int, Written], ends: Mapping[int, SequenceEnd]
-    ) -> dict[str, Any]:
+    def whole(self, written: Sequence[Written], ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
         choices = []
         for index in sorted(ends):
             one, end = written[index], ends[index]
-            told = [*self._of_prompt(one, end), *zip(one.tokens, one.logprobs, strict=False)]
+            told = [*self._of_prompt(one), *zip(one.tokens, one.logprobs, strict=False)]
             text = one.text
             if self.asked.echoes:
                 text = self._echo(index, one.prompt) + text
@@ -86,42 +100,35 @@ class OpenAIAnswer:
             if self.asked.return_token_ids:
                 said |= {"token_ids": one.tokens, "prompt_token_ids": list(one.prompt)}
             if self.asked.prompt_logprobs is not None:
-                said["prompt_logprobs"] = self._prompt_logprobs(one, end)
+                said["prompt_logprobs"] = self._prompt_logprobs(one)
             choices.append(self._choice(index, said, end, one))
         kind = "chat.completion" if self._chat else "text_completion"
         return self._object(kind, choices) | self._costs(ends)
 
-    def events(self, delta: Delta, one: Written, first: bool) -> Iterator[dict[str, Any]]:
-        """Of one sequence; `first`: its first ones. What the client has already is left out."""
-        text = delta.text
-        if first and self._chat and one.skip == Place():
-            role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            yield self._chunk(delta.index, role, None, one)
-        elif first and self.asked.echoes:
-            text = self._echo(delta.index, one.prompt) + text
-        tokens, told = list(delta.tokens), list(zip(delta.tokens, delta.logprobs, strict=False))
-        seen = max(0, min(one.skip.tokens - one.place.tokens, len(tokens)))
-        if seen and self.asked.top_logprobs_wanted is not None:
-            one.chars += sum(len(self._name(token)) for token in tokens[:seen])
-        told, new_tokens = told[seen:], tokens[seen:]
-        new_text = text[max(0, one.skip.chars - one.place.chars) :]
-        begun = len(one.calls)
-        one.calls += delta.calls
-        one.place = Place(one.place.tokens + len(tokens), one.place.chars + len(text), begun)
-        if new_text and delta.calls:
-            yield self._chunk(delta.index, self._said(new_text, [], one, whole=False), None, one)
-            new_text = ""
-        for number, call in enumerate(delta.calls, begun):
-            one.place = replace(one.place, calls=number + 1)
-            if number >= one.skip.calls:
-                called = {"tool_calls": [{"index": number, **_called(call)}]}
-                yield self._chunk(delta.index, {"delta": called, "logprobs": None}, None, one)
-        reads = self.asked.tool_use is not None
-        if new_text or told or delta.end is not None or (new_tokens and not reads):
-            said = self._said(new_text, told, one, whole=False)
-            if self.asked.return_token_ids:
-                said["token_ids"] = new_tokens
-            yield self._chunk(delta.index, said, delta.end, one)
+    def events(self, delta: Delta, one: Written) -> Iterator[dict[str, Any]]:
+        """Of one sequence. What the client has already is left out."""
+        index, end = delta.index, delta.end
+        if one.place == Place():
+            opening = self._opening(index, one)
+            if not one.go_on(said=1).said and opening is not None:
+                yield self._chunk(index, opening, None, one)
+        seen = one.go_on(len(delta.tokens), len(delta.text))
+        if seen.tokens and self.asked.top_logprobs_wanted is not None:
+            one.chars += sum(len(self._name(token)) for token in delta.tokens[: seen.tokens])
+        told = list(zip(delta.tokens, delta.logprobs, strict=False))[seen.tokens :]
+        text, tokens = delta.text[seen.said :], delta.tokens[seen.tokens :]
+        said, new = self._said(text, told, one, whole=False), bool(text or tokens)
+        if self.asked.return_token_ids:
+            said["token_ids"] = list(tokens)
+        one.add_calls(delta)
+        for call in delta.calls:
+            for part in _call_parts(call, one):
+                said["delta"]["tool_calls"] = [part]
+                yield self._chunk(index, said, None, one)
+                said, new = self._said("", [], one, whole=False), False
+        ends = end is not None and not one.go_on(said=1).said
+        if new or ends:
+            yield self._chunk(index, said, end if ends else None, one)
 
     def usage_event(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
         return self._object(self._chunk_kind, []) | self._costs(ends)
@@ -157,6 +164,14 @@ class OpenAIAnswer:
                 costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
         return costs
 
+    def _opening(self, index: int, one: Written) -> dict[str, Any] | None:
+        """What a stream begins with, before the first new token."""
+        if self._chat:
+            return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        if not self.asked.echoes:
+            return None
+        return self._said(self._echo(index, one.prompt), self._of_prompt(one), one, whole=False)
+
     def _said(
         self,
         text: str,
@@ -176,11 +191,11 @@ class OpenAIAnswer:
             said = {"delta": {"content": text} if text else {}}
         return said | {"logprobs": logprobs}
 
-    def _of_prompt(self, one: Written, end: SequenceEnd) -> list[tuple[int, TokenLogprobs | None]]:
-        """The prompt's tokens and theirs, where they are echoed; nothing is told of the first."""
+    def _of_prompt(self, one: Written) -> list[tuple[int, TokenLogprobs | None]]:
+        """The prompt's tokens and theirs, where they are echoed."""
         if not self.asked.echoes or self.asked.top_logprobs_wanted is None:
             return []
-        return list(zip(one.prompt, (None, *end.prompt_logprobs), strict=True))
+        return list(zip(one.prompt, one.told_of_prompt, strict=True))
 
     def _logprobs(
         self, told: Sequence[tuple[int, TokenLogprobs | None]], one: Written
@@ -226,10 +241,13 @@ class OpenAIAnswer:
             "bytes": list(self._text.token_bytes(token)),
         }
 
-    def _prompt_logprobs(self, one: Written, end: SequenceEnd) -> list[dict[str, Any] | None]:
-        """By token: the likeliest ones and the one that stands there; nothing of the first."""
-        every: list[dict[str, Any] | None] = [None]
-        for token, said in zip(one.prompt[1:], end.prompt_logprobs, strict=True):
+    def _prompt_logprobs(self, one: Written) -> list[dict[str, Any] | None]:
+        """By token: the likeliest ones and the one that stands there."""
+        every: list[dict[str, Any] | None] = []
+        for token, said in zip(one.prompt, one.told_of_prompt, strict=True):
+            if said is None:
+                every.append(None)
+                continue
             ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
             ranks[token] = (said.rank, said.logprob)
             every.append(
@@ -277,6 +295,15 @@ class OpenAIAnswer:
             "model": self.asked.model,
             "choices": choices,
         }
+
+
+def _call_parts(call: CallDelta, one: Written) -> Iterator[dict[str, Any]]:
+    """First the name, then the arguments as they come; `one` moves on by each part."""
+    if call.name and not one.go_on(called=1).called:
+        yield {"index": call.index, **_called(ToolCall(call.name, "", call.id))}
+    seen = one.go_on(called=len(call.arguments)).called
+    if arguments := call.arguments[seen:]:
+        yield {"index": call.index, "function": {"arguments": arguments}}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

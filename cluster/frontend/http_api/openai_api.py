@@ -10,6 +10,7 @@ import json
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -18,14 +19,9 @@ from starlette.types import Receive, Scope, Send
 from cluster.frontend.answer import Answer
 from cluster.frontend.calls import GenerateCall, SequenceEnd
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import (
-    EVENTS,
-    check_model,
-    checked_caller,
-    refusal_body,
-    refusal_response,
-)
-from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Place, Written
+from cluster.frontend.http_api.errors import checked_caller, refusal_body, refusal_response
+from cluster.frontend.http_api.event_id import EventId, Place
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Written
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,
@@ -33,8 +29,7 @@ from cluster.frontend.http_api.openai_models import (
     parse_request,
 )
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
-from scheduler.errors import InvalidRequest
+from cluster.frontend.status_codes import Refusal, Refused
 
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
@@ -70,11 +65,16 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
         caller = checked_caller(service, request)
         with service.refusals():
             asked = await bodies.read(request, partial(parse_request, kind))
-            check_model(service, asked.model)
-            shape = OpenAIAnswer(asked, service.text)
-            call = asked.to_call(caller, request.headers.get("x-request-id") or shape.id)
-            call, place = _resumed(call, request.headers.get("last-event-id"))
-        return _CallResponse(service, call, shape, place)
+            check_model(asked.model)
+            call = asked.to_call(caller, request.headers.get("x-request-id", ""))
+            last = None
+            if (name := request.headers.get("last-event-id")) is not None:
+                last = EventId.parse(name, call.sequences, call.stream)
+                # With its seed the stream is the same again.
+                call = replace(call, drawn_seed=last.seed)
+            shape = OpenAIAnswer(asked, service.text, None if last is None else last.answer)
+            call = replace(call, request_id=call.request_id or shape.id)
+        return _CallResponse(service, call, shape, last)
 
     return router
 
@@ -87,14 +87,20 @@ class _CallResponse(Response):
     """
 
     def __init__(
-        self, service: FrontendService, call: GenerateCall, shape: OpenAIAnswer, skip: Place
+        self,
+        service: FrontendService,
+        call: GenerateCall,
+        shape: OpenAIAnswer,
+        last: EventId | None,
     ) -> None:
-        """`skip`: what the client has of an earlier stream of the same call."""
+        """`last`: of the events that the client has of an earlier stream of the same call. A stream
+        is a function of its call, so any frontend writes it once more, and leaves out those.
+        """
         super().__init__()
         self._service = service
         self._call = call
         self._shape = shape
-        self._skip = skip
+        self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         serving = asyncio.create_task(self._serve(scope, receive, send))
@@ -108,67 +114,60 @@ class _CallResponse(Response):
             leaving.cancel()
             await asyncio.gather(serving, leaving, return_exceptions=True)
 
-    def _event_id(self, answer: Answer, one: Written) -> str | None:
-        """With it as Last-Event-ID a client goes on behind the event."""
-        if self._call.sequences > 1:
-            return None
-        place = one.place
-        seed = answer.seed(0) or 0
-        return f"{self._call.request_id}:{seed}:{place.tokens}:{place.chars}:{place.calls}"
-
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        written: dict[int, Written] = {}
+        headers = {"x-request-id": self._call.request_id}
+        written: list[Written] = []
         ends: dict[int, SequenceEnd] = {}
+        seed = 0
         streaming = False
+
+        async def event(said: Mapping[str, Any], told_usage: bool = False) -> None:
+            places = [one.at for one in written]
+            name = EventId(self._shape.id, seed, places, told_usage)
+            await _event(send, json.dumps(said), f"id: {name}\n")
+
         try:
             async with self._service.open(self._call) as answer:
+                written += self._nothing_yet(answer)
+                seed = answer.seed(0) or 0
                 async for delta in answer:
                     if delta.end is not None:
                         if delta.end.refusal is not None:
                             raise Refused(delta.end.refusal)
                         ends[delta.index] = delta.end
-                    if first := delta.index not in written:
-                        written[delta.index] = Written(answer.prompt(delta.index), skip=self._skip)
                     one = written[delta.index]
                     if not self._call.stream:
                         one.add(delta)
                         continue
                     if not streaming:
                         streaming = True
-                        await _start(send)
-                    for event in self._shape.events(delta, one, first):
-                        await _event(send, json.dumps(event), self._event_id(answer, one))
+                        await _start(send, headers)
+                    for said in self._shape.events(delta, one):
+                        await event(said)
         except Refused as refused:
             refusal = self._shape.asked.renamed(refused.refusal)
             if not streaming:
                 await refusal_response(refusal)(scope, receive, send)
                 return
-            await _event(send, json.dumps(refusal_body(refusal)))
+            await event(refusal_body(refusal))
         else:
             if not streaming:
                 await JSONResponse(self._shape.whole(written, ends))(scope, receive, send)
                 return
-            if self._shape.with_usage:
-                await _event(send, json.dumps(self._shape.usage_event(ends)))
+            told = self._last is not None and self._last.told_usage
+            if self._shape.with_usage and not told:
+                await event(self._shape.usage_event(ends), told_usage=True)
             await _event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-def _resumed(call: GenerateCall, last_event: str | None) -> tuple[GenerateCall, Place]:
-    """The call as it was sent first, and how far its client is. A stream is a function of the call,
-    so any frontend writes it once more, and leaves out what the client has. Raises InvalidRequest.
-    """
-    if last_event is None or not call.stream:
-        return call, Place()
-    if call.sequences > 1:
-        raise InvalidRequest("last-event-id", "only a stream of one sequence can go on")
-    try:
-        request_id, seed, *numbers = last_event.rsplit(":", 4)
-        tokens, chars, calls = map(int, numbers)
-        call = replace(call, request_id=request_id, seed=int(seed) if call.sampled else call.seed)
-    except ValueError:
-        raise InvalidRequest("last-event-id", "is no id of an event of ours") from None
-    return call, Place(tokens, chars, calls)
+    def _nothing_yet(self, answer: Answer) -> list[Written]:
+        """Of each sequence."""
+        count = self._call.sequences
+        skips = [Place()] * count if self._last is None else self._last.places
+        return [
+            Written(answer.prompt(index), answer.prompt_logprobs(index), skips[index])
+            for index in range(count)
+        ]
 
 
 async def _start(send: Send) -> None:
@@ -176,8 +175,8 @@ async def _start(send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _event(send: Send, data: str, name: str | None = None) -> None:
-    body = (f"id: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
+async def _event(send: Send, data: str, id_line: str = "") -> None:
+    body = f"{id_line}data: {data}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -23,7 +23,7 @@ from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Priority
 
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
@@ -210,12 +210,6 @@ class CompletionRequest(_Request):
             raise ValueError("must be a text, a list of token ids, or a list of either")
         return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
 
-    @model_validator(mode="after")
-    def _echo_with_logprobs(self) -> Self:
-        if self.stream and self.echo and self.logprobs is not None:
-            raise ValueError("echo: not with stream and logprobs together")
-        return self
-
     @property
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
@@ -287,7 +281,7 @@ def parse_request(model: type[AnyRequest], fields: dict[str, Any]) -> AnyRequest
     """Raises InvalidRequest, which names the parameter."""
     given = {}
     for name, value in fields.items():
-        neutral = _UNSUPPORTED.get(name)
+        neutral = UNSUPPORTED.get(name)
         if neutral is not None and value is not None and value not in neutral:
             raise InvalidRequest(name, "not supported")
         if neutral is None and value is not None:

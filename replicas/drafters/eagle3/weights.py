@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ def _read_tensors(name: str, values: bool = True) -> dict[str, torch.Tensor]:
         file = cached_file(name, "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
         if file is None:
             raise HeadRefused("neither model.safetensors nor pytorch_model.bin is there")
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (UnpicklingError, RuntimeError):  # torch's own words advise to trust it
+            raise HeadRefused("pytorch_model.bin is no zip file of tensors alone") from None
     return {
         key.replace("midlayer.", LAYER): value
         for key, value in found.items()

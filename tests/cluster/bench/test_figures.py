@@ -106,7 +106,7 @@ def test_a_pool_that_was_replaced_or_stood_still_gives_none(after: PoolSums) -> 
 def test_sums_that_lack_a_replica_of_before_tell_nothing_of_the_run(
     later: tuple[str, set[str]], known: bool
 ) -> None:
-    """They have grown all the same: those who stayed did more than the one that left had."""
+    """They have grown all the same: those that stayed did more than the one that left had."""
     incarnation, replicas = later
     before = PoolSums(10, 900, 1000, 2000, "x", frozenset({"a", "b"}))
     after = PoolSums(14, 912, 1950, 3000, incarnation, frozenset(replicas))

@@ -221,7 +221,7 @@ def well_formed(kind: Kind) -> Values:
         return bound < 2 and not (
             (bound and any(fields.get(name) for name in NOT_WITH_A_STRUCTURE))
             or (continued and (several or "seed" not in fields or fields.get("max_tokens", 0) < 8))
-            or (fields.get("tool_choice") == "required" and fields.get("stream") is None)
+            or (fields.get("tool_choice") == "required" and "tools" not in fields)
         )
 
     def short(fields: dict[str, Any]) -> dict[str, Any]:

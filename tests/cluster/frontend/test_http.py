@@ -1,5 +1,4 @@
-"""Proves: HTTP serves whom gRPC serves, refuses alike, and takes any body for what it is; whatever
-goes wrong is told in OpenAI's shape; web pages that are named can use it, and no others.
+"""Proves: HTTP serves the callers of gRPC, refuses alike, and takes any body for what it is.
 
 Requests are given to the ASGI application in the frontend's own event loop.
 """
@@ -184,37 +183,6 @@ async def test_a_body_may_have_as_many_bytes_as_are_allowed() -> None:
         most = made.service.config.frontend.message_bytes_max
         for size, status in ((most, 200), (most + 1, 400)):
             assert (await http(http_app(made.service), BODY.ljust(size))).status == status
-
-
-async def test_an_unknown_route_and_an_unexpected_error_have_openais_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with frontend() as made:
-        app = http_app(made.service)
-        for method, path, status, code in (
-            ("POST", "/v1/nothing", 404, "NOT_FOUND"),
-            ("GET", "/v1/completions", 405, "UNIMPLEMENTED"),
-            ("OPTIONS", "/tokenize", 405, "UNIMPLEMENTED"),
-        ):
-            answer = await http(app, path=path, method=method)
-            assert (answer.status, answer.error["code"]) == (status, code)
-            assert path in answer.error["message"]
-            assert ("allow" in answer.headers) == (status == 405)
-
-        def fails(*_: Any) -> Any:
-            raise RuntimeError("unexpected")
-
-        monkeypatch.setattr("cluster.frontend.http_api.openai_api.OpenAIAnswer.usage_event", fails)
-        body = asking(max_tokens=1, stream=True, stream_options={"include_usage": True})
-        stream = await http(app, body)
-        *_, last, nothing = stream.body.decode().split("\n\n")
-        assert (stream.status, nothing) == (200, "")
-        failed = json.loads(last.removeprefix("data: "))["error"]
-        monkeypatch.setattr(made.service, "tokens", fails)
-        whole = await http(app, BODY)
-        assert (whole.status, whole.error) == (500, failed)
-        assert (failed["code"], failed["type"]) == ("INTERNAL", "server_error")
-        assert "unexpected" not in failed["message"]
 
 
 async def test_a_wrong_field_is_named_with_the_nearest_name() -> None:

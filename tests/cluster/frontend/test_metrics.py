@@ -31,7 +31,7 @@ def test_the_meters_emit_the_whole_table() -> None:
     scheduler.step(Submit(PoolRequest("a", (1,), 1)), 0.0)
     pool = PoolMeter(sink)
     pool.committed(3)
-    pool.finished(Finish("a", FinishReason.STOP))
+    pool.finished(Finish("a", FinishReason.STOP, Usage(replicas=("r",))))
     pool.rejected(Reject("a", RejectCode.INVALID, "prompt", "no"))
     pool.observe(scheduler, 1.0)
     meter = FrontendMeter(sink)
@@ -59,11 +59,13 @@ def test_sums_are_written_once() -> None:
         (5, FinishReason.STOP),
     ):
         meter.committed(tokens)
-        meter.finished(Finish("a", reason, Usage(prompt_tokens=10 * tokens)))
+        usage = Usage(prompt_tokens=10 * tokens, replicas=("r",), queued_s=0.5)
+        meter.finished(Finish("a", reason, usage))
     for now_s in (1.0, 3.0):
         meter.observe(Scheduler(), now_s)
     assert written["lockstep_tokens_committed"] == 12
     assert written["lockstep_prompt_tokens"] == 120
+    assert written["lockstep_queue_seconds"] == 1.5
     assert reasons == {FinishReason.STOP.value: 2, FinishReason.LENGTH.value: 1}
     meter = FrontendMeter(sink)
     for _ in range(2):

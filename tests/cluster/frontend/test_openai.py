@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
@@ -134,6 +135,17 @@ async def test_a_stop_string_ends_the_text_before_it() -> None:
             assert choice["finish_reason"] == "stop"
 
 
+async def test_a_stop_token_ends_the_text_with_it() -> None:
+    async with served() as (_made, app):
+        fields: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True}
+        plain = await post(app, "completions", **fields, max_tokens=20)
+        ids = plain.json["choices"][0]["token_ids"]
+        answer = await post(app, "completions", **fields, stop_token_ids=[ids[9]])
+        [choice] = answer.json["choices"]
+        assert choice["token_ids"] == ids[: ids.index(ids[9]) + 1]
+        assert choice["finish_reason"] == "stop"
+
+
 async def test_the_model_is_listed_and_no_other_is_served() -> None:
     async with served() as (_made, app):
         listed = (await http(app, path="/v1/models")).json
@@ -176,7 +188,6 @@ SCHEMA = {"name": "a", "schema": {"type": "thing"}}
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 WRONG = [
     {"logprobs": 21},
-    {"best_of": 2},
     {"frequency_penalty": 2.5},
     {"repetition_penalty": 0},
     {"logit_bias": {"x": 1}},
@@ -233,6 +244,8 @@ async def test_a_wrong_parameter_is_named(stream: bool) -> None:
     cases = [("completions", prompt | fields, next(reversed(fields))) for fields in WRONG]
     cases += [("chat/completions", talk | each, next(reversed(each))) for each in WRONG_CHAT]
     cases += [("chat/completions", talk | fields, place) for fields, place in INNER]
+    cases += [("completions", prompt | {name: "x"}, name) for name in UNSUPPORTED]
+    cases += [("chat/completions", talk | {name: "x"}, name) for name in UNSUPPORTED]
     async with served(replicas=0) as (_made, app):
         for path, fields, param in cases:
             streaming = stream and "stream_options" not in fields
@@ -255,6 +268,7 @@ async def test_what_asks_for_nothing_is_taken() -> None:
             "stop": None,
             "user": "me",
         }
+        neutral |= {name: values[0] if values else None for name, values in UNSUPPORTED.items()}
         turn = {"role": "assistant", "content": "lazy", "tool_calls": None, "refusal": None}
         parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]
         turns = [{"role": "user", "content": parts}, turn, {"role": "user", "content": "x"}]
@@ -269,7 +283,7 @@ async def test_an_error_behind_the_first_event_is_the_last_event() -> None:
         assert answer.status == 200
         *_, last, nothing = answer.body.decode().split("\n\n")
         assert nothing == ""
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "DEADLINE_EXCEEDED"
+        assert json.loads(last.rpartition("data: ")[2])["error"]["code"] == "DEADLINE_EXCEEDED"
         whole = await post(app, "completions", prompt=PROMPT, max_tokens=400)
         assert (whole.status, whole.error["code"]) == (504, "DEADLINE_EXCEEDED")
 
@@ -288,39 +302,25 @@ async def test_a_client_that_leaves_cancels_its_call(stream: bool) -> None:
         await until(lambda: not made.service._router.unfinished)
 
 
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("temperature", [0, 1])
-async def test_a_stream_goes_on_behind_any_event_on_another_frontend(
-    chat: bool, temperature: float
-) -> None:
-    """The seed is the server's own; the id of an event carries it."""
-    path = "chat/completions" if chat else "completions"
-    fields: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "stream": True}
-    fields |= {"messages": TURNS_JSON} if chat else {"prompt": PROMPT, "echo": True}
-    fields |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
-    async with served(step_s=0.02) as (_made, app):
-        whole = await post(app, path, **fields)
-    parts = whole.body.decode().split("\n\n")[:-3]  # without usage and [DONE]
-    names = [part.partition("\n")[0].removeprefix("id: ") for part in parts]
-    assert len(set(names)) > 2
-    for at in (0, len(parts) // 2, len(parts) - 1):
-        async with served(step_s=0.001) as (_made, app):
-            rest = await post(app, path, headers={"last-event-id": names[at]}, **fields)
-        seen = [json.loads(part.partition("data: ")[2]) for part in parts[: at + 1]]
-        both = [*seen, *events(rest)[:-1]]
-        assert _text(both, chat) == _text(events(whole)[:-1], chat)
-        ids = [token for event in both for token in event["choices"][0].get("token_ids", ())]
-        assert len(ids) == 40
+async def test_the_clients_name_for_a_request_comes_back() -> None:
+    async with served() as (_made, app):
+        headers = {"x-request-id": "mine"}
+        for fields in ({}, {"stream": True}, {"top_p": 2}):
+            answer = await post(app, "completions", headers, prompt="x", max_tokens=1, **fields)
+            assert answer.headers["x-request-id"] == "mine"
 
 
-def _text(told: list[dict[str, Any]], chat: bool) -> str:
-    choices = [event["choices"][0] for event in told]
-    return "".join(one["delta"].get("content", "") if chat else one["text"] for one in choices)
-
-
-@pytest.mark.parametrize("name", ["x", "a:b:c:d:e", "a:1:2"])
-async def test_what_is_no_id_of_an_event_is_refused(name: str) -> None:
-    async with served(replicas=0) as (_made, app):
-        headers = {"last-event-id": name}
-        answer = await post(app, "completions", headers=headers, prompt="x", stream=True)
-        assert (answer.status, answer.error["param"]) == (400, "last-event-id")
+async def test_texts_become_tokens_and_tokens_texts() -> None:
+    async with served() as (_made, app):
+        found = await http(app, json.dumps({"prompt": PROMPT}).encode(), path="/tokenize")
+        assert found.json["tokens"] == PROMPT_IDS
+        talk = await http(app, json.dumps({"messages": TURNS_JSON}).encode(), path="/tokenize")
+        assert talk.json["count"] > len(PROMPT_IDS)
+        body = json.dumps({"tokens": PROMPT_IDS}).encode()
+        assert (await http(app, body, path="/detokenize")).json == {"prompt": PROMPT}
+        wrong = await http(app, b'{"tokens": [99999]}', path="/detokenize")
+        assert (wrong.status, wrong.error["param"]) == (400, "tokens")
+        neither = await http(app, b"{}", path="/tokenize")
+        assert (neither.status, neither.error["param"]) == (400, "prompt")
+        assert (await http(app, path="/health")).status == 200
+        assert (await http(app, path="/version")).json["version"]

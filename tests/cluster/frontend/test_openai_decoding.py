@@ -1,6 +1,6 @@
-"""Proves, with the tiny pair behind both edges: gRPC and OpenAI's API give the same tokens for the
-same fields; log-probabilities, of the answer and of an echoed prompt, are transformers' own; a
-structured answer is what was asked for.
+"""Proves, with the tiny pair behind both edges: gRPC and OpenAI's API have the same fields and give
+the same tokens for them; log-probabilities, of the answer and of an echoed prompt, are those of
+transformers; a structured answer is what was asked for.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from typing import Any
 import pytest
 import torch
 from fastapi import FastAPI
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.json_format import ParseDict
+from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.client.retry import Continuation
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.openai_fields import Message
+from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
 from cluster.frontend.target_text import TargetText
+from cluster.frontend.tools import CalledFunction, CallTurn, Function
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
 from replicas.replica import Replica
 from tests.cluster.frontend.rig import CONFIG, Context, frontend
-from tests.cluster.frontend.test_openai import post
+from tests.cluster.frontend.test_openai import events, post
 
 PROMPT = "def add(a, b):\n"
 PAIR = ReplicaConfig(target="tiny", device="cpu", torch_threads=1, kv_blocks=256, calibrate=False)
@@ -73,17 +78,96 @@ async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
     return dict(choices[0])
 
 
+HTTP_OF_GRPC: dict[str, set[str]] = {
+    "prompt": {"prompt"},
+    "prompt_token_ids": {"prompt"},
+    "messages": {"messages"},
+    "max_new_tokens": {"max_tokens", "max_completion_tokens"},
+    "temperature": {"temperature"},
+    "top_k": {"top_k"},
+    "top_p": {"top_p"},
+    "min_p": {"min_p"},
+    "seed": {"seed"},
+    "stop": {"stop"},
+    "stop_token_ids": {"stop_token_ids"},
+    "ignore_eos": {"ignore_eos"},
+    "committed_token_ids": {"committed_token_ids"},
+    "priority": {"priority"},
+    "cache_salt": {"cache_salt", "user"},
+    "repetition_penalty": {"repetition_penalty"},
+    "frequency_penalty": {"frequency_penalty"},
+    "presence_penalty": {"presence_penalty"},
+    "logit_bias": {"logit_bias"},
+    "min_tokens": {"min_tokens"},
+    "bad_words": {"bad_words"},
+    "json_schema": {"response_format", "structured_outputs"},
+    "regex": {"structured_outputs"},
+    "choice": {"structured_outputs"},
+    "grammar": {"structured_outputs"},
+    "logprobs": {"logprobs", "top_logprobs"},
+    "prompt_logprobs": {"prompt_logprobs", "echo"},
+    "tools": {"tools"},
+    "tool_mode": {"tool_choice"},
+    "tool_name": {"tool_choice"},
+    "parallel_tool_calls": {"parallel_tool_calls"},
+    "chat_template_kwargs": {"chat_template_kwargs"},
+    "request_id": {"header x-request-id"},
+    "speculation": set(),
+    "draft_len": set(),
+    "timeout_s": set(),
+}
+"""Each field of gRPC with the fields of HTTP that say the same; nothing: gRPC alone has it."""
+HTTP_ONLY = {
+    "model": "a gRPC port serves one",
+    "stream": "gRPC has two calls",
+    "stream_options": "an End has the usage",
+    "n": "a gRPC call is for one sequence",
+    "return_token_ids": "gRPC always does",
+}
+PARTS: list[tuple[list[type[BaseModel]], Descriptor, set[str]]] = [
+    ([Message], pb.ChatMessage.DESCRIPTOR, set()),
+    ([Function], pb.Tool.DESCRIPTOR, set()),
+    ([CallTurn, CalledFunction], pb.ToolCall.DESCRIPTOR, {"type", "index", "function"}),
+]
+"""What is within a request has the same names over both, but for these, of HTTP alone."""
+
+
+def fields_of(*models: type[BaseModel]) -> set[str]:
+    return {name for model in models for name in model.model_fields}
+
+
+def test_both_edges_have_the_fields_of_one_table() -> None:
+    request = pb.GenerateRequest.DESCRIPTOR
+    assert HTTP_OF_GRPC.keys() == {field.name for field in request.fields}
+    over_http = set[str]().union(*HTTP_OF_GRPC.values()) - {"header x-request-id"}
+    assert over_http | HTTP_ONLY.keys() == fields_of(CompletionRequest, ChatRequest)
+    assert not over_http & HTTP_ONLY.keys()
+    for models, message, http_only in PARTS:
+        assert fields_of(*models) - http_only == {field.name for field in message.fields}
+
+
+IDS = {"prompt_token_ids": {"ids": [766, 639, 8]}}
+ALONE = {"structured_outputs": {"json": SCHEMA}}
 SAME = [
     ({"repetition_penalty": 1.4}, {}),
     ({"frequency_penalty": 1.0, "presence_penalty": -0.5}, {}),
     ({"logit_bias": {"70": 12.0, "71": -100.0}}, {}),
-    ({"min_tokens": 20}, {}),
+    ({"min_tokens": 20, "ignore_eos": True}, {}),
     ({"bad_words": ["function", "used"]}, {}),
-    ({"json_schema": json.dumps(SCHEMA)}, {"structured_outputs": {"json": SCHEMA}}),
+    ({"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 3}, {}),
+    ({"stop": ["used"]}, {}),
+    ({"stop_token_ids": [65]}, {}),
+    ({"committed_token_ids": [199, 456]}, {}),
+    (IDS, {"prompt": IDS["prompt_token_ids"]["ids"]}),
+    ({"json_schema": json.dumps(SCHEMA)}, ALONE),
     ({"regex": "[a-z]{3,9}"}, {"structured_outputs": {"regex": "[a-z]{3,9}"}}),
     ({"choice": {"texts": ["yes", "no"]}}, {"structured_outputs": {"choice": ["yes", "no"]}}),
     ({"grammar": 'start: "a" "b"+'}, {"structured_outputs": {"grammar": 'start: "a" "b"+'}}),
 ]
+ELSEWHERE = {"prompt", "max_new_tokens", "messages", "chat_template_kwargs", "priority"}
+ELSEWHERE |= {"tools", "tool_mode", "tool_name", "parallel_tool_calls"}
+ELSEWHERE |= {"logprobs", "prompt_logprobs", "cache_salt", "request_id"}
+"""Fields of both whose effect the tests of chats, tools, priorities and log-probabilities show."""
 
 
 async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
@@ -91,26 +175,17 @@ async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
     async with served() as (made, app):
         plain = (await whole(app, prompt=PROMPT, max_tokens=24, temperature=0))["text"]
         for fields, http_fields in SAME:
-            asked = ParseDict(fields, pb.GenerateRequest(prompt=PROMPT, max_new_tokens=24))
+            given = {"prompt": PROMPT} if fields is not IDS else {}
+            asked = ParseDict(given | fields, pb.GenerateRequest(max_new_tokens=24))
             answer = await made.Generate(asked, Context())
-            options = http_fields or fields
-            said = await whole(
-                app,
-                prompt=PROMPT,
-                max_tokens=24,
-                temperature=0,
-                return_token_ids=True,
-                **options,
-            )
+            options = {"prompt": PROMPT, "temperature": 0} | (http_fields or fields)
+            said = await whole(app, max_tokens=24, return_token_ids=True, **options)
             assert said["token_ids"] == list(answer.token_ids), fields
             assert said["text"] == answer.text
-            if fields != {"min_tokens": 20}:
+            if "min_tokens" not in fields:
                 assert said["text"] != plain, fields
-        named = {name for fields, _ in SAME for name in fields} | {"logprobs", "prompt_logprobs"}
-        known = {
-            field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if 20 < field.number < 33
-        }
-        assert known == named, "each field of decoding stands in the table"
+    named = {name for fields, _ in SAME for name in fields} | ELSEWHERE
+    assert named == {name for name, http in HTTP_OF_GRPC.items() if http}
 
 
 async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> None:
@@ -150,48 +225,58 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         whole_stream = Continuation(asked)
         seen = [whole_stream.take(chunk) for chunk in chunks]
         assert [one for each in seen if each for one in each.logprobs] == list(answer.logprobs)
-        streamed = await post(app, "completions", **fields, stream=True)
-        events = [
-            json.loads(line.partition("data: ")[2])
-            for line in streamed.body.decode().split("\n\n")[:-2]
-        ]
-        parts = [event["choices"][0]["logprobs"] for event in events]
-        new = told["token_logprobs"][len(said["prompt_token_ids"]) :]
-        assert [one for part in parts for one in part["token_logprobs"]] == new
+        streamed = await post(app, "completions", **fields, stream=True, echo=True)
+        first, *parts = [event["choices"][0] for event in events(streamed)]
+        count = len(said["prompt_token_ids"])
+        assert first["text"] == PROMPT
+        of_prompt = {name: each[:count] for name, each in told.items()}
+        assert first["logprobs"] == of_prompt
+        for name, each in told.items():
+            assert [one for part in parts for one in part["logprobs"][name]] == each[count:]
         scored = await whole(app, prompt=PROMPT, max_tokens=0, logprobs=3, echo=True)
         assert scored["text"] == PROMPT
         assert scored["finish_reason"] == "length"
-        count = len(said["prompt_token_ids"])
-        assert scored["logprobs"] == {name: each[:count] for name, each in told.items()}
+        assert scored["logprobs"] == of_prompt
         asked.max_new_tokens = 0
         alone = await made.Generate(asked, Context())
         assert alone.end.prompt_logprobs == answer.end.prompt_logprobs
         assert not alone.token_ids
         assert alone.end.usage.completion_tokens == 0
-        of_prompt = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
-        assert of_prompt["prompt_logprobs"][0] is None
-        values = [next(iter(one.values())) for one in of_prompt["prompt_logprobs"][1:]]
+        one_more = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
+        assert one_more["prompt_logprobs"][0] is None
+        values = [next(iter(one.values())) for one in one_more["prompt_logprobs"][1:]]
         assert [one["logprob"] for one in values] == told["token_logprobs"][1:count]
         assert [one["decoded_token"] for one in values] == told["tokens"][1:count]
+
+
+async def test_the_usage_counts_what_of_a_prompt_was_there_already() -> None:
+    async with served() as (_made, app):
+        for cached in (0, 48):
+            answer = await post(app, "completions", prompt=PROMPT * 8, max_tokens=1)
+            usage = answer.json["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
 async def test_structured_answers_are_what_was_asked_for() -> None:
     """Sampled, several at once; those that end within the limit."""
     async with served() as (_made, app):
-        fields = {"prompt": "x = ", "max_tokens": 60, "n": 6, "temperature": 1, "seed": 3}
+        fields = {"prompt": "x = ", "max_tokens": 120, "n": 6, "temperature": 1, "seed": 0}
         shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
         answers = await asyncio.gather(
             post(app, "completions", **fields, response_format=shape),
             post(app, "completions", **fields, structured_outputs={"regex": "[ab]+c"}),
             post(app, "completions", **fields, structured_outputs={"choice": ["ja", "nein"]}),
+            post(app, "completions", **fields, response_format={"type": "json_object"}),
         )
-        jsons, matches, choices = (
+        jsons, matches, choices, objects = (
             [one["text"] for one in answer.json["choices"] if one["finish_reason"] == "stop"]
             for answer in answers
         )
         assert jsons
         assert matches
         assert len(choices) == 6
+        assert objects
+        assert all(isinstance(json.loads(one), dict) for one in objects)
         for one in jsons:
             made = json.loads(one)
             assert list(made) == ["name", "size"]
@@ -209,3 +294,13 @@ async def test_committed_tokens_that_the_grammar_does_not_allow_are_refused() ->
             answer = await post(app, "completions", **fields, committed_token_ids=ids)
             assert answer.status == status
         assert answer.json["error"]["param"] == "committed_token_ids"
+
+
+@pytest.mark.parametrize("told", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}])
+async def test_committed_tokens_may_have_ended_the_answer(told: dict[str, Any]) -> None:
+    async with served() as (_made, app):
+        ids = list(text().encode("the end"))
+        said = await whole(app, prompt=PROMPT, seed=1, committed_token_ids=ids, stop="end", **told)
+        of_prompt = said.get("prompt_logprobs") or said["logprobs"]["token_logprobs"]
+        assert of_prompt == [None] * len(text().encode(PROMPT))
+        assert said["finish_reason"] == "stop"

@@ -1,12 +1,11 @@
-"""Proves: calls are read out of a text in either format however it is cut into pieces, and what is
-none stays text; with a real replica a required or strict call has the arguments that its schema
-says, whole and streamed, and comes back to the template as it went; what cannot be is refused.
+"""Proves, with a real replica: a required or strict call has the arguments that its schema says,
+whole and streamed, and comes back to the template as it went; a template is told what a request
+says; what cannot be is refused.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
@@ -15,11 +14,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from grpc import StatusCode
 
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.tools import ToolFormat, ToolReader, tool_format
+from cluster.frontend.tools import ToolFormat, tool_format
 from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
 from tests.cluster.frontend.rig import CONFIG, Context, frontend
@@ -61,43 +61,6 @@ ASKED = [{"role": "user", "content": "what is the weather?"}]
 UNKNOWN = {"type": "function", "function": {"name": "x"}}
 A_JSON = {"response_format": {"type": "json_object"}}
 
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
-ROME, NO_ARGUMENTS = ("weather", {"city": "Rome"}), ("time", {})
-READ = [
-    ("hermes", "just text < here", "just text < here", []),
-    ("hermes", CALL, "", [ROME]),
-    ("hermes", f"I look.\n{CALL}\n{CALL}\n", "I look.", [ROME, ROME]),
-    ("hermes", f"{CALL} and more", "and more", [ROME]),
-    ("hermes", '<tool_call>{"name": "time"}</tool_call>', "", [NO_ARGUMENTS]),
-    ("hermes", CALL.removesuffix("</tool_call>"), "", [ROME]),
-    ("hermes", "<tool_call>no json</tool_call> x", "<tool_call>no json</tool_call> x", []),
-    ("hermes", "a <tool_c", "a <tool_c", []),
-    ("llama", LLAMA, "", [ROME]),
-    ("llama", f"{LLAMA}; {LLAMA}", "", [ROME, ROME]),
-    ("llama", '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
-    ("llama", "text {", "text {", []),
-    ("llama", '{"name": "we', '{"name": "we', []),
-]
-
-
-@pytest.mark.parametrize(("form", "written", "content", "calls"), READ)
-def test_calls_are_read_however_the_text_is_cut(
-    form: str, written: str, content: str, calls: list[tuple[str, Any]]
-) -> None:
-    rng = random.Random(0)
-    for cuts in (0, 1, 2, 5, len(written)):
-        at = sorted(rng.randrange(len(written) + 1) for _ in range(cuts))
-        reader = ToolReader(ToolFormat(form), frozenset({"weather", "time"}))
-        said, found = "", []
-        for begin, end in zip([0, *at], [*at, len(written)], strict=True):
-            piece, more = reader.push(written[begin:end])
-            said, found = said + piece, found + more
-        piece, more = reader.finish()
-        said, found = said + piece, found + more
-        assert said == content
-        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-
 
 def test_a_template_says_its_format() -> None:
     assert tool_format(HERMES_TEMPLATE) is ToolFormat.HERMES
@@ -114,6 +77,12 @@ async def templated(template: str | dict[str, str], replicas: int = 1) -> AsyncI
     spoken, load = replace(text(), encoder=encoder), partial(Replica.load, PAIR)
     async with frontend(config=config, replicas=replicas, load=load, text=spoken) as made:
         yield made
+
+
+@asynccontextmanager
+async def served_with(template: str) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
+    async with templated(template) as made:
+        yield made, http_app(made.service)
 
 
 def as_http(call: pb.ToolCall) -> dict[str, str]:
@@ -147,8 +116,12 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
                     assert given["days"] in (1, 2, 3)
         streamed = await post(app, "chat/completions", **fields, tool_choice=named, stream=True)
         deltas = [event["choices"][0]["delta"] for event in events(streamed)]
-        [call_delta] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-        assert call_delta[0]["function"] == choices[0]["message"]["tool_calls"][0]["function"]
+        called = choices[0]["message"]["tool_calls"][0]["function"]
+        begin, *parts = [one for delta in deltas for one in delta.get("tool_calls", ())]
+        begun = {"name": called["name"], "arguments": ""}
+        assert begin == {"index": 0, "id": begin["id"], "type": "function", "function": begun}
+        assert all(part == {"index": 0, "function": part["function"]} for part in parts)
+        assert "".join(part["function"]["arguments"] for part in parts) == called["arguments"]
         assert all(not delta.get("content") for delta in deltas)
         turn = choices[0]["message"]
         result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
@@ -162,7 +135,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
             seed=4,
         )
         answer = await made.Generate(asked, Context())
-        assert [as_http(call) for call in answer.tool_calls] == [call_delta[0]["function"]]
+        assert [as_http(call) for call in answer.tool_calls] == [called]
         assert not answer.text
         chunks = [chunk async for chunk in made.GenerateStream(asked, Context())]
         for done in range(len(chunks)):
@@ -172,7 +145,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
                 again.committed_token_ids.extend(chunk.token_ids)
             rest = [chunk async for chunk in made.GenerateStream(again, Context())]
             calls = [call for chunk in (*chunks[:done], *rest) for call in chunk.tool_calls]
-            assert [as_http(call) for call in calls] == [call_delta[0]["function"]]
+            assert [as_http(call) for call in calls] == [called]
         came = pb.ToolCall(name="weather", arguments=call["function"]["arguments"], id="c")
         asked.messages.append(pb.ChatMessage(role="assistant", tool_calls=[came]))
         asked.messages.append(pb.ChatMessage(role="tool", content="5", tool_call_id="c"))
@@ -191,6 +164,20 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
         for one in free.json["choices"]:
             for call in one["message"].get("tool_calls", []):
                 assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+
+
+async def test_a_template_is_told_what_a_request_says() -> None:
+    async with served_with("{{ style }}{{ messages[0].content }}") as (made, app):
+        turn, style = {"role": "user", "content": "def "}, {"style": "x = "}
+        fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+        plain = await post(app, "completions", **fields, prompt="x = def ")
+        text = plain.json["choices"][0]["text"]
+        fields |= {"messages": [turn], "chat_template_kwargs": style}
+        over_http = await post(app, "chat/completions", **fields)
+        assert over_http.json["choices"][0]["message"]["content"] == text
+        asked = pb.GenerateRequest(messages=[pb.ChatMessage(**turn)], max_new_tokens=8)
+        asked.chat_template_kwargs = json.dumps(style)
+        assert (await made.Generate(asked, Context())).text == text
 
 
 @pytest.mark.parametrize(

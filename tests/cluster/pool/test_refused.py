@@ -162,7 +162,7 @@ async def test_a_full_shard_that_could_hold_it_speaks_for_one_that_never_could()
         assert (live.reject.code, live.reject.retry_after_s) == (RejectCode.OVERLOADED, 3.0)
         assert len(full.offered) == 1
         assert small.snapshot().rejected == 0, "it was not even asked"
-        # By old news it is; what it says changes nothing.
+        # By what the session knew before it is; what it says changes nothing.
         session = s.router.sessions[0]
         session._load.said = replace(session._load.said, length_max=2000 * 16)
         late = s.submit(PROMPTS[1], LONG)

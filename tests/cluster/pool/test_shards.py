@@ -42,10 +42,12 @@ async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
         assert s.live() == [0, 0]
 
 
-async def test_a_request_that_cannot_be_sent_is_refused_with_its_field() -> None:
+async def test_a_request_that_cannot_be_sent_is_refused_and_leaves_nothing() -> None:
     async with shards(1, 1) as s:
-        with pytest.raises(InvalidRequest, match="decoding"):
-            s.router.submit(Request("x", (5, 6), 9, decoding=object()), TIMEOUT_S)
+        for request in (Request("x", (5, 6), 9, decoding=object()), Request("x", (2**64,), 9)):
+            with pytest.raises(InvalidRequest, match="request: cannot be sent"):
+                s.router.submit(request, TIMEOUT_S)
+        assert s.router.unfinished == 0
         await check([s.submit(PROMPTS[0], 9)])
 
 
@@ -190,7 +192,7 @@ async def test_one_shard_that_stops_stops_the_server() -> None:
     async with shards(1, 1) as s:
         await s.wires[1].actor.stop_accepting(60.0)
         await s.router.stopping.wait()
-        # The other one's news change nothing.
+        # What the other one says changes nothing.
         await asyncio.sleep(3 * CONFIG.pool.beat_s)
         assert s.router.stopping.is_set()
         await s.wires[1].actor.stop_accepting(0.0)
@@ -221,7 +223,7 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         [replica_id] = actor._workers
         [runner] = [one for one in s.workers if one.replica_id == replica_id]
         runner._member.cancel()
-        actor._lose_worker(replica_id, "has died", blamed=True)
+        actor._lose_worker(replica_id, "has died", by_batch=True)
 
     async with shards(0, 0) as s:
         await add_replica(s, 0)

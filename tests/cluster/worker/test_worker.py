@@ -1,5 +1,5 @@
-"""Proves: a replica whose batches fail, hang or break it leaves the pool, and is blamed for what it
-did only; its requests end elsewhere with the right tokens.
+"""Proves: a replica whose batches fail, hang or break it leaves the pool, and only a batch in hand
+counts as a reason; its requests end elsewhere with the right tokens.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ class Breaking(FakeReplica):
 
 
 async def add_breaking(w: Cluster, at: int) -> tuple[Breaking, list[bool]]:
-    """The replica, and of each time that it leaves whether a batch was blamed."""
+    """The replica, and of each time that it leaves whether a batch may be the reason."""
     fake = Breaking(at)
     fake.worker = await w.add_replica(fake=fake)
     await until(lambda: bool(w.wire.actor._workers))
     left: list[bool] = []
     lose = w.wire.actor._lose_worker
 
-    def noting(replica_id: str, why: str, blamed: bool) -> None:
-        left.append(blamed)
-        lose(replica_id, why, blamed)
+    def noting(replica_id: str, why: str, by_batch: bool) -> None:
+        left.append(by_batch)
+        lose(replica_id, why, by_batch)
 
     w.wire.actor._lose_worker = noting  # type: ignore[method-assign]
     return fake, left
@@ -130,7 +130,7 @@ async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds
         await until(lambda: worker._member.done())
         with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
             worker.check()
-        assert raised.value.blames
+        assert raised.value.by_batch
         assert fake.begun == 3, "no batch was tried on what is broken"
         assert left == [True]
         assert not w.wire.actor._workers
@@ -138,7 +138,7 @@ async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds
         await check(live)
 
 
-async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_no_batch() -> None:
+async def test_a_replica_that_breaks_with_nothing_to_do_leaves_by_no_batch() -> None:
     async with shards(0) as w:
         fake, left = await add_breaking(w, at=1000)
         worker = fake.worker
@@ -148,7 +148,7 @@ async def test_a_replica_that_breaks_with_nothing_to_do_leaves_and_blames_no_bat
         await until(lambda: not w.wire.actor._workers)
         with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
             worker.check()
-        assert not raised.value.blames
+        assert not raised.value.by_batch
         assert left == [False]
         assert fake.begun == 0
 
@@ -199,7 +199,7 @@ async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
             await worker.close()
 
 
-async def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_no_present_row() -> None:
+async def test_a_batch_of_an_earlier_membership_that_hangs_counts_against_no_present_row() -> None:
     async with shards(0) as w:
         fake = Stuck()
         worker = await w.add_replica(fake=fake)
@@ -212,7 +212,7 @@ async def test_a_batch_of_an_earlier_membership_that_hangs_is_blamed_on_no_prese
         worker._batch_s_max = 0.0
         with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
             worker.check()
-        assert not raised.value.blames
+        assert not raised.value.by_batch
         fake.let_go.set()
 
 

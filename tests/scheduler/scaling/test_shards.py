@@ -25,10 +25,12 @@ from scheduler.status import PoolStatus
         ([ShardLoad(1, 0), ShardLoad(4, 100)], 1000, 1),
         ([ShardLoad(0, 0), ShardLoad(1, 10_000)], 5, 1),
         ([ShardLoad(1, 0, answers=False), ShardLoad(1, 10_000)], 5, 1),
-        # Who answers, but has no replica yet, can at least keep the request.
+        # A shard that answers, but has no replica yet, can at least keep the request.
         ([ShardLoad(1, 0, answers=False), ShardLoad(0, 10)], 5, 1),
         ([ShardLoad(0, 20), ShardLoad(0, 10)], 5, 1),
         ([ShardLoad(2, 0, answers=False), ShardLoad(1, 0, answers=False)], 5, 0),
+        # Requests that end early leave room.
+        ([ShardLoad(1, 60, expected_share=0.1), ShardLoad(4, 0)], 1000, 0),
         # One that can hold it comes before one that is idle, and one that serves before none.
         ([ShardLoad(9, 0, length_max=99), ShardLoad(1, 900, length_max=100)], 5, 1),
         ([ShardLoad(9, 0, length_max=99), ShardLoad(0, 0, length_max=0)], 5, 0),

@@ -1,0 +1,59 @@
+"""The id of a server-sent event: which answer it belongs to, and how far its client is with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.errors import InvalidRequest
+
+_FIELD = "last-event-id"
+_PLACE = r"\d{1,9}\.\d{1,9}\.\d{1,9}"
+_FORM = re.compile(
+    rf"((?:chat)?cmpl-[0-9a-f]{{32}}):(\d{{1,19}}):({_PLACE}(?:,{_PLACE})*)(:usage)?", re.ASCII
+)
+
+
+class Place(NamedTuple):
+    """How far a client is with one sequence."""
+
+    tokens: int = 0
+    said: int = 0
+    """Characters of the content, and one each for what opens the stream and what ends it."""
+    called: int = 0
+    """Of tool calls: one for each name, and the characters of the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventId:
+    """With it as Last-Event-ID a client goes on behind the event."""
+
+    answer: str
+    """The answer's own id."""
+    seed: int
+    """Of its first sequence; 0: it is not sampled."""
+    places: Sequence[Place]
+    """One for each sequence."""
+    told_usage: bool = False
+    """Whether it is the usage's, which ends the stream."""
+
+    def __str__(self) -> str:
+        places = ",".join(".".join(map(str, place)) for place in self.places)
+        return f"{self.answer}:{self.seed}:{places}" + (":usage" if self.told_usage else "")
+
+    @classmethod
+    def parse(cls, text: str, sequences: int, stream: bool) -> EventId:
+        """Of a request for so many sequences. Raises InvalidRequest."""
+        if not stream:
+            raise InvalidRequest(_FIELD, "only with stream")
+        if (found := _FORM.fullmatch(text)) is None:
+            raise InvalidRequest(_FIELD, "is no id of an event of ours")
+        answer, seed, told, usage = found.groups()
+        places = [Place(*map(int, one.split("."))) for one in told.split(",")]
+        if len(places) != sequences:
+            raise InvalidRequest(
+                _FIELD, f"is of an answer with {len(places)} sequences, not {sequences}"
+            )
+        return cls(answer, int(seed), places, usage is not None)

@@ -1,0 +1,67 @@
+"""Every drafter by a name, on replicas of the tiny pairs: for the tables of identity."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from benchmarks.oracle import OracleDrafter
+from replicas.config import ReplicaConfig
+from replicas.drafters import Drafter, SuffixDrafter
+from replicas.models.pair import Pair
+from replicas.replica import Replica
+from scheduler.messages import Request
+from tests.replicas.heads import headed_replica, said, save_head
+from tests.tiny_pairs import VOCAB, target_model, tiny_pair
+
+ORACLES = {"never": 0.0, "half": 0.5, "always": 1.0}
+
+
+def oracle(name: str, answered: Iterable[tuple[Request, Sequence[int]]]) -> OracleDrafter | None:
+    """It knows these requests' outputs. None, which leaves the draft to the pair, for a name that
+    is no oracle's."""
+    if name not in ORACLES:
+        return None
+    whole = [[*request.prompt, *tokens] for request, tokens in answered]
+    return OracleDrafter(whole, ORACLES[name], VOCAB)
+
+
+def toy_drafter() -> Drafter:
+    """That of the documentation."""
+    page = Path(__file__).parents[2] / "docs" / "add-a-drafter.md"
+    match = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert match is not None
+    assert match[1].count("\n") < 40
+    names: dict[str, type] = {}
+    exec(match[1], names)
+    made: Drafter = names["Repeat"]()
+    return made
+
+
+@cache
+def head() -> str:
+    return save_head(Path(mkdtemp()), target_model("llama").config, said(True))
+
+
+def replica_of(
+    drafter: str,
+    answered: Iterable[tuple[Request, Sequence[int]]],
+    pair: Pair | None = None,
+    **settings: object,
+) -> Replica:
+    """`answered`: what an oracle knows."""
+    pair = pair or tiny_pair("llama")
+    if drafter == "eagle3":
+        return headed_replica(head(), pair, **settings)
+    if drafter == "none":
+        pair = replace(pair, draft=None)
+    made: Drafter | None = oracle(drafter, answered)
+    if drafter == "suffix":
+        made = SuffixDrafter()
+    elif drafter == "toy":
+        made = toy_drafter()
+    return Replica(pair, ReplicaConfig(device="cpu", block_size=4, **settings), drafter=made)
