@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,13 @@ from starlette.types import Receive, Scope, Send
 from cluster.frontend.answer import Answer
 from cluster.frontend.calls import GenerateCall, SequenceEnd
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import checked_caller, refusal_body, refusal_response
+from cluster.frontend.http_api.errors import (
+    EVENTS,
+    check_model,
+    checked_caller,
+    refusal_body,
+    refusal_response,
+)
 from cluster.frontend.http_api.event_id import EventId, Place
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Written
 from cluster.frontend.http_api.openai_models import (
@@ -29,7 +36,7 @@ from cluster.frontend.http_api.openai_models import (
     parse_request,
 )
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refusal, Refused
+from cluster.frontend.status_codes import Refused
 
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
@@ -65,7 +72,7 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
         caller = checked_caller(service, request)
         with service.refusals():
             asked = await bodies.read(request, partial(parse_request, kind))
-            check_model(asked.model)
+            check_model(service, asked.model)
             call = asked.to_call(caller, request.headers.get("x-request-id", ""))
             last = None
             if (name := request.headers.get("last-event-id")) is not None:
@@ -115,7 +122,6 @@ class _CallResponse(Response):
             await asyncio.gather(serving, leaving, return_exceptions=True)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"x-request-id": self._call.request_id}
         written: list[Written] = []
         ends: dict[int, SequenceEnd] = {}
         seed = 0
@@ -141,7 +147,7 @@ class _CallResponse(Response):
                         continue
                     if not streaming:
                         streaming = True
-                        await _start(send, headers)
+                        await _start(send)
                     for said in self._shape.events(delta, one):
                         await event(said)
         except Refused as refused:

@@ -302,14 +302,6 @@ async def test_a_client_that_leaves_cancels_its_call(stream: bool) -> None:
         await until(lambda: not made.service._router.unfinished)
 
 
-async def test_the_clients_name_for_a_request_comes_back() -> None:
-    async with served() as (_made, app):
-        headers = {"x-request-id": "mine"}
-        for fields in ({}, {"stream": True}, {"top_p": 2}):
-            answer = await post(app, "completions", headers, prompt="x", max_tokens=1, **fields)
-            assert answer.headers["x-request-id"] == "mine"
-
-
 async def test_texts_become_tokens_and_tokens_texts() -> None:
     async with served() as (_made, app):
         found = await http(app, json.dumps({"prompt": PROMPT}).encode(), path="/tokenize")
