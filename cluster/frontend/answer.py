@@ -16,11 +16,11 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
-from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
-from cluster.frontend.tool_reader import CallDelta, ToolReader
+from cluster.frontend.tools.reader import CallDelta, ToolReader
+from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter
 from scheduler.decoding import TokenLogprobs

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.load import LoadEstimate
 from cluster.pool.protocol import (
     FRONTEND,

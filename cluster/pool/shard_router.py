@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.pool.session import PoolSession
 from cluster.transport.codec import NotEncodable, encode

@@ -82,7 +82,6 @@ def build(
     )
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
-    joining = Joining(False, "as configured")
     if on_host and (not deterministic or model.dtype is torch.float32):
         paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
     elif not deterministic:

@@ -17,8 +17,8 @@ from cluster.frontend.calls import (
     TokenPrompt,
 )
 from cluster.frontend.structure import Structure
-from cluster.frontend.tool_reader import CallDelta
-from cluster.frontend.tools import (
+from cluster.frontend.tools.reader import CallDelta
+from cluster.frontend.tools.use import (
     CallTurn,
     FunctionName,
     NamedTool,

@@ -14,9 +14,9 @@ import pytest
 from grpc import StatusCode
 
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.in_flight import InFlightRequest
 from cluster.frontend.status_codes import CODES
 from cluster.frontend.text import TextStream
+from cluster.pool.in_flight import InFlightRequest
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer

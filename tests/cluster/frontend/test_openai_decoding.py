@@ -27,7 +27,7 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_fields import Message
 from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.tools import CalledFunction, CallTurn, Function
+from cluster.frontend.tools.use import CalledFunction, CallTurn, Function
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from cluster.frontend.tool_reader import CallDelta, ToolReader
-from cluster.frontend.tools import ToolFormat
+from cluster.frontend.tools.reader import CallDelta, ToolReader
+from cluster.frontend.tools.use import ToolFormat
 
 NAMES = frozenset({"weather", "time"})
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

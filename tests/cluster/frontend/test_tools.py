@@ -19,7 +19,7 @@ from grpc import StatusCode
 
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.tools import ToolFormat, tool_format
+from cluster.frontend.tools.use import ToolFormat, tool_format
 from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
 from tests.cluster.frontend.rig import CONFIG, Context, frontend

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from cluster.config import ClusterConfig, from_args
-from cluster.frontend.in_flight import InFlightRequest
+from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.session import PoolSession
 from cluster.pool.shard_router import ShardRouter
 from cluster.transport.stream import Stream, StreamKind

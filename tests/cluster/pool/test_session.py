@@ -10,8 +10,8 @@ import asyncio
 
 import pytest
 
-from cluster.frontend.in_flight import InFlightRequest
 from cluster.pool.actor import PoolActor
+from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.peers import WorkerPeer
 from cluster.pool.protocol import FRONTEND
 from cluster.transport.stream import Stream

@@ -13,8 +13,8 @@ import pytest
 
 from cluster.config import from_args
 from cluster.frontend.grpc_api.status import to_status
-from cluster.frontend.in_flight import InFlightRequest
 from cluster.pool import shard_router
+from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import PoolUnreachable, PoolView
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Request, Usage

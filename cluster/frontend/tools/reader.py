@@ -13,7 +13,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.frontend.tools import CALL_BEGIN, CALL_END, ToolFormat
+from cluster.frontend.tools.use import CALL_BEGIN, CALL_END, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Tools that a call offers, and the calls of them in its answer."""
