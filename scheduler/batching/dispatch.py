@@ -14,16 +14,14 @@
 So between two batches of rows in quarantine the others take a step, which shows whether the replica
 works; and prefills take turns with steps, so that neither waits for long.
 
-`_decide` finds the rule and changes nothing; `_apply` does what the rule says. The dispatcher is
-told which replicas an event concerns and appends the actions. It knows nothing of the events. A
-Release that comes from here (KV blocks ran out) stands before the batch that needs the blocks. A
-batch of several steps is interrupted as soon as other rows wait for it.
+The dispatcher is told which replicas an event concerns and appends the actions. It knows nothing of
+the events. A Release that comes from here (KV blocks ran out) stands before the batch that needs
+the blocks. A batch of several steps is interrupted as soon as other rows wait for it.
 """  # noqa: E501
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
 from scheduler.batching.batches import prefill_batch, speculate_batch
 from scheduler.batching.cutting import part_of
@@ -36,31 +34,6 @@ from scheduler.faults import excluded
 from scheduler.messages import Action, Batch, BatchKind, Dispatch, Interrupt, Release
 from scheduler.state import Pool, Replica, Sequence
 from scheduler.validation import blocks_needed
-
-
-class Do(Enum):
-    """What a rule says."""
-
-    NOTHING = "nothing"
-    DRAIN = "end what is in flight"
-    QUARANTINED = "a step of rows in quarantine"
-    OTHERS = "one step of the other rows"
-    RESERVE = "reserve the replica"
-    PREFILL = "a chunk of prompts"
-    STEP = "steps"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The first rule that holds for a replica."""
-
-    do: Do
-    placement: Placement | None = None
-    """What was looked at for rules 5 and 6; None: nothing waits."""
-    tokens: int = 0
-    """Of the prefill batch."""
-    prompts_wait: bool = False
-    """Whether prompts could be filled, now or after the next step."""
 
 
 class Dispatcher:
@@ -126,37 +99,54 @@ class Dispatcher:
     def _fill_pipeline(self, replica: Replica) -> None:
         self._drop_vain_reservation(replica)
         while len(replica.pipeline) < self._config.batches_in_flight_max:
-            if not self._apply(replica, self._decide(replica)):
+            if not self._next(replica):
                 return
 
-    # ----------------------------------------------------------------- rules: nothing is changed
-
-    def _decide(self, replica: Replica) -> Decision:
+    def _next(self, replica: Replica) -> bool:
+        """Does what the first rule says that holds. Returns whether anything has changed that may
+        lead to another batch."""
         pipeline, ready = replica.pipeline, len(replica.ready)
         if pipeline.quarantined:
-            return Decision(Do.NOTHING)
+            return False
         if pipeline.batches and self._quarantine_is_next(replica):
-            return Decision(Do.DRAIN)
+            self.interrupt(replica, self._out)
+            return False
         if replica.quarantined and not (pipeline.last_quarantined and ready):
-            return Decision(Do.QUARANTINED)
+            return self._step(replica, self._rows_in_quarantine(replica), 1)
         unsure = pipeline.last_quarantined or BatchKind.SPECULATE in pipeline.failed
         if ready and unsure and not pipeline.batches:
-            return Decision(Do.OTHERS)
-        placement, tokens, prompts_wait = None, 0, bool(replica.partial)
+            return self._step(replica, self._next_rows(replica), 1)
+        prompts_wait = False
         # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
         if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
             tokens = self.chunk(replica)
             budget = budget_for_waiting(replica, tokens, self._config)
             placement = next_placement(replica, self._pool, budget)
+            for sequence in placement.left:
+                sequence.left += 1
             if placement.reserve is not None:
-                return Decision(Do.RESERVE, placement)
+                self._pool.reserve(placement.reserve, replica)
+                return True
+            # Now, or after the next step.
             prompts_wait = bool(placement.rows or replica.partial)
-        if prompts_wait and not (ready and pipeline.last_kind is BatchKind.PREFILL):
-            return Decision(Do.PREFILL, placement, tokens)
+            if prompts_wait and not (ready and pipeline.last_kind is BatchKind.PREFILL):
+                self._prefill(replica, placement, tokens)
+                return True
+        if prompts_wait:
+            # They wait for what is in flight, and no longer than for one step of it.
+            self.interrupt(replica, self._out)
         rows_max, joining = replica.rows_max(self._config.rows_max), replica.joining
         gap = self._policy.short_gap(replica.id)
-        steps = may_step(ready, replica.stepping, joining, len(pipeline), rows_max, short_gap=gap)
-        return Decision(Do.STEP if steps else Do.NOTHING, placement, prompts_wait=prompts_wait)
+        if not may_step(ready, replica.stepping, joining, len(pipeline), rows_max, short_gap=gap):
+            return False
+        rows = self._next_rows(replica)
+        # Rows that wait would wait longer; where there are none, round trips are saved. A client's
+        # first token waits for no second one.
+        others = prompts_wait or replica.stepping or replica.prefilling
+        steps_most = 1
+        if not others and len(rows) == ready and all(one.committed for one in rows):
+            steps_most = self._config.steps_per_batch_max
+        return self._step(replica, rows, steps_most)
 
     def _quarantine_is_next(self, replica: Replica) -> bool:
         """Whether rows in quarantine are to go next, here or from the queue."""
@@ -166,45 +156,6 @@ class Dispatcher:
             return False
         sequence = self._pool.waiting[replica.reserved_for]
         return sequence.quarantined and has_room(replica, sequence, self._config)
-
-    # ----------------------------------------------------------------- what the rules say
-
-    def _apply(self, replica: Replica, decision: Decision) -> bool:
-        """Returns whether anything has changed that may lead to another batch."""
-        placement = decision.placement
-        if placement is not None:
-            for sequence in placement.left:
-                sequence.left += 1
-        match decision.do:
-            case Do.DRAIN:
-                self.interrupt(replica, self._out)
-                return False
-            case Do.RESERVE:
-                assert placement is not None
-                assert placement.reserve is not None
-                self._pool.reserve(placement.reserve, replica)
-                return True
-            case Do.PREFILL:
-                assert placement is not None
-                self._prefill(replica, placement, decision.tokens)
-                return True
-            case Do.QUARANTINED:
-                return self._step(replica, self._rows_in_quarantine(replica), 1)
-            case Do.OTHERS:
-                return self._step(replica, self._next_rows(replica), 1)
-        if decision.prompts_wait:
-            # They wait for what is in flight, and no longer than for one step of it.
-            self.interrupt(replica, self._out)
-        if decision.do is Do.NOTHING:
-            return False
-        rows = self._next_rows(replica)
-        # Rows that wait would wait longer; where there are none, round trips are saved. A client's
-        # first token waits for no second one.
-        others = decision.prompts_wait or replica.stepping or replica.prefilling
-        steps_most = 1
-        if not others and len(rows) == len(replica.ready) and all(one.committed for one in rows):
-            steps_most = self._config.steps_per_batch_max
-        return self._step(replica, rows, steps_most)
 
     def _drop_vain_reservation(self, replica: Replica) -> None:
         """A sequence that reserved the only replica may have failed on it. If there is another now,
