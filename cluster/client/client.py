@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
 
 from cluster.client.channel import OPTIONS, Tls
-from cluster.client.core import Ask, Core, Emit, Pause, Plan, Read, Run, Step
+from cluster.client.core import Core
 from cluster.client.retry import RetryPolicy
 from protos import lockstep_pb2 as pb
 
@@ -25,11 +25,8 @@ _DEFAULT = RetryPolicy()
 T = TypeVar("T")
 
 
-class _Client:
-    """What both clients are made of."""
-
-    _grpc: Any
-    """The module that opens channels."""
+class AsyncClient(Core):
+    """For asyncio."""
 
     def __init__(
         self,
@@ -43,60 +40,65 @@ class _Client:
         Without `tls` the connection, and with it the key, is in plain text. Raises OSError and
         ValueError for bad TLS files.
         """
-        credentials = None if tls is None else tls.credentials()
+        super().__init__(_opens(grpc.aio, tls), _Waits(), address, api_key, retry)
 
-        def open_channel(each: str) -> Any:
-            if credentials is None:
-                return self._grpc.insecure_channel(each, options=OPTIONS)
-            return self._grpc.secure_channel(each, credentials, options=OPTIONS)
+    async def close(self) -> None:
+        for lane in self.lanes:
+            await lane.channel.close(None)
 
-        self._core = Core(open_channel, address, api_key, retry)
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+
+class Client:
+    """The same, blocking; safe to share between threads."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        retry: RetryPolicy = _DEFAULT,
+    ) -> None:
+        """As of `AsyncClient`."""
+        self._core = Core(_opens(grpc, tls), _Blocks(), address, api_key, retry)
 
     @property
     def retries(self) -> int:
         """How often a call was asked again, over all calls so far."""
         return self._core.retries
 
-
-class Client(_Client):
-    """Blocking client; safe to share between threads."""
-
-    _grpc = grpc
-
     def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> pb.GenerateResponse:
         """The whole answer. `timeout_s` bounds all attempts together."""
-        return self._run(self._core.generate(request, timeout_s))
+        return _run(self._core.generate(request, timeout_s))
 
     def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> Iterator[pb.GenerateChunk]:
-        """Chunks as they come; closing the iterator cancels the request.
-
-        `end.recovered` counts the continuations; `end.speculation`, `end.replicas` and the times
-        of `end` are those of the last one. `timeout_s` bounds all attempts together.
-        """
-        run = Run(self._core.stream(request, timeout_s))
+        """Chunks as they come; closing the iterator cancels the request."""
+        chunks = self._core.stream(request, timeout_s)
         try:
-            while (step := run.step) is not None:
-                if isinstance(step, Emit):
-                    yield step.chunk
-                self._do(run, step)
+            while (chunk := _run(anext(chunks, None))) is not None:
+                yield chunk
         finally:
-            run.close()
+            _run(chunks.aclose())
 
     def status(self) -> pb.StatusResponse:
         """Of the first address that answers."""
-        return self._run(self._core.status())
+        return _run(self._core.status())
 
     def ready(self) -> bool:
         """Whether a server says that it is ready; False when none can be reached."""
-        return self._run(self._core.ready())
+        return _run(self._core.ready())
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Raises NotReady."""
-        self._run(self._core.wait_until_ready(timeout_s))
+        _run(self._core.wait_until_ready(timeout_s))
 
     def close(self) -> None:
         for lane in self._core.lanes:
@@ -108,90 +110,50 @@ class Client(_Client):
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
-    def _run(self, plan: Plan[T]) -> T:
-        run = Run(plan)
-        while (step := run.step) is not None:
-            self._do(run, step)
-        return run.value
 
-    def _do(self, run: Run[Any], step: Step) -> None:
-        result: Any = None
-        try:
-            match step:
-                case Ask(method, request, timeout_s):
-                    result = method(request, timeout=timeout_s, metadata=self._core.metadata)
-                case Read(call):
-                    result = next(call, None)
-                case Pause(seconds):
-                    time.sleep(seconds)
-        except grpc.RpcError as error:
-            run.throw(error)
-        else:
-            run.send(result)
+class _Waits:
+    """By the event loop."""
+
+    async def ask(self, method: Any, request: Any, **options: Any) -> Any:
+        return await method(request, **options)
+
+    async def read(self, call: Any) -> Any:
+        chunk = await call.read()
+        return None if chunk is grpc.aio.EOF else chunk
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
 
-class AsyncClient(_Client):
-    """The same for asyncio."""
+class _Blocks:
+    """Holds up the thread, so what waits in this way needs no event loop."""
 
-    _grpc = grpc.aio
+    async def ask(self, method: Any, request: Any, **options: Any) -> Any:
+        return method(request, **options)
 
-    async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float | None = None
-    ) -> pb.GenerateResponse:
-        return await self._run(self._core.generate(request, timeout_s))
+    async def read(self, call: Any) -> Any:
+        return next(call, None)
 
-    async def stream(
-        self, request: pb.GenerateRequest, timeout_s: float | None = None
-    ) -> AsyncIterator[pb.GenerateChunk]:
-        """Chunks as they come; closing the generator cancels the request."""
-        run = Run(self._core.stream(request, timeout_s))
-        try:
-            while (step := run.step) is not None:
-                if isinstance(step, Emit):
-                    yield step.chunk
-                await self._do(run, step)
-        finally:
-            run.close()
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
-    async def status(self) -> pb.StatusResponse:
-        return await self._run(self._core.status())
 
-    async def ready(self) -> bool:
-        return await self._run(self._core.ready())
+def _run(blocking: Awaitable[T]) -> T:
+    """What a coroutine gives that waits by `_Blocks`: it comes to its end in one go."""
+    try:
+        blocking.__await__().send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    raise AssertionError("it waits for an event loop")
 
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises NotReady."""
-        await self._run(self._core.wait_until_ready(timeout_s))
 
-    async def close(self) -> None:
-        for lane in self._core.lanes:
-            await lane.channel.close(None)
+def _opens(module: Any, tls: Tls | None) -> Callable[[str], Any]:
+    """What opens a channel of this module to an address."""
+    credentials = None if tls is None else tls.credentials()
 
-    async def __aenter__(self) -> AsyncClient:
-        return self
+    def open_channel(address: str) -> Any:
+        if credentials is None:
+            return module.insecure_channel(address, options=OPTIONS)
+        return module.secure_channel(address, credentials, options=OPTIONS)
 
-    async def __aexit__(self, *_exc: object) -> None:
-        await self.close()
-
-    async def _run(self, plan: Plan[T]) -> T:
-        run = Run(plan)
-        while (step := run.step) is not None:
-            await self._do(run, step)
-        return run.value
-
-    async def _do(self, run: Run[Any], step: Step) -> None:
-        result: Any = None
-        try:
-            match step:
-                case Ask(method, request, timeout_s, stream):
-                    call = method(request, timeout=timeout_s, metadata=self._core.metadata)
-                    result = call if stream else await call
-                case Read(call):
-                    chunk = await call.read()
-                    result = None if chunk is grpc.aio.EOF else chunk
-                case Pause(seconds):
-                    await asyncio.sleep(seconds)
-        except grpc.RpcError as error:
-            run.throw(error)
-        else:
-            run.send(result)
+    return open_channel

@@ -1,15 +1,10 @@
-"""What a client does, step by step, without doing any of it: no call, no sleep, no thread.
-
-A plan is a generator of steps. The blocking and the asynchronous client carry out the same plans;
-each step's result, or its grpc.RpcError, goes back into the plan.
-"""
+"""What a client does, but for how it waits: the blocking and the asynchronous client are one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -37,80 +32,31 @@ _OWN_CODES = (
     grpc.StatusCode.CANCELLED,
 )
 """What a client's own gRPC says without any server; all others tell of one."""
-T = TypeVar("T")
 
 
 class NotReady(TimeoutError):
     """No replica was ready in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Make a call. Its result is the answer, or with `stream` the call itself."""
+class Waits(Protocol):
+    """How a client waits: for an answer, for the next message of a stream, for time to pass."""
 
-    method: Any
-    request: Any
-    timeout_s: float | None
-    stream: bool = False
+    async def ask(self, method: Any, request: Any, **options: Any) -> Any: ...
 
+    async def read(self, call: Any) -> Any:
+        """None at the stream's end."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """The next message of a stream; None at its end."""
-
-    call: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Give a chunk to the caller."""
-
-    chunk: pb.GenerateChunk
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    seconds: float
-
-
-Step = Ask | Read | Emit | Pause
-Plan = Generator[Step, Any, T]
-
-
-class Run(Generic[T]):
-    """A plan that is being carried out: do `step`, send its result or its error, until it is None.
-
-    Raises what the plan raises.
-    """
-
-    def __init__(self, plan: Plan[T]) -> None:
-        self._plan = plan
-        self.step: Step | None = None
-        self._next(lambda: next(plan))
-
-    def send(self, result: object) -> None:
-        self._next(lambda: self._plan.send(result))
-
-    def throw(self, error: grpc.RpcError) -> None:
-        self._next(lambda: self._plan.throw(error))
-
-    def close(self) -> None:
-        self._plan.close()
-
-    def _next(self, go_on: Callable[[], Step]) -> None:
-        try:
-            self.step = go_on()
-        except StopIteration as end:
-            self.step = None
-            self.value: T = end.value
+    async def pause(self, seconds: float) -> None: ...
 
 
 class Core:
-    """The addresses and the plans. The address in use is kept until a call to it fails."""
+    """Calls to one of several addresses. The one in use is kept until a call to it fails."""
 
     def __init__(
         self,
         open_channel: Callable[[str], Any],
+        waits: Waits,
         address: str | Sequence[str],
         api_key: str | None,
         retry: RetryPolicy,
@@ -121,25 +67,27 @@ class Core:
             raise ValueError("address: at least one is needed")
         self.lanes = [Lane(open_channel(each)) for each in addresses]
         self._current = self.lanes[0]
+        self._waits = waits
         self._retry = retry
         self._clock = clock
         # Never in a log or a message: only here and on the wire.
-        self.metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._reached = False
         """Whether any server has ever answered."""
         self.retries = 0
-        """How often a call was asked again."""
+        """How often a call was asked again, over all calls so far."""
 
-    def generate(
-        self, request: pb.GenerateRequest, timeout_s: float | None
-    ) -> Plan[pb.GenerateResponse]:
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float | None = None
+    ) -> pb.GenerateResponse:
+        """The whole answer. `timeout_s` bounds all attempts together."""
         attempts = self._attempts(request, timeout_s)
         request = with_seed(request)
         while True:
             lane = self._current
             asked = with_less_time(request, attempts.passed_s(self._clock()))
             try:
-                response: pb.GenerateResponse = yield Ask(
+                response: pb.GenerateResponse = await self._ask(
                     lane.stub.Generate, asked, self._left_s(attempts, timeout_s)
                 )
             except grpc.RpcError as error:
@@ -147,23 +95,30 @@ class Core:
             else:
                 self._reached = True
                 return response
-            yield Pause(self._pause_s(lane, attempts, broken))
+            await self._waits.pause(self._pause_s(lane, attempts, broken))
 
-    def stream(self, request: pb.GenerateRequest, timeout_s: float | None) -> Plan[None]:
+    async def stream(
+        self, request: pb.GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        """Chunks as they come; closing the generator cancels the request.
+
+        `end.recovered` counts the continuations; `end.speculation`, `end.replicas` and the times
+        of `end` are those of the last one. `timeout_s` bounds all attempts together.
+        """
         attempts = self._attempts(request, timeout_s)
         whole = Continuation(request)
         while True:
             lane = self._current
             asked = whole.request(attempts.passed_s(self._clock()))
             left_s = self._left_s(attempts, timeout_s)
-            call = yield Ask(lane.stub.GenerateStream, asked, left_s, stream=True)
+            call = lane.stub.GenerateStream(asked, timeout=left_s, metadata=self._metadata)
             broken: grpc.RpcError = StreamBroken()
             try:
-                while (chunk := (yield Read(call))) is not None:
+                while (chunk := await self._waits.read(call)) is not None:
                     if (seen := whole.take(chunk)) is not None:
                         self._reached = True
                         attempts.progress()
-                        yield Emit(seen)
+                        yield seen
             except grpc.RpcError as error:
                 broken = error
             finally:
@@ -172,14 +127,14 @@ class Core:
                 return
             if whole.ended:
                 raise broken
-            yield Pause(self._pause_s(lane, attempts, broken))
+            await self._waits.pause(self._pause_s(lane, attempts, broken))
 
-    def status(self) -> Plan[pb.StatusResponse]:
+    async def status(self) -> pb.StatusResponse:
         """Of the first address that answers, the one in use first."""
         failed: grpc.RpcError | None = None
         for lane in self._in_order():
             try:
-                status: pb.StatusResponse = yield Ask(
+                status: pb.StatusResponse = await self._ask(
                     lane.stub.Status, pb.StatusRequest(), _STATUS_S
                 )
             except grpc.RpcError as error:
@@ -190,12 +145,12 @@ class Core:
         assert failed is not None
         raise failed
 
-    def ready(self) -> Plan[bool]:
+    async def ready(self) -> bool:
         """Whether a server says that it is ready; False when none can be reached."""
         request = health_pb2.HealthCheckRequest()
         for lane in self._in_order():
             try:
-                answer = yield Ask(lane.health.Check, request, _STATUS_S)
+                answer = await self._ask(lane.health.Check, request, _STATUS_S)
             except grpc.RpcError:
                 continue
             self._reached = True
@@ -203,13 +158,16 @@ class Core:
                 return True
         return False
 
-    def wait_until_ready(self, timeout_s: float) -> Plan[None]:
+    async def wait_until_ready(self, timeout_s: float) -> None:
         """Raises NotReady."""
         deadline_s = self._clock() + timeout_s
-        while not (yield from self.ready()):
+        while not await self.ready():
             if self._clock() > deadline_s:
                 raise NotReady(f"no replica was ready within {timeout_s:.0f} s")
-            yield Pause(_READY_PAUSE_S)
+            await self._waits.pause(_READY_PAUSE_S)
+
+    async def _ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        return await self._waits.ask(method, request, timeout=timeout_s, metadata=self._metadata)
 
     def _in_order(self) -> Iterator[Lane]:
         at = self.lanes.index(self._current)

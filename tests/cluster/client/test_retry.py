@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +13,7 @@ from grpc import StatusCode
 from hypothesis import example, given, strategies as st
 
 from cluster.client import RetryPolicy
-from cluster.client.core import Core, Run
+from cluster.client.core import Core
 from cluster.client.retry import Attempts, StreamBroken, retry_after_s
 from protos import lockstep_pb2 as pb
 from tests.cluster.scripted import ACTOR_DIED
@@ -33,10 +35,30 @@ def error_of(
     return Made()
 
 
-def core_with_clock(policy: RetryPolicy) -> tuple[Core, list[float]]:
-    """Without a server: plans are asked for their steps. The clock is the list's number."""
-    clock = [0.0]
-    return Core(grpc.insecure_channel, "localhost:1", None, policy, lambda: clock[0]), clock
+class Broken:
+    """The first attempt of a call ends with this error at this time. There is no other: a client
+    that pauses would make one."""
+
+    def __init__(self, error: grpc.RpcError, at_s: float) -> None:
+        self._error, self._at_s = error, at_s
+        self._now_s = 0.0
+
+    def core(self, policy: RetryPolicy) -> Core:
+        return Core(grpc.insecure_channel, self, "localhost:1", None, policy, lambda: self._now_s)
+
+    async def ask(self, method: Any, request: Any, **options: Any) -> Any:
+        self._now_s = self._at_s
+        raise self._error
+
+    async def read(self, call: Any) -> Any:
+        raise NotImplementedError
+
+    async def pause(self, seconds: float) -> None:
+        raise PausedError
+
+
+class PausedError(Exception):
+    """A further attempt would come."""
 
 
 LOST = error_of(StatusCode.UNAVAILABLE)
@@ -134,11 +156,9 @@ def test_attempts_in_a_row_that_fail_slowly_use_up_its_patience(
 def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
     code: StatusCode, lasted_s: float, reached: bool
 ) -> None:
-    core, clock = core_with_clock(RetryPolicy())
-    run = Run(core.generate(pb.GenerateRequest(prompt="x"), None))
-    clock[0] = lasted_s
-    with contextlib.suppress(grpc.RpcError):
-        run.throw(error_of(code))
+    core = Broken(error_of(code), lasted_s).core(RetryPolicy())
+    with contextlib.suppress(grpc.RpcError, PausedError):
+        asyncio.run(core.generate(pb.GenerateRequest(prompt="x")))
     assert core._reached == reached
 
 
@@ -187,11 +207,9 @@ def test_a_policy_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
 def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
     begun_s: float, error: grpc.RpcError, says: StatusCode
 ) -> None:
-    core, clock = core_with_clock(RetryPolicy(backoff_s=100.0, backoff_s_max=100.0))
-    run = Run(core.generate(pb.GenerateRequest(prompt="x"), 60.0))
-    clock[0] = -begun_s
+    core = Broken(error, -begun_s).core(RetryPolicy(backoff_s=100.0, backoff_s_max=100.0))
     with pytest.raises(grpc.RpcError) as raised:
-        run.throw(error)
+        asyncio.run(core.generate(pb.GenerateRequest(prompt="x"), 60.0))
     assert raised.value.code() is says
 
 
