@@ -1,13 +1,15 @@
 """Everything that crosses the scheduler's door: events in, actions out, and what they carry.
 
-All are frozen dataclasses without behaviour, so that Ray, the in-process engine and the simulator
-speak one language. Token ids are plain ints, lengths are in tokens, times in seconds.
+All are frozen and without behaviour, so that Ray, the in-process engine and the simulator speak one
+language. Token ids are plain ints, lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+import msgspec
 
 from scheduler.decoding import TokenLogprobs
 from scheduler.requests import (
@@ -25,6 +27,11 @@ from scheduler.requests import (
     StepTimes as StepTimes,
     StepTiming as StepTiming,
 )
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What also travels between processes, as it is: in a union each is told by its name."""
+
 
 # --------------------------------------------------------------------------- events
 
@@ -60,8 +67,7 @@ class FailureRecord:
 NO_FAILURES = FailureRecord()
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Message, frozen=True):
     request: Request
     accepted_before: bool = False
     """An earlier incarnation of the pool, or another pool, was sent it, so it is not refused for
@@ -73,8 +79,7 @@ class Submit:
     """What that pool has found out about it. Never a client's to say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Message, frozen=True):
     """The client is gone, or the frontend found a stop string. Unknown ids are ignored."""
 
     request_id: str
@@ -109,8 +114,7 @@ class StepDone:
     result: StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class StepFailed:
+class StepFailed(Message, frozen=True):
     """The replica lives but could not run the batch.
 
     The rows of a speculate batch are as they were before it, those of a prefill are not there.
@@ -170,8 +174,7 @@ class Dispatch:
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Message, frozen=True):
     """New tokens of a request; `start` is the index of the first among its new tokens."""
 
     request_id: str
@@ -182,21 +185,19 @@ class Emit:
     the token at index `start` + 1 on; after a loss they may come again."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFailure:
+class RecordFailure(Message, frozen=True):
     """A batch or a replica broke with this live request: the record goes along to another pool."""
 
     request_id: str
     record: FailureRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Message, frozen=True):
     """The last word on an accepted request; comes exactly once."""
 
     request_id: str
     reason: FinishReason
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = Usage()
     message: str = ""
 
 
@@ -208,8 +209,7 @@ class RejectCode(StrEnum):
     """Said by the process that drives the scheduler, never by the scheduler itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(Message, frozen=True):
     """A request that never entered the pool; `field` names what is wrong with it."""
 
     request_id: str
@@ -220,8 +220,7 @@ class Reject:
     """When the same request may be accepted, as estimated; for OVERLOADED."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(Message, frozen=True):
     """End this batch after the step in hand: other rows wait for it, or a row of it has ended.
 
     Only a wish: a batch that goes on is right all the same.
@@ -231,8 +230,7 @@ class Interrupt:
     batch_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Message, frozen=True):
     """The replica frees the blocks of these sequences, after the batches it already has.
 
     No batch in flight holds them. An id that it does not hold (its prefill failed) is ignored.

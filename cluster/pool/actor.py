@@ -24,16 +24,13 @@ from cluster.pool.delivery import Delivery
 from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer, requests_of, unlike
 from cluster.pool.protocol import (
     STOPPING,
-    CancelNote,
     DrainNote,
-    FailureNote,
     JoinReply,
     LeaveNote,
     PoolFailed,
     PoolLoad,
     PoolState,
     PoolView,
-    RejectNote,
     ResumeNote,
     StopReply,
     UsedNote,
@@ -146,9 +143,9 @@ class PoolActor:
             case StepResult(batch_id):
                 if (batch := worker.batches.pop(batch_id, None)) is not None:
                     self._step(StepDone(message), batch)
-            case FailureNote(batch_id, text):
+            case StepFailed(_, batch_id):
                 if (batch := worker.batches.pop(batch_id, None)) is not None:
-                    self._step(StepFailed(replica_id, batch_id, text), batch)
+                    self._step(message, batch)
             case DrainNote() if not worker.draining:
                 log.info("replica %s drains", replica_id)
                 worker.draining = True
@@ -192,16 +189,16 @@ class PoolActor:
                 if self._stopping and not message.accepted_before:
                     refused = Reject(request.id, RejectCode.STOPPING, "", STOPPING)
                     self._meter.rejected(refused)
-                    frontend.post(RejectNote(refused))
+                    frontend.post(refused)
                     frontend.flush_within(0.0)
                     return
                 frontend.requests.add(request.id)
                 self._owners[request.id] = frontend
                 self._step(message)
                 frontend.flush_within(self._gather_s)
-            case CancelNote(request_id):
+            case Cancel(request_id):
                 if request_id in frontend.requests:
-                    self._step(Cancel(request_id))
+                    self._step(message)
             case ResumeNote(session):
                 if session in self._frontends:
                     self._lose_frontend(session, "has left")

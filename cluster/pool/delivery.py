@@ -1,4 +1,4 @@
-"""Makes messages of the scheduler's actions, each for the worker or frontend that it concerns."""
+"""Brings each of the scheduler's actions to the worker or frontend that it concerns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from cluster.frontend.metrics import PoolMeter
 from cluster.pool.peers import FrontendPeer, WorkerPeer
-from cluster.pool.protocol import InterruptNote, RecordNote, RejectNote, ReleaseNote, TokenUpdate
 from scheduler.messages import (
     Action,
     Dispatch,
@@ -58,34 +57,27 @@ class Delivery:
                     worker.batches[batch.id] = batch
                     worker.post(batch)
                     self._due[worker] = 0.0
-            case Interrupt(replica_id, batch_id):
+            case Interrupt(replica_id) | Release(replica_id):
                 if (worker := self._workers.get(replica_id)) is not None:
-                    worker.post(InterruptNote(batch_id))
+                    worker.post(action)
                     self._due[worker] = 0.0
-            case Release(replica_id, sequence_ids):
-                if (worker := self._workers.get(replica_id)) is not None:
-                    worker.post(ReleaseNote(sequence_ids))
-                    self._due[worker] = 0.0
-            case Emit(request_id, start, tokens, extras):
+            case Emit(request_id, start, tokens):
                 self._meter.committed(len(tokens))
                 if (owner := self._owners.get(request_id)) is not None:
-                    owner.post(TokenUpdate(request_id, start, tokens, extras))
+                    owner.post(action)
                     # Only the first token of a request is waited for by itself.
                     within_s = self._gather_s if start else 0.0
                     self._due[owner] = min(within_s, self._due.get(owner, within_s))
-            case RecordFailure(request_id, record):
+            case RecordFailure(request_id):
                 if (owner := self._owners.get(request_id)) is not None:
-                    owner.post(RecordNote(request_id, record))
+                    owner.post(action)
                     self._due[owner] = 0.0
-            case Finish(request_id):
-                self._meter.finished(action)
+            case Finish(request_id) | Reject(request_id):
+                if isinstance(action, Finish):
+                    self._meter.finished(action)
+                else:
+                    self._meter.rejected(action)
                 if (owner := self._owners.pop(request_id, None)) is not None:
                     owner.requests.discard(request_id)
                     owner.post(action)
-                    self._due[owner] = 0.0
-            case Reject(request_id):
-                self._meter.rejected(action)
-                if (owner := self._owners.pop(request_id, None)) is not None:
-                    owner.requests.discard(request_id)
-                    owner.post(RejectNote(action))
                     self._due[owner] = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.pool.protocol import DrainNote, FrontendMessage, InterruptNote, PoolState, ReleaseNote
+from cluster.pool.protocol import FrontendMessage, PoolState, WorkerMessage
 from cluster.transport.stream import Stream
 from scheduler.messages import Batch, Cancel, Finish, ReplicaSpec, Submit, Usage
 
@@ -34,13 +34,13 @@ class WorkerPeer:
     draining: bool = False
     stream: Stream | None = None
     lost_stream: bool = False
-    _waiting: list[Batch | ReleaseNote | InterruptNote | DrainNote] = field(default_factory=list)
+    _waiting: list[WorkerMessage] = field(default_factory=list)
     """What came before the stream, or is of the event in hand."""
     _asked: asyncio.Task[bool | None] | None = None
     _asked_s: float = 0.0
     _answer: bool | None = None
 
-    def post(self, message: Batch | ReleaseNote | InterruptNote | DrainNote) -> None:
+    def post(self, message: WorkerMessage) -> None:
         self._waiting.append(message)
 
     def flush(self) -> None:

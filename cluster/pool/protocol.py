@@ -1,9 +1,10 @@
 """What the pool, the workers and the frontends say to each other.
 
 Each side talks to a `PoolPort`, in a cluster a `RayPool`. What comes with every batch goes over
-streams of typed messages, one for each membership of a worker and each session of a frontend; the
-rest goes through Ray. Messages on a stream arrive once and in order. With its stream a membership
-or a session ends, and the next one begins with nothing of it.
+streams, one for each membership of a worker and each session of a frontend: the scheduler's own
+events and actions, and what is said beside them. The rest goes through Ray. Messages on a stream
+arrive once and in order. With its stream a membership or a session ends, and the next one begins
+with nothing of it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import msgspec
 
 from cluster.transport.codec import Messages
 from cluster.transport.stream import Stream, StreamKind
-from scheduler.decoding import TokenLogprobs
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
-    FailureRecord,
+    Cancel,
+    Emit,
     Finish,
+    Interrupt,
+    Message,
+    RecordFailure,
     Reject,
+    Release,
     ReplicaSpec,
+    StepFailed,
     StepResult,
     Submit,
     Usage,
@@ -48,11 +54,7 @@ class PoolFailed(PoolUnreachable):
     """An invariant of the pool is broken: it answers nothing any more and its process ends."""
 
 
-class _Message(msgspec.Struct, array_like=True, tag=True):
-    """A message of its own type on a stream."""
-
-
-class Beat(_Message):
+class Beat(Message, frozen=True):
     """The sender lives, whether or not it has anything else to say."""
 
     unfinished: int = 0
@@ -71,40 +73,22 @@ class JoinReply:
     """Why the replica cannot be in this pool; it is not known then."""
 
 
-class FailureNote(_Message):
-    """The replica lives but could not run the batch."""
-
-    batch_id: int
-    message: str
-
-
-class DrainNote(_Message):
+class DrainNote(Message, frozen=True):
     """From a worker: no new sequence. From the pool: it has nothing of this replica's any more."""
 
 
-class LeaveNote(_Message):
+class LeaveNote(Message, frozen=True):
     """The replica goes now."""
 
     by_batch: bool = False
     """The batch in hand hangs or broke the replica, so its rows may be the reason."""
 
 
-class ReleaseNote(_Message):
-    """Free the blocks of these sequences, after the batches that came before."""
-
-    sequence_ids: tuple[str, ...]
-
-
-class InterruptNote(_Message):
-    """End the batch with this id, and earlier ones, after the step in hand."""
-
-    batch_id: int
-
-
+WorkerMessage = Batch | Release | Interrupt | DrainNote
 WORKER = StreamKind(
     "Worker",
-    calling=Messages(StepResult | FailureNote | DrainNote | LeaveNote | Beat),
-    called=Messages(Batch | ReleaseNote | InterruptNote | DrainNote),
+    calling=Messages(StepResult | StepFailed | DrainNote | LeaveNote | Beat),
+    called=Messages(WorkerMessage),
 )
 """The stream of one membership; its caller is the replica's id."""
 
@@ -112,44 +96,16 @@ WORKER = StreamKind(
 # --------------------------------------------------------------------------- frontends
 
 
-class ResumeNote(_Message):
+class ResumeNote(Message, frozen=True):
     """The first message of a session: it takes the place of that one, which ends."""
 
     session: str
 
 
-class UsedNote(_Message):
+class UsedNote(Message, frozen=True):
     """What requests of an ended session had used whose end the frontend was not told, by id."""
 
     used: Mapping[str, Usage]
-
-
-class CancelNote(_Message):
-    """The client is gone, or has all that it wants."""
-
-    request_id: str
-
-
-class TokenUpdate(_Message):
-    """New tokens of a request, or what it wants to be told of its prompt; as `Emit`."""
-
-    request_id: str
-    start: int
-    tokens: tuple[int, ...]
-    extras: tuple[TokenLogprobs, ...] = ()
-
-
-class RecordNote(_Message):
-    """What counts against a request from now on; it goes with the request to another pool."""
-
-    request_id: str
-    record: FailureRecord
-
-
-class RejectNote(_Message):
-    """A request was not accepted."""
-
-    reject: Reject
 
 
 class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -165,7 +121,7 @@ class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
     """Longest content (prompt + new tokens) that one of these replicas can hold."""
 
 
-class PoolState(_Message):
+class PoolState(Message, frozen=True):
     """What the pool says of itself, last in every frame."""
 
     submits: int
@@ -179,10 +135,10 @@ class PoolState(_Message):
     """Its process ends; the requests of the event that has broken it."""
 
 
-FrontendMessage = TokenUpdate | RecordNote | RejectNote | UsedNote | PoolState | Finish
+FrontendMessage = Emit | RecordFailure | Finish | Reject | UsedNote | PoolState
 FRONTEND = StreamKind(
     "Frontend",
-    calling=Messages(Submit | CancelNote | ResumeNote | Beat),
+    calling=Messages(Submit | Cancel | ResumeNote | Beat),
     called=Messages(FrontendMessage),
 )
 """The stream of one session; its caller is the session's id."""

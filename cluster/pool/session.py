@@ -15,27 +15,34 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.load import LoadEstimate
 from cluster.pool.protocol import (
     FRONTEND,
     Beat,
-    CancelNote,
     FrontendMessage,
     PoolPort,
     PoolState,
     PoolUnreachable,
-    RecordNote,
-    RejectNote,
     ResumeNote,
-    TokenUpdate,
     UsedNote,
     silence_s,
 )
 from cluster.transport.stream import Stream, StreamLost
-from scheduler.messages import Finish, FinishReason, Reject, RejectCode, Request, Usage
+from scheduler.messages import (
+    Cancel,
+    Emit,
+    Finish,
+    FinishReason,
+    RecordFailure,
+    Reject,
+    RejectCode,
+    Request,
+    Usage,
+)
 from scheduler.scaling import ShardLoad
 
 log = logging.getLogger("lockstep.frontend")
@@ -121,14 +128,14 @@ class PoolSession:
             if live.sent:
                 self._left[live.pool_id] = live
                 live.earlier[live.pool_id] = Usage()
-                self._send(CancelNote(live.pool_id))
+                self._send(Cancel(live.pool_id))
 
     def cancel(self, live: InFlightRequest) -> None:
         """The client is gone, or has all that it wants. Its Finish still comes."""
         if live.pool_id in self._live and not live.cancelled:
             live.cancelled = True
             if live.sent:
-                self._send(CancelNote(live.pool_id))
+                self._send(Cancel(live.pool_id))
             else:
                 self._end_here(live, FinishReason.CANCELLED)
 
@@ -139,7 +146,7 @@ class PoolSession:
     def cut_off(self) -> None:
         """Whatever is unfinished ends here, as unreachable, and in the pool."""
         for live in self._live.values():
-            self._send(CancelNote(live.pool_id))
+            self._send(Cancel(live.pool_id))
         self._give_up()
 
     @property
@@ -255,7 +262,7 @@ class PoolSession:
         live.sent = True
         stream.send(live.to_submit(self._clock()))
 
-    def _send(self, message: Beat | CancelNote) -> None:
+    def _send(self, message: Beat | Cancel) -> None:
         """To a pool that will hear all of it anew there is nothing to say."""
         if self._stream is not None:
             self._stream.send(message)
@@ -265,7 +272,7 @@ class PoolSession:
     def _take(self, message: FrontendMessage) -> None:
         """Raises StreamLost when the pool says that it ends."""
         match message:
-            case TokenUpdate(request_id, start, tokens, extras):
+            case Emit(request_id, start, tokens, extras):
                 if (live := self._live.get(request_id)) is not None:
                     live.take(start, tokens, extras, self._clock())
             case Finish(request_id, _, usage):
@@ -274,13 +281,13 @@ class PoolSession:
                     live.end()
                 elif (live := self._left.pop(request_id, None)) is not None:
                     live.earlier[request_id] = usage
-            case RecordNote(request_id, record):
+            case RecordFailure(request_id, record):
                 if (live := self._live.get(request_id)) is not None:
                     live.record = record
-            case RejectNote(reject):
-                self._left.pop(reject.request_id, None)
-                if (live := self._live.pop(reject.request_id, None)) is not None:
-                    self._refused(live, reject)
+            case Reject(request_id):
+                self._left.pop(request_id, None)
+                if (live := self._live.pop(request_id, None)) is not None:
+                    self._refused(live, message)
             case UsedNote(used):
                 for request_id, usage in used.items():
                     if (live := self._former.get(request_id)) is not None and usage.steps:

@@ -19,20 +19,18 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
-from cluster.pool.protocol import (
-    WORKER,
-    Beat,
-    DrainNote,
-    FailureNote,
-    InterruptNote,
-    LeaveNote,
-    PoolPort,
-    PoolUnreachable,
-    ReleaseNote,
-)
+from cluster.pool.protocol import WORKER, Beat, DrainNote, LeaveNote, PoolPort, PoolUnreachable
 from cluster.transport.codec import NotEncodable
 from cluster.transport.stream import Stream, StreamLost
-from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepFailed, StepResult
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    Interrupt,
+    Release,
+    ReplicaSpec,
+    StepFailed,
+    StepResult,
+)
 
 log = logging.getLogger("lockstep.replica")
 
@@ -107,7 +105,7 @@ class Worker:
         self._shard = shard
         self._name = name
         self._process = process
-        self._jobs: queue.SimpleQueue[Batch | ReleaseNote | _Forget | _Stop] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Batch | Release | _Forget | _Stop] = queue.SimpleQueue()
         self._interrupted = 0
         """Batches up to this id end after the step in hand; the thread reads it."""
         self._batch_lost = False
@@ -257,7 +255,7 @@ class Worker:
         async for messages in stream.frames():
             for message in messages:
                 match message:
-                    case InterruptNote(batch_id):
+                    case Interrupt(_, batch_id):
                         self._interrupted = max(self._interrupted, batch_id)
                     case DrainNote():
                         handed_over.set()
@@ -282,7 +280,7 @@ class Worker:
                 self._failures[batch.kind] = 0
                 return
         self._failures[batch.kind] += 1
-        self._stream.send(FailureNote(result.batch_id, result.message))
+        self._stream.send(result)
         self._something_new.set()
 
     # ------------------------------------------------------------------ thread
@@ -302,7 +300,7 @@ class Worker:
                         self._post(self._something_new.set)
                     else:
                         self._post(self._finished, batch, result)
-                case ReleaseNote(sequence_ids):
+                case Release(_, sequence_ids):
                     self._release(replica, sequence_ids)
                 case _Forget():
                     self._release(replica, replica.residents)

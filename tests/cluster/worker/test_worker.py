@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster.pool.protocol import ReleaseNote
 from cluster.worker.worker import ReplicaUnhealthy, Worker
-from scheduler.messages import BatchKind
+from scheduler.messages import BatchKind, Release
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.pool.rig import CONFIG, Cluster, Stuck, check, shards
 from tests.cluster.wire import Wire, until
@@ -94,7 +93,7 @@ class Breaking(FakeReplica):
         if self.begun >= self.at:
             assert self.worker is not None
             # What the pool has said meanwhile is behind the batch.
-            self.worker._jobs.put(ReleaseNote(("somebody",)))
+            self.worker._jobs.put(Release("", ("somebody",)))
             self.broken = RuntimeError("rank 1 has ended")
             raise self.broken
         return super().step(batch, *rest)
