@@ -28,7 +28,6 @@ from cluster.pool.protocol import (
     JoinReply,
     LeaveNote,
     PoolFailed,
-    PoolLoad,
     PoolState,
     PoolView,
     ResumeNote,
@@ -54,6 +53,7 @@ from scheduler.messages import (
     Tick,
     Usage,
 )
+from scheduler.scaling import ShardLoad
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
@@ -273,7 +273,12 @@ class PoolActor:
         serving = [peer.spec for peer in self._workers.values() if not peer.draining]
         length_max = max((spec.length_max for spec in serving), default=0)
         books = self._scheduler
-        load = PoolLoad(len(serving), books.outstanding_tokens, books.expected_share, length_max)
+        load = ShardLoad(
+            serving=len(serving),
+            outstanding_tokens=books.outstanding_tokens,
+            length_max=length_max,
+            expected_share=books.expected_share,
+        )
         stopping = self._stopping
         return PoolState(submits, load, stopping, stopping and self._cut, self._failed)
 

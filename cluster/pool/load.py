@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from cluster.pool.protocol import PoolLoad, PoolState
+from cluster.pool.protocol import PoolState
+from scheduler.scaling import ShardLoad
 
 
 class LoadEstimate:
@@ -14,7 +15,7 @@ class LoadEstimate:
     """
 
     def __init__(self) -> None:
-        self.said = PoolLoad()
+        self.said = ShardLoad(length_max=0)
         self.unconfirmed_tokens = 0
         self._unconfirmed: dict[str, int] = {}
         """What requests that the pool has not confirmed may commit, by their ids, the oldest

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from cluster.transport.codec import Messages
 from cluster.transport.stream import Stream, StreamKind
 from scheduler.errors import LockstepError
@@ -34,7 +32,7 @@ from scheduler.messages import (
     Submit,
     Usage,
 )
-from scheduler.scaling import merged_status
+from scheduler.scaling import ShardLoad, merged_status
 from scheduler.status import PoolStatus
 
 STOPPING = "the server is stopping"
@@ -108,25 +106,12 @@ class UsedNote(Message, frozen=True):
     used: Mapping[str, Usage]
 
 
-class PoolLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How much there is to do in a pool, for a frontend that has several to choose from."""
-
-    serving: int = 0
-    """Replicas that take sequences."""
-    outstanding_tokens: int = 0
-    """Tokens that accepted requests are expected to commit."""
-    expected_share: float = 1.0
-    """The part of its limit that a request is expected to commit."""
-    length_max: int = 0
-    """Longest content (prompt + new tokens) that one of these replicas can hold."""
-
-
 class PoolState(Message, frozen=True):
     """What the pool says of itself, last in every frame."""
 
     submits: int
     """How many requests of this session it has accepted or refused; `load` is with them."""
-    load: PoolLoad
+    load: ShardLoad
     stopping: bool = False
     """It accepts no new request."""
     cut: bool = False

@@ -161,9 +161,9 @@ class PoolSession:
     @property
     def load(self) -> ShardLoad:
         """What the pool has said of itself last, and what it does not know."""
-        said, answers = self._load.said, self.answered and self._stream is not None
-        tokens, share = self._load.outstanding_tokens, said.expected_share
-        return ShardLoad(said.serving, tokens, answers, said.length_max, share)
+        answers = self.answered and self._stream is not None
+        tokens = self._load.outstanding_tokens
+        return replace(self._load.said, answers=answers, outstanding_tokens=tokens)
 
     # ------------------------------------------------------------------ life
 

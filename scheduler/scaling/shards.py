@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+
+import msgspec
 
 from scheduler.status import PoolStatus
 
@@ -17,13 +19,12 @@ _SUMS = [one.name for one in fields(PoolStatus) if one.name not in ("replicas", 
 """Fields of a status that are added up."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLoad:
-    """What a frontend knows of a shard; it may be a little old."""
+class ShardLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a pool says of its load, and a frontend knows of a shard; it may be a little old."""
 
-    serving: int
+    serving: int = 0
     """Replicas that take sequences now."""
-    outstanding_tokens: float
+    outstanding_tokens: float = 0
     """Tokens that its requests are expected to commit, those on their way to it included."""
     answers: bool = True
     """Whether its pool has answered lately."""
