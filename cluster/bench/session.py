@@ -21,7 +21,7 @@ from cluster.bench.arrivals import Arrivals, Closed, Extent
 from cluster.bench.figures import PoolSums, Record, summarise
 from cluster.bench.report import Report, machine
 from cluster.bench.transformers_runs import Transformers
-from cluster.bench.workload import BenchError, Lengths, Workload, engine_request, prompts_of
+from cluster.bench.workload import BenchError, Workload, engine_request, prompts_of
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
@@ -50,7 +50,8 @@ class Plan:
     warm_up: int
     """Requests before the load that do not count, closed loop."""
     prompts: Path | None
-    prompt_tokens: Lengths | None
+    prompt_tokens: str | None
+    """Lengths of random prompts, as `parse_lengths` reads them."""
     limit: int
     """Distinct prompts at most."""
     seed: int

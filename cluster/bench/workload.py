@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.files import read_prompts
 from scheduler.messages import Request, SamplingParams
+from scheduler.simulation import Lengths, parse_lengths
 
 Prompt = str | tuple[int, ...]
 """Text, or token ids as they are."""
@@ -51,39 +52,13 @@ class Workload:
         return replace(self.sampling, seed=self.sampling.seed + number)
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of synthetic prompts, from `least` to `most`, each as likely."""
-
-    least: int
-    most: int
-
-    @classmethod
-    def parse(cls, text: str) -> Lengths:
-        """ "64" or "64..512". Raises ValueError, which says what was expected."""
-        first, _, last = text.partition("..")
-        try:
-            least, most = int(first), int(last or first)
-        except ValueError:
-            raise ValueError(f"expected N or N..M tokens, got {text!r}") from None
-        if not 1 <= least <= most:
-            raise ValueError(f"expected 1 <= N <= M in N..M, got {text!r}")
-        return cls(least, most)
-
-    def __str__(self) -> str:
-        return f"{self.least}..{self.most}" if self.most > self.least else str(self.least)
-
-
 def synthetic_prompts(
     n: int, lengths: Lengths, vocab_size: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
     """Uniformly random token ids in [0, vocab_size): every replica must compute them, and a draft
     that was trained on text guesses badly what follows."""
     rng = random.Random(seed)
-    return tuple(
-        tuple(rng.randrange(vocab_size) for _ in range(rng.randint(lengths.least, lengths.most)))
-        for _ in range(n)
-    )
+    return tuple(tuple(rng.randrange(vocab_size) for _ in range(lengths(rng))) for _ in range(n))
 
 
 def held_out_prompts(
@@ -113,7 +88,7 @@ def held_out_prompts(
 def prompts_of(
     n: int,
     file: Path | None,
-    lengths: Lengths | None,
+    lengths: str | None,
     vocab_size: int,
     tokenizer: Callable[[], Any],
     seed: int,
@@ -126,7 +101,7 @@ def prompts_of(
     if file is not None:
         return tuple(read_prompts(file, n)), str(file.name)
     if lengths is not None:
-        drawn = synthetic_prompts(n, lengths, vocab_size, seed)
+        drawn = synthetic_prompts(n, parse_lengths(lengths), vocab_size, seed)
         return drawn, f"random tokens, {lengths} per prompt, seed {seed}"
     cut = held_out_prompts(tokenizer(), n, seed=seed)
     return tuple(map(tuple, cut)), f"held-out text of the demo pair, seed {seed}"

@@ -108,8 +108,8 @@ def bench(
             raise typer.BadParameter(f"{option} must be in [0, 1]")
     from cluster.bench.arrivals import Arrivals, Bursts, Closed, Extent, Poisson
     from cluster.bench.session import Plan
-    from cluster.bench.workload import Lengths
     from scheduler.messages import SamplingParams
+    from scheduler.simulation import parse_lengths
 
     arrivals: Arrivals = Closed(in_flight or 16)
     if rate is not None:
@@ -117,7 +117,8 @@ def bench(
     if burst is not None:
         arrivals = Bursts(burst, every)
     try:
-        lengths = None if prompt_tokens is None else Lengths.parse(prompt_tokens)
+        if prompt_tokens is not None:
+            parse_lengths(prompt_tokens)
     except ValueError as error:
         raise typer.BadParameter(f"--prompt-tokens: {error}") from None
     if requests is None and duration is None:
@@ -127,7 +128,7 @@ def bench(
         extent=Extent(requests, duration),
         warm_up=warm_up,
         prompts=prompts,
-        prompt_tokens=lengths,
+        prompt_tokens=prompt_tokens,
         limit=limit if requests is None else min(limit, requests),
         seed=seed,
         max_new_tokens=max_new_tokens,

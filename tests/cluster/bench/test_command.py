@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from cluster.bench import session
 from cluster.bench.compare import Comparison, Contender
 from cluster.bench.report import Report
-from cluster.bench.workload import Lengths, synthetic_prompts
+from cluster.bench.workload import synthetic_prompts
 from cluster.cli.main import main
+from scheduler.simulation import parse_lengths
 from tests.cluster.bench.test_report import report
 
 RUN = CliRunner()
@@ -153,8 +154,7 @@ def test_an_output_that_is_lost_meanwhile_costs_neither_figures_nor_the_other(
     ("text", "least", "most"), [("64", 64, 64), ("64..512", 64, 512), ("1..1", 1, 1)]
 )
 def test_lengths_are_read_and_prompts_keep_to_them(text: str, least: int, most: int) -> None:
-    lengths = Lengths.parse(text)
-    assert (lengths.least, lengths.most) == (least, most)
+    lengths = parse_lengths(text)
     prompts = synthetic_prompts(40, lengths, 50, seed=2)
     assert all(least <= len(prompt) <= most for prompt in prompts)
     assert all(0 <= token < 50 for prompt in prompts for token in prompt)

@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 from cluster.bench.arrivals import Bursts, Closed, Extent
 from cluster.bench.figures import Record, summarise
 from cluster.bench.load import _take, check_requests, drive, grpc_request, over_grpc, pool_sums
-from cluster.bench.workload import BenchError, Lengths, Workload, synthetic_prompts
+from cluster.bench.workload import BenchError, Workload, synthetic_prompts
 from cluster.cli.main import main
 from cluster.client import AsyncClient
 from cluster.client.retry import Continuation, StreamBroken
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from scheduler.messages import SamplingParams
+from scheduler.simulation import uniform
 from tests.cluster.fakes import CONTEXT, VOCAB
 from tests.cluster.frontend.rig import frontend
 
@@ -41,7 +42,7 @@ async def served(step_s: float = 0.0) -> AsyncIterator[str]:
 
 
 def workload(temperature: float = 0.0) -> Workload:
-    prompts = synthetic_prompts(3, Lengths(4, 9), VOCAB, seed=1)
+    prompts = synthetic_prompts(3, uniform(4, 9), VOCAB, seed=1)
     return Workload(prompts, "random", 20, SamplingParams(temperature=temperature, seed=7))
 
 
