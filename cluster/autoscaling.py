@@ -34,10 +34,8 @@ from scheduler.scaling import (
 
 log = logging.getLogger("ray.serve")
 
-_ANSWER_S = 5.0
-"""How long the pool may take to answer."""
-_SILENT_S = 0.5
-"""The same for one of several that has not answered the last time."""
+_ANSWER_S = 2.0
+"""How long a look waits for answers. One that comes later is the next look's."""
 
 
 class Context(Protocol):
@@ -144,13 +142,8 @@ class _Pools:
                 asked[name] = self._silent[name] if name in self._silent else self._ask(name)
             except Exception as error:
                 errors[name] = error
-        # One that hangs would have all the others looked at seldom.
-        well = [ask for name, ask in asked.items() if name not in self._silent]
-        waited = well or list(asked.values())
-        if waited:
-            ray.wait(waited, num_returns=len(waited), timeout=_ANSWER_S)
-        if well and len(well) < len(asked):
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SILENT_S)
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
         for name, ask in asked.items():
             self._silent.pop(name, None)
             try:

@@ -289,8 +289,8 @@ class Scheduler:
         """Books the tokens of a batch's live rows; returns how many count."""
         out = self._out
         committed = 0
-        booked = self._pool.commit(answers)
-        for (sequence, tokens, reason), (_, row) in zip(booked, answers, strict=True):
+        for sequence, row in answers:
+            tokens, reason = self._pool.commit(sequence, row)
             if tokens:
                 committed += len(tokens)
                 start = len(sequence.committed) - len(tokens)

@@ -119,7 +119,7 @@ class StopStrings:
             at, stop = min(hits)
             self._held = ""
             return text[:at], stop
-        keep = self._suffix_that_may_begin_a_stop(text)
+        keep = tail_of(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -128,13 +128,16 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _suffix_that_may_begin_a_stop(self, text: str) -> int:
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        for size in range(longest, 0, -1):
-            suffix = text[len(text) - size :]
-            if any(stop.startswith(suffix) for stop in self._stops):
-                return size
-        return 0
+
+def tail_of(text: str, words: Sequence[str]) -> int:
+    """Characters at the text's end that may be the beginning of one of these words, of which it has
+    none."""
+    longest = min(len(text), max(map(len, words)) - 1)
+    for size in range(longest, 0, -1):
+        suffix = text[len(text) - size :]
+        if any(word.startswith(suffix) for word in words):
+            return size
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, ReplicaSpec, Request
+from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
 from scheduler.queue import WaitingQueue
 from scheduler.state.rate import RateMeter
 from scheduler.state.replica import Replica
-from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Answer, Chunk, Move, Sequence, State
+from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
 
 _HEAP_SLACK = 64
 REACHED_RECENT = 0.02
@@ -160,19 +160,14 @@ class Pool:
             sequence.batch_id = batch_id
 
     def commit(
-        self, answers: list[Answer]
-    ) -> list[tuple[Sequence, tuple[int, ...], FinishReason | None]]:
-        """Books what a step committed of these rows: they are ready again.
-
-        Returns each with what its `commit` does.
-        """
-        booked = []
-        for sequence, row in answers:
-            tokens, reason = sequence.commit(row)
-            self.limit_left -= len(tokens)
-            self.move(sequence, Move.STEPPED)
-            booked.append((sequence, tokens, reason))
-        return booked
+        self, sequence: Sequence, row: RowResult
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Books what a step committed of this row, which is ready again. Returns what the
+        sequence's `commit` does."""
+        tokens, reason = sequence.commit(row)
+        self.limit_left -= len(tokens)
+        self.move(sequence, Move.STEPPED)
+        return tokens, reason
 
     def move(self, sequence: Sequence, move: Move) -> None:
         """Changes the state and keeps the replica's counts and ready rows in step with it."""

@@ -10,7 +10,7 @@ import ipaddress
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config import AuthConfig, ClusterConfig, ConfigError, FrontendConfig
@@ -107,7 +107,8 @@ class Admitted:
     _use: _Tenant
     _clock: Callable[[], float]
     _leave: Callable[[], None]
-    _charged: list[tuple[TokenBucket, int]] = field(default_factory=list)
+    _charged: tuple[TokenBucket, int] | None = None
+    """From which bucket, and how much."""
 
     def priority(self, asked: Priority | None) -> Priority:
         """The request's class: the one asked for; where none is, normal, or the key's if that is
@@ -128,13 +129,13 @@ class Admitted:
         wait_s = bucket.take(tokens, self._clock())
         if wait_s > 0:
             raise _used_up(self.tenant, wait_s)
-        self._charged.append((bucket, tokens))
+        self._charged = bucket, tokens
 
     def close(self, tokens: int = 0) -> None:
         """The request has ended, having used so many tokens; the rest goes back."""
-        for bucket, charged in self._charged:
+        if self._charged is not None:
+            bucket, charged = self._charged
             bucket.give_back(max(charged - tokens, 0), self._clock())
-        self._charged.clear()
         self._leave()
 
 

@@ -13,6 +13,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.frontend.text import tail_of
 from cluster.frontend.tools.use import CALL_BEGIN, CALL_END, ToolFormat
 
 
@@ -94,7 +95,7 @@ class ToolReader:
         held = self._held
         begin = -1 if self._content_only else held.find(self._tag)
         if begin < 0:
-            kept = 0 if ended else _tail_of(held, self._tag)
+            kept = 0 if ended else tail_of(held, (self._tag,))
             free = held[: len(held) - kept]
             free = free if ended or not self._tag else free.rstrip()
             self._held = held[len(free) :]
@@ -233,11 +234,3 @@ def _call_of(text: str, key: str) -> tuple[str, str] | None:
     if not isinstance(arguments, dict):
         return None
     return found["name"], json.dumps(arguments, ensure_ascii=False)
-
-
-def _tail_of(text: str, tag: str) -> int:
-    """Characters at the text's end that may be the beginning of the tag."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0
