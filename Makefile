@@ -102,7 +102,7 @@ demo-pair: $(SETUP)  ## train the demo pair anew (over half an hour on two cores
 RESULTS = benchmarks/results
 CLUSTER = $(BIN)/python -m benchmarks.cluster --json $(RESULTS)/cluster.json
 bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
-	$(BIN)/python -m benchmarks.engine --threads 2 --hopeless-rounds 9 --json $(RESULTS)/engine.json
+	$(BIN)/python -m benchmarks.engine --threads 2 --json $(RESULTS)/engine.json
 	$(CLUSTER) --parts real --in-flight 1 16 --requests-per-client 4 --rounds 3
 	$(CLUSTER) --parts synthetic --in-flight 16 64 --rounds 3
 	$(MAKE) --no-print-directory bench-scheduler
