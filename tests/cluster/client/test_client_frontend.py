@@ -1,5 +1,5 @@
-"""Proves: the frontend continues an answer behind every token, and with the client before it a
-stream that breaks again and again reads like one that did not.
+"""Proves: with a real frontend behind the client a stream that breaks again and again reads like
+one that did not. That a frontend continues behind every token is in `frontend/test_ends.py`.
 """
 
 from __future__ import annotations
@@ -12,33 +12,9 @@ import pytest
 from grpc import StatusCode
 
 from cluster.client import AsyncClient
-from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
-from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
+from tests.cluster.frontend.rig import PROMPT, Context, frontend
 from tests.cluster.scripted import ACTOR_DIED, QUICK, joined
-
-
-@pytest.mark.parametrize("which", ["no stop", "a stop that comes", "a stop that only begins"])
-async def test_the_frontend_continues_behind_every_token(which: str) -> None:
-    """Text and tokens after each cut, the one before the first token and the one after the last."""
-    async with frontend() as made:
-        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=40)
-        text = (await made.Generate(request, Context())).text
-        if which == "a stop that comes":
-            request.stop.append(text[10:16])
-        if which == "a stop that only begins":
-            request.stop.extend([text[10:14] + "never", text[-3:] + "never"])
-        whole = await made.Generate(request, Context())
-        for cut in range(len(whole.token_ids) + 1):
-            given = TextStream(tokenizer(), PROMPT_IDS, tuple(request.stop))
-            before = given.push(whole.token_ids[:cut]).text
-            again = pb.GenerateRequest()
-            again.CopyFrom(request)
-            again.committed_token_ids.extend(whole.token_ids[:cut])
-            after, tokens = joined(await stream(made, again, Context()))
-            assert before + after == whole.text
-            assert tokens == list(whole.token_ids[cut:])
 
 
 class BrokenFrontend(lockstep_pb2_grpc.LockstepServicer):
