@@ -2,17 +2,15 @@
 scheduler and a replica: those that no other test shows.
 
 Elsewhere: 2, 6 and 9, a stop token in the prompt, lengths with padding in them, tokens after the
-end, in tests/scheduler and tests/sim; 3 and 7, the bonus token, in tests/replicas/test_eqspec.py;
-8, the caller's order, and 12, sampling that depends on batch mates, in the oracle of drafters and
-of sampling; 10, unlike vocabularies, in tests/replicas/test_pair.py; 13, log-probabilities of the
-draft, in tests/oracle/test_decoding.py.
+end, in tests/scheduler and tests/sim; 3 and 7, the bonus token, and 4, a draft that reads all anew,
+in tests/replicas/test_eqspec.py; 8, the caller's order, and 12, sampling that depends on batch
+mates, in the oracle of drafters and of sampling; 10, unlike vocabularies, in
+tests/replicas/test_pair.py; 13, log-probabilities of the draft, in tests/oracle/test_decoding.py.
 """
 
 from __future__ import annotations
 
 import random
-
-import pytest
 
 from cluster.local_engine import LocalEngine, Output
 from scheduler.config import SchedulerConfig
@@ -43,23 +41,6 @@ def test_trap_01_pad_ids_in_the_content_are_tokens() -> None:
     prompts = [(PAD,) * 5, (7, PAD, PAD, 9), (PAD, EOS, PAD), prompt(11)]
     outputs = generate(*(Request(str(i), p, 12) for i, p in enumerate(prompts)))
     assert [output.tokens for output in outputs] == [reference(p, 12) for p in prompts]
-
-
-def test_trap_04_the_draft_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = tiny_replica("llama")
-    widths: list[int] = []
-    forward = replica._drafter.model.forward
-
-    def recorded(tokens, *args):  # type: ignore[no-untyped-def]
-        widths.append(tokens.shape[0])
-        return forward(tokens, *args)
-
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=4))
-    engine.submit(Request("a", prompt(40), 60))
-    engine.advance()
-    monkeypatch.setattr(replica._drafter.model, "forward", recorded)
-    engine.run()
-    assert set(widths) == {1, 2}, "after the prefill the draft is fed at most two tokens"
 
 
 def test_trap_05_realignment_moves_no_kv_data() -> None:
