@@ -33,8 +33,7 @@ TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
 async def served(
     config: ClusterConfig = CONFIG, **options: Any
 ) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
-    async with frontend(config=config, **options) as made:
-        made.service._text = TEXT
+    async with frontend(config=config, text=TEXT, **options) as made:
         yield made, http_app(made.service)
 
 
