@@ -102,7 +102,7 @@ demo-pair: $(SETUP)  ## train the demo pair anew (over half an hour on two cores
 RESULTS = benchmarks/results
 CLUSTER = $(BIN)/python -m benchmarks.cluster --json $(RESULTS)/cluster.json
 bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
-	$(BIN)/python -m benchmarks.engine --threads 2 --hopeless-rounds 9 --json $(RESULTS)/engine.json
+	$(BIN)/python -m benchmarks.engine --threads 2 --json $(RESULTS)/engine.json
 	$(CLUSTER) --parts real --in-flight 1 16 --requests-per-client 4 --rounds 3
 	$(CLUSTER) --parts synthetic --in-flight 16 64 --rounds 3
 	$(MAKE) --no-print-directory bench-scheduler
@@ -140,8 +140,8 @@ chaos: $(SETUP)  ## kill processes of a real cluster under load, check every tok
 	$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
 
 soak: MINUTES ?= 28
-soak: $(SETUP)  ## memory of every process under a long load, then 1,000 cancels: MINUTES=28
-	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --cancels 1000 --json $(RESULTS)/soak.json
+soak: $(SETUP)  ## the load of chaos and no kills: memory of every process, what is left: MINUTES=28
+	$(BIN)/python -m tests.chaos --kinds --real-share 1 --minutes $(MINUTES) --json $(RESULTS)/soak.json
 
 clean:  ## remove the .venv and all caches
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -44,10 +44,8 @@ class Run:
     """Of the steps alone, prefill left out; of transformers over the whole run."""
     all_tokens_per_s: float
     """Prefill and scheduler included."""
-    bandwidth_ceiling: float
-    """`tokens_per_s` if nothing but memory traffic took time."""
-    matrix_ceiling: float
-    """The same for operations."""
+    ceiling: float
+    """`tokens_per_s` if nothing but memory traffic, or operations, took time; prefill left out."""
     step_ms: float | None = None
     committed: float | None = None
     """Tokens per row and step."""
@@ -55,8 +53,6 @@ class Run:
     verify_share: float | None = None
     """Shares of the steps' time."""
     prefill_tokens_per_s: float | None = None
-    prefill_ceiling: float | None = None
-    """The lower of the two."""
 
 
 @dataclass
@@ -110,25 +106,22 @@ def lockstep(
     row_steps = sum(row.steps for row in rows)
     checked = row_steps + sum(row.draft_tokens for row in rows)
     lengths = [len(request.prompt) - 1 for request in requests]
-    target = ModelWork.of(pair.target)
-    work, fill = target.decode(steps, checked, positions), target.prefill(lengths)
+    least_s = ModelWork.of(pair.target).least_s(rates, steps, checked, positions)
     if isinstance(pair.draft, PreTrainedModel):
         draft = ModelWork.of(pair.draft)
-        fill += draft.prefill(lengths)
-        work += draft.decode(drafted, checked - row_steps, positions * drafted / max(steps, 1))
+        read = positions * drafted / max(steps, 1)
+        least_s += draft.least_s(rates, drafted, checked - row_steps, read)
     in_steps = sum(result.times.total_s for result in stepped)
     in_fills = sum(result.times.total_s for result in engine.results if not result.steps)
     run = Run(
         tokens_per_s=committed / in_steps,
         all_tokens_per_s=sum(map(len, outputs)) / seconds,
-        bandwidth_ceiling=committed / work.bandwidth_s(rates),
-        matrix_ceiling=committed / work.matrix_s(rates),
+        ceiling=committed / least_s,
         step_ms=1e3 * in_steps / steps,
         committed=committed / row_steps,
         draft_share=sum(result.times.draft_s for result in stepped) / in_steps,
         verify_share=sum(result.times.verify_s for result in stepped) / in_steps,
         prefill_tokens_per_s=sum(lengths) / in_fills,
-        prefill_ceiling=sum(lengths) / max(fill.bandwidth_s(rates), fill.matrix_s(rates)),
     )
     return run, outputs
 
@@ -145,12 +138,12 @@ def generate(pair: Pair, rates: Rates, requests: Sequence[Request]) -> tuple[Run
     finally:
         torch.backends.cuda.enable_cudnn_sdp(ours)
     tokens = sum(map(len, outputs))
-    prompts = [len(request.prompt) for request in requests]
-    work = ModelWork.of(pair.target).generate(prompts, requests[0].max_new_tokens)
+    # The pass over the prompts yields the first token of each.
+    passes, rows = requests[0].max_new_tokens - 1, len(requests)
+    positions = sum(len(one.prompt) + n for one in requests for n in range(1, passes + 1))
+    least_s = ModelWork.of(pair.target).least_s(rates, passes, passes * rows, positions)
     speed = tokens / seconds
-    return Run(
-        speed, speed, tokens / work.bandwidth_s(rates), tokens / work.matrix_s(rates)
-    ), outputs
+    return Run(speed, speed, tokens / least_s), outputs
 
 
 def offered(config: ReplicaConfig, pair: Pair) -> None:

@@ -4,11 +4,10 @@
 
 One run, the same prompts everywhere: Lockstep at batch 1, 8, ... and several draft lengths;
 transformers' `generate` of the target at the same batch size, and its assisted generation with the
-same draft; whether all outputs are equal; and what a draft that is never right costs. Lockstep's
-own ways run side by side, those of transformers in turns with the default one, round by round:
-ratios are taken within a round, and the median of the rounds is reported; so are the shares of
-where time and reads went, over all rounds that a way was in, and of its longest waits the greatest.
-Needs no Ray.
+same draft; and whether all outputs are equal. Lockstep's own ways run side by side, those of
+transformers in turns with the default one, round by round: ratios are taken within a round, and the
+median of the rounds is reported; so are the shares of where time and reads went, over all rounds
+that a way was in. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.measured import MeasuredWay, over_rounds, side_by_side
@@ -33,7 +31,6 @@ from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, tak
 from cluster.bench.transformers_runs import Assistance, Transformers
 from replicas.config import ReplicaConfig
 from replicas.models.pair import resolve
-from replicas.models.shapes import is_planted
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -92,13 +89,7 @@ def main() -> None:
         each.name: f"{each.identical} of {each.prompts}" for each in (*draft_lens, *against)
     }
     sampled, sampled_identical = sampled_runs(replica, requests[: args.alone_limit])
-    hopeless: dict[str, object] = {}
-    if config.draft is not None and None in args.draft_lens and not is_planted(config.draft):
-        hopeless = hopeless_figures(config, requests, args.batches, args.hopeless_rounds)
-    figures |= {name: value for name, value in hopeless.items() if isinstance(value, float)}
-
-    head = "figure: the median where there are rounds, of waits the greatest"
-    print(table((head, "value"), list(figures.items())))
+    print(table(("figure: the median where there are rounds", "value"), list(figures.items())))
     print(table(("outputs", "identical"), list((identical | sampled_identical).items())))
     print(f"{perf_counter() - begun_s:.0f} s in all")
     write_json(
@@ -120,7 +111,6 @@ def main() -> None:
                 name: [asdict(run) for run in way.runs] for name, way in measured.items()
             },
             "sampled": sampled,
-            "hopeless": hopeless,
         },
     )
 
@@ -221,7 +211,6 @@ def summary(
         figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
         figures[f"between batches, batch {batch}"] = steps.between_batches
         figures[f"padding, batch {batch}"] = steps.padding
-        figures[f"longest wait in rounds, batch {batch}"] = steps.wait_rounds
     return figures
 
 
@@ -249,51 +238,6 @@ def sampled_name(batch: int, draft_len: int) -> str:
     return f"sampled, {lockstep_name(batch, draft_len)}"
 
 
-def random_draft(like: str, folder: Path) -> None:
-    """Save a draft of that draft's shape and tokenizer with random weights into the folder."""
-    source = resolve(like, "draft")
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(folder)
-
-
-def hopeless_figures(
-    config: ReplicaConfig, requests: Sequence[Request], batches: Sequence[int], rounds: int
-) -> dict[str, object]:
-    """The chosen draft length over k = 0 at each batch, side by side, with a draft that is right
-    about one token in some thousands: what it costs to find out, and to look again."""
-    assert config.draft is not None, "the shape of a draft is needed"
-    with TemporaryDirectory() as folder:
-        random_draft(config.draft, Path(folder))
-        replica = Replica.load(config.model_copy(update={"draft": folder}))
-    figures: dict[str, object] = {}
-    runs = []
-    for batch in batches:
-        ways = {
-            "k = 0": MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=0)),
-            "k chosen": MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=None)),
-        }
-        asked = requests[: 8 + 2 * batch]
-        expected = ways["k = 0"](asked)
-        ways["k chosen"](asked[:1])  # warm-up
-        contenders = side_by_side(ways, asked, rounds, expected)
-        compared = ratio(contenders, "k chosen", "k = 0")
-        assert compared is not None, "both ways run here"
-        name = f"hopeless draft: chosen k over k = 0, batch {batch}"
-        figures[name] = compared.median
-        figures[f"{name}, each round"] = compared.values
-        figures[f"hopeless draft: acceptance, batch {batch}"] = ways["k chosen"].figures.acceptance
-        runs += [asdict(each) | {"batch": batch, "median": each.speed} for each in contenders]
-        print(
-            f"{name}: {compared.median:.3f}"
-            f" ({', '.join(f'{value:.3f}' for value in compared.values)}),"
-            f" identical {contenders[1].identical} of {contenders[1].prompts}",
-            flush=True,
-        )
-    figures["runs"] = runs
-    return figures
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--prompts", type=Path, help="JSON lines with `prompt` or `turns`")
@@ -311,7 +255,6 @@ def _arguments() -> argparse.Namespace:
         help="'auto' chooses by measurement; 0 has to be among them",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--hopeless-rounds", type=int, default=15, help="the ways differ by little")
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--draft", default="tiny")
     parser.add_argument("--device", default="auto")
@@ -340,7 +283,6 @@ def _show(contender: Contender, way: MeasuredWay | None) -> None:
         line += (
             f"  {steps.committed_per_step:5.2f} tokens/row/step  overhead {steps.overhead:6.1%}"
             f"  padding {steps.padding:6.1%}  between batches {steps.between_batches:6.1%}"
-            f"  longest wait {steps.wait_rounds:.2f} rounds"
         )
     print(line, flush=True)
 

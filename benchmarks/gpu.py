@@ -15,8 +15,9 @@ batch sizes with and without speculation, in one mode after the other:
 Each mode loads what it needs, and its draft lengths take turns on one replica. Modes are compared
 within one process, but not at one moment: a device that slows down shows in the ratios.
 
-Two ceilings stand beside each figure: the bytes that it had to read over the measured copy
-bandwidth, and its operations over the measured matrix rate. A head's own work is left out.
+A ceiling stands beside each figure: what the bytes that it had to read would take at the measured
+copy bandwidth, or its operations at the measured matrix rate, whichever is longer. Prefill and a
+head's own work are left out.
 
 The first `--alone` requests run once more in each mode, one after the other and without drafting;
 `identical` counts the outputs of a run that equal those. Only the deterministic mode promises that
@@ -89,8 +90,7 @@ def show(modes: dict[str, Mode]) -> None:
     """Print all tables."""
     rows = rows_of(modes)
     for row in rows:
-        for ceiling in ("bandwidth_ceiling", "matrix_ceiling"):
-            row[ceiling] = f"{row[ceiling]:.0f} ({row['tokens_per_s'] / row[ceiling]:.0%})"
+        row["ceiling"] = f"{row['ceiling']:.0f} ({row['tokens_per_s'] / row['ceiling']:.0%})"
     if rows:
         print(
             table(list(rows[0]), [["" if x is None else x for x in row.values()] for row in rows])

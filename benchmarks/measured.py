@@ -1,4 +1,4 @@
-"""Ways to generate with the engine, measured: where the time went, padding, waits; side by side.
+"""Ways to generate with the engine, measured: where the time went, padding; side by side.
 
 A shared machine's speed changes within seconds, and one run after the other meets different ones.
 So `side_by_side` begins all ways together and gives them turns of a fraction of a second each; the
@@ -7,7 +7,6 @@ time that counts is each way's own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -25,12 +24,10 @@ SLICE_S = 0.1
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One run. All but the first two are shares."""
+    """One run. All but the first are shares."""
 
     committed_per_step: float
     """Tokens per row and step."""
-    wait_rounds: float
-    """Longest wait of a resident between two steps; see `longest_wait`."""
     acceptance: float | None
     """Draft tokens accepted; None where nothing was drafted."""
     overhead: float
@@ -42,13 +39,12 @@ class StepFigures:
 
 
 def over_rounds(runs: Sequence[StepFigures]) -> StepFigures:
-    """The median of each figure, and the greatest of the longest waits."""
+    """The median of each figure."""
     assert runs, "nothing has run to its end"
     overall: dict[str, Any] = {}
     for name in asdict(runs[0]):
         values = [getattr(run, name) for run in runs]
         overall[name] = None if None in values else median(values)
-    overall["wait_rounds"] = max(run.wait_rounds for run in runs)
     return StepFigures(**overall)
 
 
@@ -126,44 +122,11 @@ class MeasuredWay:
         return StepFigures(
             committed_per_step=sum(len(row.tokens) for row in rows)
             / sum(row.steps for row in rows),
-            wait_rounds=longest_wait(
-                results, self._config.rows_max, self._config.batches_in_flight_max
-            ),
             acceptance=sum(sum(row.accepted_at) for row in rows) / drafted if drafted else None,
             overhead=1 - forward / in_steps,
             padding=1 - own / read,
             between_batches=1 - inside / self.seconds,
         )
-
-
-def longest_wait(results: Sequence[StepResult], rows_max: int, batches_in_flight: int) -> float:
-    """Longest wait between two steps of a sequence, or from its prefill to its first, in rounds.
-
-    A round is as many batches of `rows_max` as hold all residents of that time once. Batches that
-    were with the replica already when the sequence became ready were not chosen over it and do not
-    count. `results` are all those of one replica, in order, of sequences that stay to their end.
-    """
-    last = {row.sequence_id: n for n, result in enumerate(results) for row in result.rows}
-    ready: dict[str, tuple[int, int]] = {}
-    """By resident: the result that brought it back, or in, and how many had stepped until then."""
-    residents: list[int] = []
-    """How many there were after each result."""
-    stepped = 0
-    longest = 0.0
-    for n, result in enumerate(results):
-        stepped += result.steps > 0
-        for row in result.rows:
-            if result.steps and row.sequence_id in ready:
-                since, before = ready[row.sequence_id]
-                groups = math.ceil(max(residents[since:]) / rows_max)
-                passes = max(stepped - before - batches_in_flight, 0)
-                longest = max(longest, (passes + 1) / groups)
-            ready[row.sequence_id] = (n, stepped)
-        residents.append(len(ready))
-        for row in result.rows:
-            if last[row.sequence_id] == n:
-                del ready[row.sequence_id]
-    return longest
 
 
 def side_by_side(

@@ -3,7 +3,8 @@
 A real cluster serves a mixed load (unary calls and streams, greedy and sampled, stop strings,
 cancels, deadlines, priorities) while processes of all kinds are killed at times drawn from the
 seed. Every answer is compared with that of an undisturbed run. The exit status is 1 if any was
-lost, doubled or wrong, or if a sequence or a KV block was left over.
+lost, doubled or wrong, or if a sequence or a KV block was left over. `--kinds` without a kind kills
+nothing: then the memory of each process tells whether anything grows (`make soak`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from random import Random
 
+from benchmarks.report import machine, table
 from tests.chaos.kills import Kind
 from tests.chaos.phases import run_all
 from tests.chaos.report import is_clean, sentences
@@ -28,7 +30,7 @@ def main() -> int:
         "--real-share", type=float, default=0.5, help="of the time, with a real pair; else fakes"
     )
     parser.add_argument(
-        "--kinds", nargs="+", choices=[kind.value for kind in Kind], default=[*Kind]
+        "--kinds", nargs="*", choices=[kind.value for kind in Kind], default=[*Kind]
     )
     parser.add_argument("--shards", type=int, default=1, help="pools that share the fakes")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -46,11 +48,15 @@ def main() -> int:
     )
     for figures in phases:
         print(f"\n{figures['phase']}, {figures['seconds']:.0f} s\n{sentences(figures)}")
+        if figures["memory"]:
+            rows = [list(one.values()) for one in figures["memory"]]
+            print(table(list(figures["memory"][0]), rows))
     clean = all(map(is_clean, phases))
     print(f"\nseed {seed}: {'nothing lost, doubled, wrong or left over' if clean else 'FAILED'}")
     if args.json is not None:
+        written = {"machine": machine(), "seed": seed, "phases": phases}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"seed": seed, "phases": phases}, indent=2) + "\n")
+        args.json.write_text(json.dumps(written, indent=2) + "\n")
     return 0 if clean else 1
 
 

@@ -74,6 +74,7 @@ class HostedCluster:
     def __init__(self, plan: Plan) -> None:
         self.config = plan.config
         self.address = f"localhost:{plan.config.server.grpc_port}"
+        self.http = f"http://127.0.0.1:{plan.config.server.http_port}"
         self._plan = plan
         self._lock = threading.Lock()
 
@@ -109,10 +110,10 @@ class HostedCluster:
 
     # ------------------------------------------------------------------ through the other process
 
-    def processes(self, kind: str) -> list[Process]:
-        """The cluster's living processes of a kind."""
+    def processes(self, kind: str = "") -> list[Process]:
+        """The cluster's living processes; those of one kind, if it is named."""
         found: list[Process] = self._call("processes")
-        return [process for process in found if process.kind == kind]
+        return [process for process in found if kind in ("", process.kind)]
 
     def process(self, kind: str) -> Process:
         """The only one of its kind; waits until it is there."""

@@ -66,11 +66,11 @@ class Struck:
 def draw_strikes(
     rng: Random, seconds: float, gap_s: tuple[float, float], kinds: Sequence[Kind]
 ) -> list[Strike]:
-    """At random times; every kind once before any comes again."""
+    """At random times; every kind once before any comes again. Of no kinds, none."""
     strikes: list[Strike] = []
     at_s = rng.uniform(*gap_s)
     deck: list[Kind] = []
-    while at_s < seconds:
+    while kinds and at_s < seconds:
         if not deck:
             deck = rng.sample(kinds, len(kinds))
         strikes.append(Strike(at_s, deck.pop(), rng.random()))

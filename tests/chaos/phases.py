@@ -18,6 +18,7 @@ from tests.chaos.answers import Base, fake_bases, real_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes
 from tests.chaos.load import Outcome, put
+from tests.chaos.memory import Memory
 from tests.chaos.mix import Mix, draw_prompts, draw_samplings
 from tests.chaos.report import summary
 from tests.cluster.fakes import fake_loader, load_fake_text
@@ -28,6 +29,8 @@ REAL_PROMPTS = 24
 _PROGRESS_S = 60.0
 _IDLE_S = 60.0
 _REPLICAS_S = 240.0
+_WARM_UP = 0.2
+"""The share of a phase after which memory should grow no more."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,12 @@ def run_phase(
     with HostedCluster(phase.plan) as hosted:
         striker = Striker(hosted)
         mix = Mix(rng, phase.bases, phase.text)
-        with striker.striking(phase.strikes):
+        memory = Memory(hosted)
+        with striker.striking(phase.strikes), memory.sampled():
             outcomes = asyncio.run(_load(hosted.address, phase, mix, seconds, striker, say))
         left = _left_over(hosted)
     figures = summary(outcomes, striker.struck, left)
+    figures["memory"] = memory.figures(_WARM_UP * seconds)
     return {"phase": phase.name, "seconds": seconds, **figures}
 
 

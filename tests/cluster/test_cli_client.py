@@ -52,3 +52,7 @@ def test_half_a_certificate_is_an_error(tmp_path: Path) -> None:
     for tls in (Tls(cert=tmp_path / "c"), Tls(key=tmp_path / "k")):
         with pytest.raises(ValueError, match="cert"):
             tls.credentials()
+    (tmp_path / "c").touch()
+    result = RUN.invoke(main, ["status", "--tls-cert", str(tmp_path / "c")])
+    assert result.exit_code == 2
+    assert "cert" in result.output

@@ -13,6 +13,7 @@ from cluster.config import ClusterConfig
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView, StopReply
 from cluster.transport.stream import Stream, StreamKind
+from cluster.worker.worker import Worker, _Stop
 
 
 class _Pipe:
@@ -56,6 +57,11 @@ class Wire:
         self._ends: set[Callable[[], None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self.actor = self._make()
+
+    @property
+    def replicas(self) -> list[str]:
+        """Those that the pool knows."""
+        return [*self.actor._workers]
 
     def restart(self) -> None:
         """The pool's process ends, and a new one takes its place."""
@@ -124,3 +130,9 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(100):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def kill(worker: Worker) -> None:
+    """As the end of its process does: nobody is told."""
+    worker._member.cancel()
+    worker._jobs.put(_Stop())

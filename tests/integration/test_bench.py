@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import main
-from tests.integration.conftest import RunningCluster
+from tests.chaos.hosted import HostedCluster
 
 pytestmark = pytest.mark.ray
 
 
-def test_a_benchmark_of_a_real_cluster(cluster: RunningCluster, tmp_path: Path) -> None:
+def test_a_benchmark_of_a_real_cluster(cluster: HostedCluster, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     arguments = [
         *("bench", "--address", cluster.address, "--prompt-tokens", "8..40", "--requests", "24"),
@@ -36,7 +36,7 @@ def test_a_benchmark_of_a_real_cluster(cluster: RunningCluster, tmp_path: Path) 
 
 
 def test_a_comparison_is_of_the_models_that_the_cluster_serves(
-    cluster: RunningCluster, tmp_path: Path
+    cluster: HostedCluster, tmp_path: Path
 ) -> None:
     path = tmp_path / "report.json"
     arguments = [

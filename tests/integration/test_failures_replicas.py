@@ -68,21 +68,13 @@ def test_a_replica_killed_while_idle_is_noticed_by_nobody(hosted: HostedCluster)
     hosted.wait_for_replicas(2)
 
 
-def test_a_replica_killed_during_prefill(hosted: HostedCluster, stage: Stage) -> None:
+@pytest.mark.parametrize(("what", "first"), [("prefill", SLOW_PREFILL), ("speculate", SLOW_STEP)])
+def test_a_replica_killed_at_work(
+    hosted: HostedCluster, stage: Stage, what: str, first: int
+) -> None:
+    slow = fake_asks(3, first=first, tokens=12)
     outcomes = serve_during(
-        hosted.address,
-        fake_asks(4, first=SLOW_PREFILL) + fake_asks(8),
-        lambda: kill(stage.wait_for("prefill", SLOW_PREFILL).pid),
-    )
-    all_right(outcomes)
-    assert recovered(outcomes) >= 1
-
-
-def test_a_replica_killed_during_a_step(hosted: HostedCluster, stage: Stage) -> None:
-    outcomes = serve(
-        hosted.address,
-        fake_asks(2, first=SLOW_STEP, tokens=12) + fake_asks(8),
-        lambda: kill(stage.wait_for("speculate", SLOW_STEP).pid),
+        hosted.address, slow + fake_asks(8), lambda: kill(stage.wait_for(what, first).pid)
     )
     all_right(outcomes)
     assert recovered(outcomes) >= 1
@@ -130,21 +122,6 @@ def test_a_replica_killed_while_draining(hosted: HostedCluster, stage: Stage) ->
     # Enough slow rows that both replicas step some.
     slow = fake_asks(8, first=SLOW_STEP, tokens=16)
     all_right(serve_during(hosted.address, slow, until_killed))
-
-
-def test_a_drained_replica_hands_everything_over(hosted: HostedCluster, stage: Stage) -> None:
-    def drain() -> None:
-        stage.wait_for("speculate", SLOW_STEP)
-        hosted.scale(1)
-        hosted.wait_for(lambda status: len(status.replicas) == 1)
-
-    try:
-        slow = fake_asks(8, first=SLOW_STEP, tokens=16)
-        outcomes = serve_during(hosted.address, slow, drain)
-    finally:
-        hosted.scale(2)
-    all_right(outcomes)
-    assert recovered(outcomes) >= 1
 
 
 def test_a_replica_that_hangs_is_replaced_and_its_requests_finish_elsewhere(

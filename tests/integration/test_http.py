@@ -12,9 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from cluster.client import Client
-from tests.integration.conftest import RunningCluster
-from tests.integration.test_serving import idle, until
+from tests.chaos.hosted import HostedCluster
 
 pytestmark = pytest.mark.ray
 
@@ -22,12 +20,12 @@ BOUND_S = 60.0
 """An answer that takes longer hangs."""
 
 
-def asked(cluster: RunningCluster, **fields: object) -> bytes:
+def asked(cluster: HostedCluster, **fields: object) -> bytes:
     plain = {"model": cluster.config.replica.target, "prompt": "the quick", "max_tokens": 2}
     return json.dumps(plain | fields).encode()
 
 
-def long_stream(cluster: RunningCluster) -> bytes:
+def long_stream(cluster: HostedCluster) -> bytes:
     """More of an answer than the buffers on its way hold."""
     fields = {"max_tokens": 450, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}
     return asked(cluster, **fields)
@@ -45,7 +43,7 @@ def request(
 
 
 @contextmanager
-def connected(cluster: RunningCluster, buffer_bytes: int | None = None) -> Iterator[socket.socket]:
+def connected(cluster: HostedCluster, buffer_bytes: int | None = None) -> Iterator[socket.socket]:
     with socket.socket() as made:
         if buffer_bytes is not None:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
@@ -64,29 +62,27 @@ def rest(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_has_said_all_may_close_its_side(
-    cluster: RunningCluster, client: Client, stream: bool
+    cluster: HostedCluster, stream: bool
 ) -> None:
     """It gets its answer, or is cut off; it does not hang."""
     with connected(cluster) as connection:
         connection.sendall(request(asked(cluster, max_tokens=400, ignore_eos=True, stream=stream)))
         connection.shutdown(socket.SHUT_WR)
         rest(connection)
-    until(lambda: idle(client), BOUND_S)
+    cluster.wait_until_idle(BOUND_S)
 
 
-def test_a_reader_that_stops_reading_holds_nothing(cluster: RunningCluster, client: Client) -> None:
+def test_a_reader_that_stops_reading_holds_nothing(cluster: HostedCluster) -> None:
     with connected(cluster, buffer_bytes=4096) as connection:
         connection.sendall(request(long_stream(cluster)))
         assert connection.recv(1024).startswith(b"HTTP/1.1 200")
-        until(lambda: idle(client), BOUND_S)
+        cluster.wait_until_idle(BOUND_S)
         # It may read on, to the proper end.
         assert b"data: [DONE]\n\n" in rest(connection)[-64:]
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_a_reader_that_goes_holds_nothing(
-    cluster: RunningCluster, client: Client, reset: bool
-) -> None:
+def test_a_reader_that_goes_holds_nothing(cluster: HostedCluster, reset: bool) -> None:
     for wait in (1, 1 << 14):
         with connected(cluster) as connection:
             connection.sendall(request(long_stream(cluster)))
@@ -94,11 +90,11 @@ def test_a_reader_that_goes_holds_nothing(
             if reset:
                 linger = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-    until(lambda: idle(client), BOUND_S)
+    cluster.wait_until_idle(BOUND_S)
 
 
 def test_a_body_of_all_bytes_that_are_allowed_may_come_slowly(
-    cluster: RunningCluster, client: Client
+    cluster: HostedCluster,
 ) -> None:
     most = cluster.config.frontend.message_bytes_max
     for size, status in ((most, b"200"), (most + 1, b"400")):
@@ -107,11 +103,11 @@ def test_a_body_of_all_bytes_that_are_allowed_may_come_slowly(
             for at in range(0, len(data), 1 << 18):
                 connection.sendall(data[at : at + (1 << 18)])
             assert rest(connection).split(b" ", 2)[1] == status
-    until(lambda: idle(client), BOUND_S)
+    cluster.wait_until_idle(BOUND_S)
 
 
 @pytest.mark.parametrize("own", ["mine", None])
-def test_each_answer_has_one_name(cluster: RunningCluster, own: str | None) -> None:
+def test_each_answer_has_one_name(cluster: HostedCluster, own: str | None) -> None:
     """Serve gives it; the client's own if it has one."""
     whole, streamed = asked(cluster), asked(cluster, stream=True)
     for line, body, status in (

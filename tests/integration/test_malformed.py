@@ -18,7 +18,9 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from cluster.client import Client
 from protos import lockstep_pb2 as pb
-from tests.integration.conftest import Expected, RunningCluster
+from tests.chaos.hosted import HostedCluster
+from tests.cluster.frontend.fuzz_requests import GRPC
+from tests.integration.conftest import Expected
 
 pytestmark = pytest.mark.ray
 
@@ -57,58 +59,6 @@ class Call:
 
 # --------------------------------------------------------------------------- what is sent
 
-# A valid call must be cheap: few tokens. Everything else may be anything.
-INT32 = st.integers(-(2**31), 2**31 - 1)
-INT64 = st.integers(-(2**63), 2**63 - 1)
-UINT32 = st.one_of(st.integers(0, 400), st.integers(0, 2**32 - 1))
-FLOATS = st.one_of(st.floats(), st.sampled_from([0.0, -0.0, 1e-320, 1.0, 1e308, -1.0]))
-TEXT = st.one_of(st.text(max_size=20), st.sampled_from(["", "\x00", "x" * 5000, "😀" * 300]))
-LENGTHS = st.sampled_from([1, 2, 3, 64, 65, 511, 512, 513, 20_000])
-STOPS_BYTES = 5 << 20
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> pb.GenerateRequest:
-    """A message that parses; most of them make no sense."""
-    message = pb.GenerateRequest(max_new_tokens=draw(st.sampled_from([1, 2, 3, 0, -1, 2**31 - 1])))
-    if draw(st.booleans()):
-        message.prompt = draw(TEXT)
-    else:
-        message.prompt_token_ids.ids.extend([draw(UINT32)] * draw(LENGTHS))
-    names = st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True)
-    for name in draw(names):
-        value = draw(FIELDS[name])
-        holder, _, field = name.rpartition(".")
-        if isinstance(value, list):
-            getattr(message, name).extend(value)
-        else:
-            setattr(getattr(message, holder) if holder else message, field, value)
-    return message
-
-
-def repeated(text: str, times: int) -> list[str]:
-    """So often, but a few megabytes at most: more than the frontend takes, and not a hundred, which
-    would be a test of how fast this machine copies."""
-    return [text] * min(times, STOPS_BYTES // max(len(text.encode()), 1))
-
-
-FIELDS: dict[str, st.SearchStrategy[object]] = {
-    "temperature": FLOATS,
-    "top_k": INT32,
-    "top_p": FLOATS,
-    "min_p": FLOATS,
-    "seed": INT64,
-    "stop": st.one_of(st.lists(TEXT, max_size=3), st.builds(repeated, TEXT, LENGTHS)),
-    "stop_token_ids": st.builds(lambda token, n: [token] * n, UINT32, LENGTHS),
-    "ignore_eos": st.booleans(),
-    "speculation": st.booleans(),
-    "draft_len": INT32,
-    "timeout_s": FLOATS,
-    "request_id": TEXT,
-    "committed_token_ids": st.builds(lambda token, n: [token] * n, UINT32, LENGTHS),
-    "priority": INT32,
-}
-
 
 def changed(data: bytes, at: int, value: int, cut: int) -> bytes:
     """One byte replaced, and so many cut off the end."""
@@ -144,15 +94,13 @@ CHEAP = pb.GenerateRequest(prompt="x", max_new_tokens=1).SerializeToString()
 
 CALLS = st.one_of(
     st.builds(Call, METHODS, st.binary(max_size=60)),
-    st.builds(
-        lambda method, message: Call(method, message.SerializeToString()), GENERATE, requests()
-    ),
+    st.builds(lambda method, message: Call(method, message.SerializeToString()), GENERATE, GRPC),
     st.builds(
         lambda method, message, *change: Call(
             method, changed(message.SerializeToString(), *change)
         ),
         GENERATE,
-        requests(),
+        GRPC,
         st.integers(0, 10_000),
         st.integers(0, 255),
         st.integers(0, 8),
@@ -222,7 +170,7 @@ class Raw:
 
 
 def test_thousands_of_malformed_calls_get_a_status_each_and_harm_nobody(
-    cluster: RunningCluster, client: Client, expected: Expected
+    cluster: HostedCluster, client: Client, expected: Expected
 ) -> None:
     raw = Raw(cluster.address)
 
@@ -259,7 +207,7 @@ def test_thousands_of_malformed_calls_get_a_status_each_and_harm_nobody(
 @pytest.mark.parametrize(
     "method", ["Lockstep/Generate", "Lockstep/GenerateStream", "Lockstep/Status", "Health/Check"]
 )
-def test_bytes_that_are_no_message_are_named_as_such(cluster: RunningCluster, method: str) -> None:
+def test_bytes_that_are_no_message_are_named_as_such(cluster: HostedCluster, method: str) -> None:
     # Its first field is a text, and this is none; StatusRequest has no field at all.
     no_text = [] if method.endswith("Status") else [b"\x0a\x01\xff"]
     for data in (b"\xff", b"\x0a\x05ab", b"\xff" * 100_000, *no_text):
@@ -272,7 +220,7 @@ def test_bytes_that_are_no_message_are_named_as_such(cluster: RunningCluster, me
 
 
 def test_serves_own_methods_answer_what_does_not_parse_with_unknown(
-    cluster: RunningCluster,
+    cluster: HostedCluster,
 ) -> None:
     """Not ours: Serve registers them itself, and gRPC says UNKNOWN to what it cannot parse.
 

@@ -22,12 +22,10 @@ from transformers import AutoConfig
 
 from benchmarks.processes import Process, lives
 from cluster.client import Client
-from cluster.frontend.target_text import TargetText
-from cluster.verify import transformers_greedy
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
-from scheduler.messages import Request
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
+from tests.integration.conftest import plainly
 from tests.integration.pairs import write_pair
 from tests.replicas.heads import said, save_head
 
@@ -77,10 +75,7 @@ def hosted(directory: Path) -> Iterator[HostedCluster]:
 @pytest.fixture(scope="module")
 def right(hosted: HostedCluster) -> list[list[int]]:
     """What plain decoding of the whole target gives."""
-    replica = hosted.config.replica
-    text = TargetText.load(replica)
-    requests = [Request(prompt, text.encode(prompt), TOKENS) for prompt in PROMPTS]
-    return list(transformers_greedy(replica, requests, text.eos_token_ids))
+    return plainly(hosted.config.replica, PROMPTS, TOKENS)
 
 
 def ranks(hosted: HostedCluster) -> tuple[Process, Process]:

@@ -299,10 +299,15 @@ def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
         assert served.process.wait(STOP_S) == 0, served.log.read_text(errors="replace")
 
 
+@pytest.mark.parametrize("joined", [False, True])
 def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
-    pair: tuple[Path, Path], tmp_path: Path
+    pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str, joined: bool
 ) -> None:
-    with serving(pair, tmp_path, grace_s=300.0) as served:
+    # There is a GPU for one of the two.
+    wanted = {"ray_address": somebodys_ray, "replicas": 2, "replica_gpus": 1} if joined else {}
+    with serving(pair, tmp_path, 300.0, **wanted) as served:
+        said = " ".join(served.log.read_text(errors="replace").split())
+        assert ("on 1 of 2 replica(s)" in said) == joined
         # Two groups, so that they last until the second signal.
         streams = Streams(served.address, 16)
         streams.begin()
@@ -316,26 +321,8 @@ def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
         # A client cut off at once may hear it from Serve's proxy, in its words, or from nobody.
         assert all(is_repeatable(error) for error in streams.errors.values())
         assert not streams.errors.keys() & streams.ends.keys()
-
-
-def test_a_stop_at_once_leaves_nothing_on_a_ray_that_was_joined(
-    pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str
-) -> None:
-    # There is a GPU for one of the two.
-    wanted = {"replicas": 2, "replica_gpus": 1}
-    with serving(pair, tmp_path, 300.0, somebodys_ray, **wanted) as served:
-        assert "on 1 of 2 replica(s)" in " ".join(served.log.read_text(errors="replace").split())
-        streams = Streams(served.address, 16)
-        streams.begin()
-        ctrl_c(served)
-        assert refused_while(streams).details() == "the server is stopping"
-        told_s = time.monotonic()
-        served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(STOP_S) == 1, served.log.read_text(errors="replace")
-        print(f"stopped after {time.monotonic() - told_s:.1f} s")
-        streams.join(STOP_S)
-        assert streams.errors
-    nothing_is_left_on(somebodys_ray)
+    if joined:
+        nothing_is_left_on(somebodys_ray)
 
 
 def test_what_finds_no_place_in_time_says_so_in_a_line(

@@ -305,15 +305,6 @@ def test_trailing_metadata_comes_back(open_to_all: Terminator, script: Script) -
     assert ("retry-after", "7") in [tuple(pair) for pair in caught.value.trailing_metadata()]
 
 
-def test_a_stream_that_breaks_is_continued_through_it(
-    open_to_all: Terminator, script: Script
-) -> None:
-    script.cuts = [(3, StatusCode.INTERNAL, "The actor died unexpectedly")] * 2
-    with Client(open_to_all.address, tls=open_to_all.anonymous, retry=QUICK) as client:
-        assert joined(list(client.stream(REQUEST)))[1] == TOKENS
-    assert len(script.asked) == 3
-
-
 def test_chunks_are_not_held_back(open_to_all: Terminator, behind: Behind, script: Script) -> None:
     """The first chunk arrives while the server still waits to give the second."""
     go_on = threading.Event()
@@ -408,10 +399,3 @@ def test_the_command_speaks_tls_with_a_key_from_a_file(
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["token_ids"] == TOKENS
     assert script.metadata[0]["authorization"] == "Bearer secret"
-
-
-def test_half_a_certificate_is_named(closed: Terminator) -> None:
-    options = ["--address", closed.address, "--tls-cert", str(closed.files / "client.crt")]
-    result = CliRunner().invoke(main, ["status", *options])
-    assert result.exit_code == 2
-    assert "cert" in result.output

@@ -35,3 +35,4 @@ def test_chaos_loses_doubles_and_changes_nothing() -> None:
         assert verdicts["cancelled"] > 0
         assert verdicts["deadline"] > 0
         assert figures["recovered"] > 0
+        assert {"pool", "replica", "frontend"} <= {one["kind"] for one in figures["memory"]}

@@ -1,67 +1,71 @@
 """The oracle: greedy output equals transformers' `generate` of the target alone, in float32.
 
-Every architecture, batch size, draft length, mixed lengths, staggered arrival; token for token.
+Every architecture and the embedded pair, batch size, draft length, mixed lengths, staggered
+arrival; token for token.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
+from cluster.local_engine import LocalEngine
+from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, Request
 from tests.oracle.drafters import ORACLES, oracle
-from tests.oracle.worlds import mixed_requests, run_staggered
+from tests.oracle.worlds import DEMO, check_answers, greedy_answers, replica_for
 from tests.reference import plain_greedy
-from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
+from tests.tiny_pairs import ARCHITECTURES, target_model, tiny_replica
 
 RUNS = [
     *(("model", rows, k) for rows in (1, 3, 8, 16) for k in (0, 1, 3, 5, 8, None)),
     *((name, 8, 5) for name in ORACLES),
 ]
+DEMO_RUNS = ((1, 5), (3, 0), (3, 8), (8, 3), (8, None), (16, 1), (16, 5))
 
 
-@cache
-def expected(architecture: str) -> tuple[tuple[Request, list[int]], ...]:
-    model = target_model(architecture)
-    return tuple(
-        (request, plain_greedy(model, request.prompt, request.max_new_tokens))
-        for request in mixed_requests(VOCAB, 20, seed=ARCHITECTURES.index(architecture))
-    )
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("drafter", "rows_max", "draft_len"), RUNS)
+@pytest.mark.parametrize(
+    ("architecture", "drafter", "rows_max", "draft_len"),
+    [
+        *((architecture, *run) for architecture in ARCHITECTURES for run in RUNS),
+        *((DEMO, "model", *run) for run in DEMO_RUNS),
+    ],
+)
 def test_output_equals_plain_generate(
     architecture: str, drafter: str, rows_max: int, draft_len: int | None
 ) -> None:
-    pairs = expected(architecture)
-    replica = tiny_replica(architecture, drafter=oracle(drafter, pairs))
-    seed = rows_max + (draft_len or 0)
-    requests = [request for request, _ in pairs]
-    outputs = run_staggered(replica, requests, rows_max, draft_len, seed)
-    for (request, tokens), output in zip(pairs, outputs, strict=True):
-        assert output.tokens == tokens, request.id
-        assert output.reason is FinishReason.LENGTH
+    answered = greedy_answers(architecture)
+    replica = replica_for(architecture, oracle(drafter, answered))
+    outputs = check_answers(replica, answered, rows_max, draft_len, rows_max + (draft_len or 0))
+    assert {output.reason for output in outputs} == {FinishReason.LENGTH}
     drafted = sum(output.usage.draft_tokens for output in outputs)
     accepted = sum(output.usage.accepted_tokens for output in outputs)
     if draft_len == 0:
         assert drafted == 0
     elif draft_len is not None and drafter == "model":
-        assert 0 < accepted < drafted, "the pair must see acceptance and rejection"
+        least = 0.3 if architecture == DEMO else 0.0
+        assert least < accepted / drafted < 1, "the pair must see acceptance and rejection"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_draft_of_another_architecture_changes_nothing(architecture: str) -> None:
     other = ARCHITECTURES[ARCHITECTURES.index(architecture) - 1]
-    pairs = expected(architecture)
-    outputs = run_staggered(
-        tiny_replica(architecture, draft_architecture=other), [r for r, _ in pairs], 8, 3
-    )
-    assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]
+    replica = tiny_replica(architecture, draft_architecture=other)
+    check_answers(replica, greedy_answers(architecture), 8, 3)
 
 
 def test_layers_that_are_not_joined_change_nothing() -> None:
-    pairs = expected("glm4")
-    outputs = run_staggered(tiny_replica("glm4", fuse_layers=False), [r for r, _ in pairs], 8, 3)
-    assert [output.tokens for output in outputs] == [tokens for _, tokens in pairs]
+    check_answers(tiny_replica("glm4", fuse_layers=False), greedy_answers("glm4"), 8, 3)
+
+
+def test_a_chat_goes_on_where_it_ended() -> None:
+    """Each turn's prompt is all that was said before, and most of it is still there."""
+    engine = LocalEngine(tiny_replica("llama"), SchedulerConfig(draft_len=3), check=True)
+    said = (5, 9, 1, 7, 3)
+    found = []
+    for turn in range(4):
+        (output,) = engine.generate([Request(f"t{turn}", said, 20)])
+        assert output.tokens == plain_greedy(target_model("llama"), said, 20)
+        found.append((output.usage.cached_tokens, len(said)))
+        said += (*output.tokens, 4, 2)
+    for cached, length in found[1:]:
+        assert length - 12 <= cached < length

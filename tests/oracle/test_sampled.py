@@ -6,8 +6,6 @@ schedule must reproduce; the law is the target's softmax, computed by transforme
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 from tests.oracle.drafters import ORACLES, oracle
-from tests.oracle.worlds import mixed_requests, run_staggered, sampled
+from tests.oracle.worlds import DEMO, check_answers, replica_for, sampled_answers
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
 
 RUNS = [
@@ -24,26 +22,23 @@ RUNS = [
 ]
 
 
-@cache
-def alone(architecture: str) -> tuple[tuple[Request, list[int]], ...]:
-    """Each request by itself: batch 1, draft length 0."""
-    requests = sampled(mixed_requests(VOCAB, 16, seed=50))
-    engine = LocalEngine(tiny_replica(architecture), SchedulerConfig(rows_max=1, draft_len=0))
-    return tuple((request, engine.generate([request])[0].tokens) for request in requests)
+DEMO_RUNS = ((3, 8), (8, None), (16, 4))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("drafter", "rows_max", "draft_len"), RUNS)
+@pytest.mark.parametrize(
+    ("architecture", "drafter", "rows_max", "draft_len"),
+    [
+        *((architecture, *run) for architecture in ARCHITECTURES for run in RUNS),
+        *((DEMO, "model", *run) for run in DEMO_RUNS),
+    ],
+)
 def test_output_depends_on_the_request_alone(
     architecture: str, drafter: str, rows_max: int, draft_len: int | None
 ) -> None:
     """Trap 12, end to end: neither batch mates nor k nor arrival change a sampled token."""
-    pairs = alone(architecture)
-    replica = tiny_replica(architecture, drafter=oracle(drafter, pairs))
-    requests = [request for request, _ in pairs]
-    outputs = run_staggered(replica, requests, rows_max, draft_len, seed=draft_len or 0)
-    for (request, tokens), output in zip(pairs, outputs, strict=True):
-        assert output.tokens == tokens, request
+    answered = sampled_answers(architecture)
+    replica = replica_for(architecture, oracle(drafter, answered))
+    check_answers(replica, answered, rows_max, draft_len, seed=draft_len or 0)
 
 
 def test_speculative_output_follows_the_law_of_the_target() -> None:

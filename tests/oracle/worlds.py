@@ -1,14 +1,19 @@
 """Requests of mixed length that arrive at different times, an engine to run them, and what they
-must return."""
+must return: those of tiny pairs, and of the embedded one, named "demo"."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cluster.local_engine import LocalEngine, Output
+from replicas.config import ReplicaConfig
+from replicas.demo import TARGET_DIR
+from replicas.drafters import Drafter
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -16,6 +21,21 @@ from tests.reference import plain_greedy
 from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 13, 13, 21, 34, 55)
+DEMO = "demo"
+DEMO_TEXTS = (
+    "The",
+    "The for statement is used to iterate over the elements of a sequence",
+    "Return a new list containing",
+    "class Thread:\n    This class represents an activity that is run in a separate thread",
+    "If the argument is",
+    "Raises ValueError when",
+    "An example:\n\n>>> import os\n>>> os.path.join(",
+    "Note that the module must be imported before the function is called, and that it is an error",
+    "Deprecated since version 3.",
+    "zip",
+)
+DEMO_NEW = (1, 20, 33, 8)
+Answered = tuple[tuple[Request, list[int]], ...]
 
 
 def mixed_requests(
@@ -30,6 +50,31 @@ def mixed_requests(
             max_new_tokens=rng.choice(new),
         )
         for i in range(n)
+    ]
+
+
+def conversations(seed: int) -> list[Request]:
+    """Three system prompts, of which one is the beginning of another, with different ends."""
+    rng = random.Random(seed)
+    base = tuple(rng.randrange(VOCAB) for _ in range(50))
+    systems = [base, base[:22], tuple(rng.randrange(VOCAB) for _ in range(31))]
+    return [
+        Request(
+            id=f"r{index}",
+            prompt=rng.choice(systems)
+            + tuple(rng.randrange(VOCAB) for _ in range(rng.choice((0, 1, 2, 5, 9)))),
+            max_new_tokens=rng.choice((5, 16, 30)),
+            tenant=rng.choice(("", "", "other")),
+        )
+        for index in range(24)
+    ]
+
+
+def demo_requests() -> list[Request]:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    return [
+        Request(f"r{i}", tuple(tokenizer(text).input_ids), DEMO_NEW[i % len(DEMO_NEW)])
+        for i, text in enumerate(DEMO_TEXTS * 2)
     ]
 
 
@@ -75,32 +120,41 @@ def run_staggered(
     return [engine.outputs[request.id] for request in requests]
 
 
-@dataclass(frozen=True)
-class World:
-    """Requests for a tiny pair, and their outputs one at a time without a draft."""
+@cache
+def demo_replica() -> Replica:
+    return Replica.load(ReplicaConfig(device="cpu", kv_blocks=1024))
 
-    architecture: str
-    seed: int
 
-    @cached_property
-    def requests(self) -> list[Request]:
-        return mixed_requests(VOCAB, 12, seed=self.seed + ARCHITECTURES.index(self.architecture))
-
-    @cached_property
-    def greedy(self) -> list[list[int]]:
-        """By transformers' own `generate`."""
-        model = target_model(self.architecture)
-        return [plain_greedy(model, r.prompt, r.max_new_tokens) for r in self.requests]
-
-    @cached_property
-    def sampled(self) -> list[list[int]]:
-        """Of `sampled(requests)`."""
-        replica = tiny_replica(self.architecture)
-        engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
-        return [output.tokens for output in engine.generate(sampled(self.requests))]
+def replica_for(architecture: str, drafter: Drafter | None = None) -> Replica:
+    return demo_replica() if architecture == DEMO else tiny_replica(architecture, drafter=drafter)
 
 
 @cache
-def world(architecture: str, seed: int) -> World:
-    """One for all tests of a module that draws its requests by `seed`."""
-    return World(architecture, seed)
+def greedy_answers(architecture: str) -> Answered:
+    """Requests, and what transformers' own `generate` gives for each."""
+    model: PreTrainedModel
+    if architecture == DEMO:
+        model = AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
+        requests = demo_requests()
+    else:
+        model = target_model(architecture)
+        requests = mixed_requests(VOCAB, 20, seed=ARCHITECTURES.index(architecture))
+    return tuple((one, plain_greedy(model, one.prompt, one.max_new_tokens)) for one in requests)
+
+
+@cache
+def sampled_answers(architecture: str) -> Answered:
+    """Each request by itself: batch 1, draft length 0."""
+    plain = demo_requests() if architecture == DEMO else mixed_requests(VOCAB, 16, seed=50)
+    engine = LocalEngine(replica_for(architecture), SchedulerConfig(rows_max=1, draft_len=0))
+    return tuple((one, engine.generate([one])[0].tokens) for one in sampled(plain))
+
+
+def check_answers(
+    replica: Replica, answered: Answered, rows_max: int, draft_len: int | None, seed: int = 0
+) -> list[Output]:
+    """Runs all of them, staggered; each has its own answer."""
+    outputs = run_staggered(replica, [one for one, _ in answered], rows_max, draft_len, seed)
+    for (request, tokens), output in zip(answered, outputs, strict=True):
+        assert output.tokens == tokens, request
+    return outputs

@@ -11,21 +11,16 @@ import torch
 
 from replicas.cuda import graphs
 from replicas.cuda.graphs import GraphedModel, buckets
-from tests.oracle.worlds import run_staggered, sampled, world
+from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.tiny_pairs import ARCHITECTURES, tiny_replica
-
-SEED = 80
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("draft_len", [0, 3, None])
 def test_output_is_that_of_passes_of_exact_shapes(architecture: str, draft_len: int | None) -> None:
-    of_world = world(architecture, SEED)
     replica = tiny_replica(architecture, graphs="on", plan_rows=5, plan_draft_len=4)
-    outputs = run_staggered(replica, of_world.requests, 5, draft_len)
-    assert [output.tokens for output in outputs] == of_world.greedy
-    outputs = run_staggered(replica, sampled(of_world.requests), 5, draft_len)
-    assert [output.tokens for output in outputs] == of_world.sampled
+    for answered in (greedy_answers(architecture), sampled_answers(architecture)):
+        check_answers(replica, answered, 5, draft_len)
 
 
 def test_there_are_few_kinds_and_none_is_made_within_a_request(
@@ -45,19 +40,17 @@ def test_there_are_few_kinds_and_none_is_made_within_a_request(
 
     monkeypatch.setattr(graphs._FixedPass, "run", noted)
     monkeypatch.setattr(graphs._FixedPass, "__init__", None)
-    run_staggered(replica, world("llama", SEED).requests, 5, 3)
+    check_answers(replica, greedy_answers("llama"), 5, 3)
     assert len(set(used)) > 3
     assert list(target._passes) == kinds
 
 
 def test_a_pass_outside_of_all_kinds_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_world = world("llama", SEED)
     replica = tiny_replica("llama", graphs="on", plan_rows=2, plan_draft_len=1)
     monkeypatch.setattr(graphs._FixedPass, "run", None)
     replica._target._kinds.clear()
     replica._drafter.model._kinds.clear()
-    outputs = run_staggered(replica, of_world.requests, 2, 1)
-    assert [output.tokens for output in outputs] == of_world.greedy
+    check_answers(replica, greedy_answers("llama"), 2, 1)
 
 
 def test_a_recording_that_fails_is_said_and_the_pass_runs_unrecorded(

@@ -35,7 +35,6 @@ from replicas.models.pair import (
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
-from tests.reference import plain_greedy
 from tests.tiny_pairs import _SHAPE
 
 
@@ -235,16 +234,6 @@ def test_a_gpu_takes_no_attention_that_is_built_for_every_shape(
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def test_a_replica_without_a_draft_decodes_plainly_whatever_the_policy(tmp_path: Path) -> None:
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
-    replica = Replica.load(config(target, None, context_len=100))
-    engine = LocalEngine(replica, SchedulerConfig(draft_len=4), check=True)
-    (output,) = engine.generate([Request("a", (1, 2, 3), 12)])
-    model = LlamaForCausalLM.from_pretrained(target).eval()
-    assert output.tokens == plain_greedy(model, (1, 2, 3), 12)
-    assert output.usage.draft_tokens == 0
 
 
 @pytest.mark.parametrize(("target_vocab", "draft_vocab"), [(40, 6), (6, 40), (5, 5)])

@@ -223,17 +223,6 @@ def test_a_second_request_finds_the_prefix_of_the_first_and_says_the_same(chats:
     assert chats.run("d", [*PROMPT, 1], 10) == 20, "of what a generated nothing, but its prompt"
 
 
-def test_the_next_turn_of_a_chat_finds_what_was_generated(chats: Chats) -> None:
-    chats.run("a", PROMPT, 20)
-    said = chats.last
-    chats.replica.release(["a"])
-    turn = [*said, 7, 7, 7]
-    assert chats.run("b", turn, 10) >= 36
-    assert chats.replica.free_blocks < chats.replica.spec.kv_blocks
-    chats.replica.release(["b"])
-    assert chats.replica.free_blocks == chats.replica.spec.kv_blocks
-
-
 def test_what_the_draft_has_not_seen_is_not_shared(chats: Chats) -> None:
     """Without draft tokens the draft lags behind, so it has no KV for what was generated."""
     chats.run("a", PROMPT, 20, k=0)
@@ -318,16 +307,3 @@ def test_shared_blocks_are_never_written(chats: Chats) -> None:
     for cache, layers in zip(caches, before, strict=True):
         for layer, kept in zip(cache._layers, layers, strict=True):
             assert torch.equal(layer[table], kept)
-
-
-def test_cached_blocks_give_way_to_sequences_that_need_them() -> None:
-    """A small cache: every request evicts what others left, and all are right."""
-    least = -(-target_model("llama").config.max_position_embeddings // BLOCK)
-    chats = Chats(tiny_replica("llama", block_size=BLOCK, kv_blocks=least))
-    found = []
-    for turn in (*range(5), 4, 3, *range(5, 9), 0):
-        name = f"{len(found)}"
-        found.append(chats.run(name, [turn, *PROMPT * 4], 18, k=turn % 4))
-        chats.replica.release([name])
-    assert found[5:7] == [80, 80], "these were used lately"
-    assert set(found[:5] + found[7:]) == {0}, "the others had to make room"

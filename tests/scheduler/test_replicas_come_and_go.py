@@ -15,6 +15,7 @@ from scheduler.messages import (
     Finish,
     FinishReason,
     Reject,
+    RejectCode,
     ReplicaJoined,
     ReplicaSpec,
     Request,
@@ -66,6 +67,28 @@ def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are() -> 
     hand.tell(submit)
     hand.join("small", kv_blocks=10)
     assert hand.finishes["a"].reason is FinishReason.FAILED
+
+
+def test_one_that_waits_fails_when_the_first_replica_shows_that_none_can_serve_it() -> None:
+    hand = Hand()
+    hand.submit("a", prompt=(1, 5000))
+    hand.submit("b")
+    hand.join()
+    assert hand.finishes["a"].reason is FinishReason.FAILED
+    assert hand.finishes["a"].message.startswith("prompt: ")
+    assert [rows_of(batch) for batch in hand.in_flight()] == [["b"]]
+
+
+def test_an_id_that_is_live_is_taken_until_its_batch_has_ended() -> None:
+    hand = Hand()
+    hand.submit("a")
+    assert only(hand.submit("a"), Reject).code is RejectCode.DUPLICATE
+    hand.join()
+    (batch,) = hand.in_flight()
+    hand.cancel("a")
+    assert only(hand.submit("a"), Reject).code is RejectCode.DUPLICATE
+    hand.done(batch)
+    assert only(hand.submit("a"), Dispatch).batch.prefill[0].sequence_id == "a"
 
 
 def test_a_draining_replica_hands_back_its_residents_and_takes_none() -> None:

@@ -19,7 +19,6 @@ from cluster.config import from_args
 from cluster.config_sources import from_file
 from cluster.worker import resources
 from replicas import replica as replica_module
-from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, plan_memory
 from replicas.replica import Replica
 from tests.replicas.test_pair import WORDS, save_model
@@ -139,12 +138,6 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
     assert "deterministic output needs" in refused.output
 
 
-def test_options_win_over_the_batches_that_a_file_plans_for(tmp_path: Path) -> None:
-    path = written(tmp_path, "replica: {device: cpu, memory: 100MiB, plan_rows: 6}\n")
-    assert plan_of("--config", path)["wanted"]["rows"] == 6
-    assert plan_of("--config", path, "--rows", "3")["wanted"]["rows"] == 3
-
-
 def test_a_plan_says_whether_it_is_deterministic() -> None:
     args = ("--dtype", "bfloat16", "--memory", "100MiB")
     given, other = plan(*args, "--deterministic"), plan(*args)
@@ -159,17 +152,6 @@ def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one() -> None:
     assert planned_of(from_args({"actors": {"replica_gpus": 1}})).gpu_share is None
     said = from_args({"actors": {"replica_gpus": 0.5}, "replica": {"gpu_share": 0.3}})
     assert planned_of(said).gpu_share == 0.3
-
-
-def test_a_plan_is_what_a_replica_of_the_demo_pair_loads() -> None:
-    planned = plan("--memory", "100MiB", "--draft-len", "3")
-    config = ReplicaConfig(device="cpu", memory="100MiB", plan_draft_len=3)
-    spec = Replica.load(config).spec
-    assert spec.kv_blocks == planned["kv"]["blocks"]
-    assert planned["total_bytes"] <= planned["budget_bytes"] == 100 * 1024 * 1024
-    parts = planned["kv"]["bytes"] + planned["buffers_bytes"]["total"]
-    assert planned["total_bytes"] == parts + sum(planned["weights_bytes"].values())
-    assert planned["sequences"]["1024"] == planned["kv"]["blocks"] // 64
 
 
 def test_a_pair_without_its_weights_can_be_planned(tmp_path: Path) -> None:

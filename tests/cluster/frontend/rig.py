@@ -12,11 +12,11 @@ from cluster.config import ClusterConfig, from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
-from cluster.worker.worker import HostedReplica, Worker, _Stop
+from cluster.worker.worker import HostedReplica, Worker
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
-from tests.cluster.wire import Wire, until
+from tests.cluster.wire import Wire, kill, until
 
 CONFIG = from_args({"pool": {"gather_ms": 2}, "frontend": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
 PROMPT = "the quick"
@@ -67,13 +67,12 @@ async def frontend(
     async with asyncio.timeout(bound_s):
         for runner in runners:
             await runner.start()
-        await until(lambda: len(pool.actor._workers) == replicas)
+        await until(lambda: len(pool.replicas) == replicas)
         made.service.start()
         yield made
         await made.close()
         for runner in runners:
-            runner._member.cancel()
-            runner._jobs.put(_Stop())
+            kill(runner)
         pool.close()
 
 

@@ -48,8 +48,7 @@ def test_a_template_of_a_file_takes_the_place_of_the_targets(tmp_path: Path) -> 
 
 
 async def test_a_conversation_is_answered_like_the_tokens_of_its_template() -> None:
-    async with frontend() as made:
-        made.service._text = TEXT
+    async with frontend(text=TEXT) as made:
         asked = pb.GenerateRequest(messages=messages(TURNS), max_new_tokens=30)
         answer = await made.Generate(asked, Context())
         rendered = "".join(f"<s>{role}: {content}\n" for role, content in TURNS)
@@ -84,8 +83,7 @@ def test_a_target_without_a_template_says_what_to_send() -> None:
 async def test_a_bad_conversation_is_refused_by_name(
     request_: pb.GenerateRequest, reason: str
 ) -> None:
-    async with frontend(replicas=0) as made:
-        made.service._text = TEXT
+    async with frontend(replicas=0, text=TEXT) as made:
         context = Context()
         await made.Generate(request_, context)
         assert context.code is StatusCode.INVALID_ARGUMENT

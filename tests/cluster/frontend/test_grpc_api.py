@@ -92,7 +92,7 @@ INVALID = [
     (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * 5_000_000)), "request"),
     (pb.GenerateRequest(prompt="x", request_id="y" * 5_000_000), "request"),
 ]
-"""(request, the field that the refusal must name); shared with the integration tests."""
+"""(request, the field that the refusal must name)."""
 
 
 async def test_a_bad_request_is_refused_with_the_name_of_its_field() -> None:

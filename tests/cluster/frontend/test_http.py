@@ -116,7 +116,7 @@ async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
         over = await http(app, asking(max_tokens=300), headers=headers)
         assert over.status == 429
         assert int(over.headers["retry-after"]) >= 1
-        for path in ("/healthz", "/readyz"):
+        for path in ("/healthz", "/readyz", "/health"):
             assert (await http(app, path=path, client="192.0.2.7")).status == 200
 
 
@@ -176,13 +176,6 @@ async def test_http_refuses_any_bad_body_as_such() -> None:
             assert answer.error["code"] == "INVALID_ARGUMENT"
             assert len(answer.error["message"]) < 1100
         assert (await http(app, BODY)).status == 200
-
-
-async def test_a_body_may_have_as_many_bytes_as_are_allowed() -> None:
-    async with frontend() as made:
-        most = made.service.config.frontend.message_bytes_max
-        for size, status in ((most, 200), (most + 1, 400)):
-            assert (await http(http_app(made.service), BODY.ljust(size))).status == status
 
 
 async def test_a_wrong_field_is_named_with_the_nearest_name() -> None:

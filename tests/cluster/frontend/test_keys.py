@@ -232,12 +232,6 @@ def test_the_command_refuses_what_makes_no_sense(path: Path, args: list[str]) ->
     assert not path.exists()
 
 
-def test_the_server_does_not_listen_to_a_network_without_keys() -> None:
-    refused = RUN.invoke(main, ["serve", "--http-host", "0.0.0.0"])
-    assert refused.exit_code == 2
-    assert "allow-anyone" in refused.output
-
-
 def test_the_server_does_not_start_with_keys_that_make_no_sense(path: Path) -> None:
     path.write_text("- {name: x}\n")
     refused = RUN.invoke(main, ["serve", "--keys-file", str(path)])

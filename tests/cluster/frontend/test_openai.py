@@ -33,8 +33,7 @@ TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
 async def served(
     config: ClusterConfig = CONFIG, **options: Any
 ) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
-    async with frontend(config=config, **options) as made:
-        made.service._text = TEXT
+    async with frontend(config=config, text=TEXT, **options) as made:
         yield made, http_app(made.service)
 
 
@@ -133,17 +132,6 @@ async def test_a_stop_string_ends_the_text_before_it() -> None:
             [choice] = answer.json["choices"]
             assert choice["text"] == text[: text.index(text[20:23])]
             assert choice["finish_reason"] == "stop"
-
-
-async def test_a_stop_token_ends_the_text_with_it() -> None:
-    async with served() as (_made, app):
-        fields: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True}
-        plain = await post(app, "completions", **fields, max_tokens=20)
-        ids = plain.json["choices"][0]["token_ids"]
-        answer = await post(app, "completions", **fields, stop_token_ids=[ids[9]])
-        [choice] = answer.json["choices"]
-        assert choice["token_ids"] == ids[: ids.index(ids[9]) + 1]
-        assert choice["finish_reason"] == "stop"
 
 
 async def test_the_model_is_listed_and_no_other_is_served() -> None:
@@ -300,19 +288,3 @@ async def test_a_client_that_leaves_cancels_its_call(stream: bool) -> None:
         gone.set()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not made.service._router.unfinished)
-
-
-async def test_texts_become_tokens_and_tokens_texts() -> None:
-    async with served() as (_made, app):
-        found = await http(app, json.dumps({"prompt": PROMPT}).encode(), path="/tokenize")
-        assert found.json["tokens"] == PROMPT_IDS
-        talk = await http(app, json.dumps({"messages": TURNS_JSON}).encode(), path="/tokenize")
-        assert talk.json["count"] > len(PROMPT_IDS)
-        body = json.dumps({"tokens": PROMPT_IDS}).encode()
-        assert (await http(app, body, path="/detokenize")).json == {"prompt": PROMPT}
-        wrong = await http(app, b'{"tokens": [99999]}', path="/detokenize")
-        assert (wrong.status, wrong.error["param"]) == (400, "tokens")
-        neither = await http(app, b"{}", path="/tokenize")
-        assert (neither.status, neither.error["param"]) == (400, "prompt")
-        assert (await http(app, path="/health")).status == 200
-        assert (await http(app, path="/version")).json["version"]

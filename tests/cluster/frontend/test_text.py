@@ -60,16 +60,6 @@ def test_special_and_unknown_tokens_change_no_text_around_them(
         assert before + text(tokens) == made.decode(prompt + tokens)
 
 
-def test_a_special_token_within_a_character_does_not_break_it() -> None:
-    tokens = ids("\U0001f98a")
-    assert len(tokens) > 2
-    for at in range(1, len(tokens)):
-        for between in (0, NO_TOKEN):
-            detokenizer = Detokenizer(tokenizer(), ids("x"))
-            text = map(detokenizer.push, [*tokens[:at], *[between] * 200, *tokens[at:]])
-            assert "".join(text) == "\U0001f98a"
-
-
 def bytes_of(*values: int) -> list[int]:
     """Tokens of single bytes in the byte-level tokenizer."""
     names = [byte_names()[value] for value in values]
@@ -354,14 +344,3 @@ def test_chunk_borders_change_nothing(tokens: list[int], stops: list[str], seed:
     else:
         text += stream.finish().text
     assert (text, used) == expected
-
-
-@given(tokens=TOKENS, cut=st.integers(0, 40))
-def test_a_stream_taken_up_elsewhere_goes_on_where_it_was(tokens: list[int], cut: int) -> None:
-    first = TextStream(tokenizer(), ids("the"), ["zzz"])
-    before = first.push(tokens[:cut]).text
-    after = first.push(tokens[cut:]).text + first.finish().text
-
-    second = TextStream(tokenizer(), ids("the"), ["zzz"])
-    assert second.push(tokens[:cut]).text == before
-    assert second.push(tokens[cut:]).text + second.finish().text == after

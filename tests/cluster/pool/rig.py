@@ -16,10 +16,10 @@ from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.session import PoolSession
 from cluster.pool.shard_router import ShardRouter
 from cluster.transport.stream import Stream, StreamKind
-from cluster.worker.worker import Worker, _Stop
+from cluster.worker.worker import Worker
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.wire import Wire, until
+from tests.cluster.wire import Wire, kill, until
 
 CONFIG = from_args(
     {
@@ -128,8 +128,7 @@ async def shards(
             wire.loss = 0.0
         await made.router.close()
         for worker in made.workers:
-            worker._member.cancel()
-            worker._jobs.put(_Stop())
+            kill(worker)
         for wire in made.wires:
             wire.close()
 

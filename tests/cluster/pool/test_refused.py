@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from cluster.config import from_args
 from scheduler.messages import Action, Event, Reject, RejectCode, Submit
 from tests.cluster.pool.rig import CONFIG, MOVE_S, PROMPTS, Cluster, check, shards
-from tests.cluster.wire import Wire, until
+from tests.cluster.wire import Wire, kill, until
 
 WAITING_MAX = 3
 SMALL = from_args(
@@ -182,7 +182,7 @@ async def test_requests_follow_the_last_large_replica(
         longs = [s.submit(prompt, LONG) for prompt in PROMPTS]
         here = [live for live in longs if live.shard == 0]
         await until(lambda: any(live.tokens for live in here))
-        s.workers[1]._member.cancel()
+        kill(s.workers[1])
         if not elsewhere_first:
             await until(lambda: s.router.sessions[0].load.length_max == HELD)
             await asyncio.sleep(3 * MOVE_S)

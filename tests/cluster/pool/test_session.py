@@ -18,7 +18,7 @@ from cluster.transport.stream import Stream
 from scheduler.messages import FinishReason
 from tests.cluster.fakes import FakeReplica
 from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards
-from tests.cluster.wire import until
+from tests.cluster.wire import kill, until
 
 
 async def test_many_requests_on_two_replicas() -> None:
@@ -83,7 +83,7 @@ async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> No
         for prompt in prompts(6):
             requests.append(w.submit(prompt, 300))
             await until(lambda: bool(requests[-1].tokens))
-        first._member.cancel()
+        kill(first)
         w.wire.restart()
         await until(lambda: w.wire.actor._scheduler.snapshot().waiting == 6)
         await w.add_replica()
@@ -95,7 +95,7 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         large = await w.add_replica(prefill_s=2.0)
         live = w.submit([5, 6], 300)
         await until(lambda: live.checked)
-        large._member.cancel()
+        kill(large)
         w.wire.restart()
         # By this one alone it would be refused.
         await w.add_replica(kv_blocks=4)
@@ -145,7 +145,7 @@ async def test_a_silent_replica_loses_its_residents_to_another() -> None:
         dying = await w.add_replica(step_s=0.01)
         requests = [w.submit(prompt, 60) for prompt in prompts(3)]
         await until(lambda: all(len(live.tokens) > 5 for live in requests))
-        dying._member.cancel()
+        kill(dying)
         await w.add_replica()
         await check(requests)
         assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ async def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
     async with shards(0, config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
         worker = await w.add_replica()
         dead.append(w.fakes[0])
-        await until(lambda: worker.replica_id not in w.wire.actor._workers)
+        await until(lambda: worker.replica_id not in w.wire.replicas)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ async def test_a_draining_replica_hands_its_residents_over() -> None:
         await until(lambda: all(live.tokens for live in requests))
         await w.add_replica()
         await going.close()
-        assert going.replica_id not in w.wire.actor._workers
+        assert going.replica_id not in w.wire.replicas
         await asyncio.to_thread(going._thread.join, 5)
         assert not going._thread.is_alive()
         await check(requests)

@@ -31,7 +31,7 @@ from tests.cluster.pool.rig import (
     half_dead,
     shards,
 )
-from tests.cluster.wire import Wire, until
+from tests.cluster.wire import Wire, kill, until
 
 
 async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
@@ -68,7 +68,7 @@ async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
         lives = [s.submit(prompt, 200) for prompt in PROMPTS]
         left = [live for live in lives if live.shard == 0]
         await until(lambda: any(live.tokens for live in left))
-        s.workers[0]._member.cancel()
+        kill(s.workers[0])
         await check(lives)
         assert {live.shard for live in lives} == {1}
         assert any(live.tokens and live.recovered for live in left)
@@ -160,7 +160,7 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
             await s.add_replica(shard, FakeReplica(step_s=0.1))
         await s.until_serving(1, 1)
         lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-        s.workers[0]._member.cancel()
+        kill(s.workers[0])
         await until(lambda: {live.shard for live in lives} == {1})
         for live in lives:
             s.router.cancel(live)
@@ -215,14 +215,14 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         stuck.append(Stuck())
         await s.add_replica(shard, stuck[-1])
 
-    async def kill(s: Cluster, live: InFlightRequest) -> None:
+    async def kill_holder(s: Cluster, live: InFlightRequest) -> None:
         """The only replica of the shard that holds the request dies, in a batch with it."""
         actor = s.wires[live.shard].actor
         replicas = actor._scheduler._pool.replicas
         await until(lambda: any(len(replica.pipeline) for replica in replicas.values()))
-        [replica_id] = actor._workers
+        [replica_id] = s.wires[live.shard].replicas
         [runner] = [one for one in s.workers if one.replica_id == replica_id]
-        runner._member.cancel()
+        kill(runner)
         actor._lose_worker(replica_id, "has died", by_batch=True)
 
     async with shards(0, 0) as s:
@@ -231,11 +231,11 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         deadly = s.submit(PROMPTS[0], 40)
         assert deadly.shard == 0
         for deaths, shard in enumerate((1, 0), start=1):
-            await kill(s, deadly)
+            await kill_holder(s, deadly)
             await add_replica(s, shard)
             await until(lambda shard=shard: deadly.shard == shard)
             assert deadly.record.deaths == deaths
-        await kill(s, deadly)
+        await kill_holder(s, deadly)
         await deadly.ended.wait()
         assert deadly.finish is not None
         assert deadly.finish.reason is FinishReason.FAILED

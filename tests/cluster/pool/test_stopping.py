@@ -27,7 +27,7 @@ from scheduler.messages import RejectCode
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, pool_of, stream
 from tests.cluster.pool.rig import CONFIG, PROMPTS, Cluster, Stuck, check, shards
-from tests.cluster.wire import Wire, until
+from tests.cluster.wire import Wire, kill, until
 
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
@@ -39,7 +39,7 @@ SILENT_S = silence_s(CONFIG.pool.beat_s)
 
 async def stop(made: GrpcApi, cut: bool = False) -> int:
     reply = await pool_of(made).actor.stop_accepting(60.0, cut)
-    await made.service._router.stopping.wait()
+    await made.service.stopping.wait()
     return reply.unfinished
 
 
@@ -146,7 +146,7 @@ async def test_a_stop_that_was_never_finished_heals() -> None:
         assert not await made.service.ready()
         # The stop is good for a minute from when it was last told.
         pool_of(made).actor._clock = lambda: time.monotonic() + 61.0
-        while made.service._router.stopping.is_set():
+        while made.service.stopping.is_set():
             await asyncio.sleep(0.05)
         assert await made.service.ready()
         answer = await made.Generate(LONG, Context())
@@ -213,9 +213,9 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
         stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
         await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
         assert handles[there].asked
-        [replica_id] = s.wires[here].actor._workers
+        [replica_id] = s.wires[here].replicas
         [runner] = [one for one in s.workers if one.replica_id == replica_id]
-        runner._member.cancel()
+        kill(runner)
         await stopping
         assert live.ended.is_set()
         assert live.shard == there

@@ -108,7 +108,7 @@ async def add_breaking(w: Cluster, at: int) -> tuple[Breaking, list[bool]]:
     """The replica, and of each time that it leaves whether a batch may be the reason."""
     fake = Breaking(at)
     fake.worker = await w.add_replica(fake=fake)
-    await until(lambda: bool(w.wire.actor._workers))
+    await until(lambda: bool(w.wire.replicas))
     left: list[bool] = []
     lose = w.wire.actor._lose_worker
 
@@ -132,7 +132,7 @@ async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds
         assert raised.value.by_batch
         assert fake.begun == 3, "no batch was tried on what is broken"
         assert left == [True]
-        assert not w.wire.actor._workers
+        assert not w.wire.replicas
         await w.add_replica()
         await check(live)
 
@@ -144,7 +144,7 @@ async def test_a_replica_that_breaks_with_nothing_to_do_leaves_by_no_batch() -> 
         assert worker is not None
         worker.check()
         fake.broken = RuntimeError("rank 1 has ended")
-        await until(lambda: not w.wire.actor._workers)
+        await until(lambda: not w.wire.replicas)
         with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
             worker.check()
         assert not raised.value.by_batch
@@ -184,14 +184,14 @@ async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
         await until(lambda: worker._batch_began_s is not None)
         worker.check()
         worker._batch_s_max = 0.3
-        await until(lambda: not w.wire.actor._workers)
+        await until(lambda: not w.wire.replicas)
         with pytest.raises(ReplicaUnhealthy, match="runs for over"):
             worker.check()
         await w.add_replica()
         await check([live])
         fake.let_go.set()
         await asyncio.to_thread(_wait_for_idle, worker)
-        assert len(w.wire.actor._workers) == 1
+        assert len(w.wire.replicas) == 1
         with pytest.raises(ReplicaUnhealthy, match="runs for over"):
             worker.check()
         async with asyncio.timeout(CONFIG.actors.drain_s / 2):
@@ -235,7 +235,7 @@ async def test_a_replica_of_another_output_is_refused(other: dict[str, str], mes
         await until(worker._member.done)
         with pytest.raises(ReplicaUnhealthy, match=message):
             worker.check()
-        assert len(w.wire.actor._workers) == 1
+        assert len(w.wire.replicas) == 1
 
 
 async def test_loading_errors_reach_the_starter() -> None:

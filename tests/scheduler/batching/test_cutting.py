@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from scheduler.batching.cutting import part_of
-from scheduler.batching.grouping import passes_bound
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy
 from scheduler.messages import (
@@ -135,19 +134,3 @@ def test_parts_come_together_when_their_lengths_do() -> None:
     hand.settle()
     stepped(hand, 4)
     assert all(len(lengths) == 6 for lengths in stepped(hand, 10))
-
-
-@pytest.mark.parametrize("wait_rounds", [2, 3, 4])
-@pytest.mark.parametrize("rows_max", [2, 4, 8])
-def test_no_row_waits_longer_than_grouping_promises(rows_max: int, wait_rounds: int) -> None:
-    """However far rows are apart: every one is a part of its own."""
-    hand = Hand(draft_len=0, rows_max=rows_max, wait_rounds=wait_rounds)
-    hand.join(kv_blocks=100_000, timings=timings(apart=1e-3))
-    for number in range(11):
-        hand.submit(str(number), 1 + number**2, max_new_tokens=40)
-    replica = hand.scheduler._pool.replicas["r"]
-    while hand.in_flight():
-        hand.done(hand.in_flight()[0])
-        for row in replica.ready:
-            assert replica.ready.passes(row) <= passes_bound(11, rows_max, wait_rounds)
-    assert len(hand.finishes) == 11

@@ -33,7 +33,7 @@ def test_load_goes_before_length_when_the_imbalance_is_large() -> None:
     for index in range(12):
         hand.submit(f"more{index}", 10)
         run(hand, ("one", "two"), 2)
-    loads = [len(hand.scheduler._pool.replicas[name].residents) for name in ("one", "two")]
+    loads = [hand.status(name).residents for name in ("one", "two")]
     assert sum(loads) == 16
     assert abs(loads[0] - loads[1]) <= 2 + 1
 
