@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.ceilings import ModelWork, Rates
 from cluster.bench.transformers_runs import Transformers
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.drafters.model import ModelSource
 from replicas.models.attention.paged import FlexAttention, NotPaged, VarlenAttention
 from replicas.models.pair import Pair, load_pair
 from replicas.replica import Replica
@@ -112,8 +112,8 @@ def lockstep(
     lengths = [len(request.prompt) - 1 for request in requests]
     target = ModelWork.of(pair.target)
     work, fill = target.decode(steps, checked, positions), target.prefill(lengths)
-    if isinstance(pair.draft, PreTrainedModel):
-        draft = ModelWork.of(pair.draft)
+    if isinstance(pair.draft, ModelSource):
+        draft = ModelWork.of(pair.draft.model)
         fill += draft.prefill(lengths)
         work += draft.decode(drafted, checked - row_steps, positions * drafted / max(steps, 1))
     in_steps = sum(result.times.total_s for result in stepped)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.models.pair import resolve
+from replicas.models.load import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

@@ -15,8 +15,9 @@ from cluster.frontend.calls import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.models import gguf, names
+from replicas.models.load import PairRefused, resolve
 from replicas.models.names import ModelRefused
-from replicas.models.pair import PairRefused, load_pair, read_pair, resolve
+from replicas.models.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import _SHAPE
 
