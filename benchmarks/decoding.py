@@ -22,7 +22,8 @@ from benchmarks.measured import MeasuredWay, side_by_side
 from benchmarks.oracle import OracleDrafter
 from replicas.decoding import grammar_of
 from replicas.decoding.tokens import load_grammars
-from replicas.models.pair import load_pair, resolve
+from replicas.models.load import resolve
+from replicas.models.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.ceilings import ModelWork, Rates
 from cluster.bench.transformers_runs import Transformers
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.drafters.model import ModelSource
 from replicas.models.attention.paged import FlexAttention, NotPaged, VarlenAttention
 from replicas.models.pair import Pair, load_pair
 from replicas.replica import Replica
@@ -107,8 +107,8 @@ def lockstep(
     checked = row_steps + sum(row.draft_tokens for row in rows)
     lengths = [len(request.prompt) - 1 for request in requests]
     least_s = ModelWork.of(pair.target).least_s(rates, steps, checked, positions)
-    if isinstance(pair.draft, PreTrainedModel):
-        draft = ModelWork.of(pair.draft)
+    if isinstance(pair.draft, ModelSource):
+        draft = ModelWork.of(pair.draft.model)
         read = positions * drafted / max(steps, 1)
         least_s += draft.least_s(rates, drafted, checked - row_steps, read)
     in_steps = sum(result.times.total_s for result in stepped)

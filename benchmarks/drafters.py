@@ -27,8 +27,9 @@ from benchmarks.measured import MeasuredWay, side_by_side
 from benchmarks.oracle import OracleDrafter, oracle_replica
 from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
-from replicas.drafters import Ask, Seen, SuffixDrafter
-from replicas.models.pair import resolve
+from replicas.drafters import Ask, Seen
+from replicas.drafters.suffix import SuffixDrafter
+from replicas.models.load import resolve
 from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch

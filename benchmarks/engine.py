@@ -30,7 +30,7 @@ from benchmarks.report import machine, table, write_json
 from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, take_turns
 from cluster.bench.transformers_runs import Assistance, Transformers
 from replicas.config import ReplicaConfig
-from replicas.models.pair import resolve
+from replicas.models.load import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams

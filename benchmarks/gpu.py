@@ -45,7 +45,7 @@ from benchmarks.device_runs import GENERATE_BATCH, HEAD, TRANSFORMERS, USUAL, Mo
 from benchmarks.report import machine, table, write_json
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3.planted import PLANTED_HEAD
-from replicas.models.pair import resolve_device
+from replicas.models.load import resolve_device
 from replicas.models.shapes import DRAFTS
 
 BLOCK_SIZE = 16

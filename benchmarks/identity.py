@@ -26,7 +26,8 @@ from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
 from replicas.decoding import grammar_of
 from replicas.drafters.eagle3.planted import PLANTED_HEAD
-from replicas.models.pair import load_pair, resolve
+from replicas.models.load import resolve
+from replicas.models.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding

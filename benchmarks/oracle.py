@@ -11,8 +11,7 @@ import torch
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Drafter, Proposal, Seen
-from replicas.drafters.load import load_drafter
-from replicas.memory import pair_shape, plan_memory
+from replicas.memory import plan_memory
 from replicas.models.pair import load_pair
 from replicas.replica import Replica
 from replicas.stopwatch import Stopwatch
@@ -106,10 +105,10 @@ class OracleDrafter:
 def oracle_replica(config: ReplicaConfig, probability: float) -> tuple[Replica, OracleDrafter]:
     """A replica whose drafter costs what that of `config` does; the oracle is to learn yet."""
     pair = load_pair(config)
-    plan = plan_memory(config, pair_shape(pair), pair.device, loaded=True)
-    worker = load_drafter(pair, config, plan)
+    plan = plan_memory(config, pair.shape, pair.device, loaded=True)
+    worker = pair.drafter(config, plan)
     assert worker is not None, "a drafter whose cost counts"
     oracle = OracleDrafter([], probability, pair.vocab_size, ragged=False, worker=worker)
     replica = Replica(pair, config, plan, oracle)
-    replica.spec = calibrated(replica, *replica.planned)
+    replica.spec = calibrated(replica, *replica.planned, replica.taps)
     return replica, oracle

@@ -25,7 +25,8 @@ from cluster.bench.engine import drive
 from cluster.bench.figures import first_token_times
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.models.pair import load_pair, resolve
+from replicas.models.load import resolve
+from replicas.models.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

@@ -39,10 +39,10 @@ CHUNKS = (16, 64, 256)
 """Tokens of the trial prefills; what more of them behind others cost shows in use."""
 PREFILLS = 2
 """Timed prefills of each kind, after one that is not timed; the shorter time counts."""
-HEAD_ROWS, HEAD_STEPS = 4, 32
-"""Of the trial that shows how often a head is right."""
-HEAD_LEAST = 0.05
-"""Share of first draft tokens that even a poor head gets right; one that sees the wrong hidden
+RIGHT_ROWS, RIGHT_STEPS = 4, 32
+"""Of the trial that shows how often a drafter with taps is right."""
+RIGHT_LEAST = 0.05
+"""Share of first draft tokens that even a poor one gets right; one that sees the wrong hidden
 states of its target, or has another target's weights, does not."""
 CHUNK_S_MAX = 0.3
 """After a prefill that took longer no larger one is tried, but for the second, without which
@@ -71,17 +71,20 @@ def calibrate(
     return (*_prefill_timings(replica), *_step_timings(replica, rows_max, draft_len_max))
 
 
-def calibrated(replica: Trial, rows_max: int, draft_len_max: int) -> ReplicaSpec:
-    """The replica's spec with what trials have found; warns of a head that is hardly ever right."""
+def calibrated(
+    replica: Trial, rows_max: int, draft_len_max: int, taps: Sequence[int]
+) -> ReplicaSpec:
+    """The replica's spec with what trials have found; warns of one with taps that is hardly ever
+    right."""
     timings = calibrate(replica, rows_max, draft_len_max)
     spec = replace(replica.spec, timings=timings)
-    if spec.drafter != "eagle3" or min(spec.draft_len_max, draft_len_max) == 0:
+    if not taps or min(spec.draft_len_max, draft_len_max) == 0:
         return spec
-    share = first_right(replica, min(rows_max, HEAD_ROWS))
+    share = first_right(replica, min(rows_max, RIGHT_ROWS))
     spec = replace(spec, acceptance=share)
-    if share is None or share >= HEAD_LEAST:
+    if share is None or share >= RIGHT_LEAST:
         return spec
-    warning = f"only {share:.1%} of first draft tokens right at load: the wrong head or taps?"
+    warning = f"only {share:.1%} of first draft tokens right at load: the wrong weights or taps?"
     _log.warning("%s: %s", spec.draft, warning)
     return replace(spec, drafter=f"{spec.drafter}, {warning}")
 
@@ -90,7 +93,7 @@ def first_right(replica: Trial, rows: int) -> float | None:
     """Share of first draft tokens that the target accepts in texts that it makes up; None without
     room for them."""
     spec, rng = replica.spec, Random(0)
-    length = 2 + 2 * HEAD_STEPS
+    length = 2 + 2 * RIGHT_STEPS
     blocks = -(-length // spec.block_size)
     if length > spec.context_len or rows * blocks > spec.kv_blocks:
         return None
@@ -98,7 +101,7 @@ def first_right(replica: Trial, rows: int) -> float | None:
         PrefillRow(
             f"trial {row}",
             (rng.randrange(spec.vocab_size), rng.randrange(spec.vocab_size)),
-            2 * HEAD_STEPS,
+            2 * RIGHT_STEPS,
             SamplingParams(temperature=0.7, seed=row),
             (),
             blocks,
@@ -106,7 +109,7 @@ def first_right(replica: Trial, rows: int) -> float | None:
         )
         for row in range(rows)
     ]
-    stepped = _stepped(replica, begun, [1] * (HEAD_STEPS - 1))
+    stepped = _stepped(replica, begun, [1] * (RIGHT_STEPS - 1))
     results = [row for _, result in stepped for row in result.rows]
     tried = sum(row.tried_at[0] for row in results)
     return sum(row.accepted_at[0] for row in results) / tried if tried else None

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.models.pair import dtype_name
+from replicas.models.load import dtype_name
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes."""

@@ -18,15 +18,15 @@ from replicas.cuda.graphs import GraphedModel, buckets
 from replicas.decoding import DecodingRows, Grammars
 from replicas.decoding.tokens import load_grammars
 from replicas.drafters import Drafter, Seen
-from replicas.drafters.load import load_drafter
 from replicas.eqspec import StepRows, step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, TokenRange
-from replicas.memory import MemoryPlan, check_memory, pair_shape, plan_memory
+from replicas.memory import MemoryPlan, check_memory, plan_memory
 from replicas.memory.measure import measured_passes
 from replicas.models.build import build
+from replicas.models.load import PairRefused, resolve_device
 from replicas.models.paged_model import Model, Output, PagedModel, Wants
-from replicas.models.pair import Pair, PairRefused, load_pair, read_pair, resolve_device
+from replicas.models.pair import Pair, load_pair, read_pair
 from replicas.models.prefill import fill
 from replicas.residents import Resident, Residents, Tally
 from replicas.sampling.choice import SamplingBatch
@@ -72,7 +72,7 @@ class Replica:
         self._work = plan.work
         self._blocks = BlockAllocator(plan.kv_blocks, config.block_size)
         target, built = _built(pair, config, plan)
-        self._drafter = drafter = drafter or load_drafter(pair, config, plan)
+        self._drafter = drafter = drafter or pair.drafter(config, plan)
         dtype = str(pair.dtype).removeprefix("torch.")
         identity = (pair.target_name, drafter.name if drafter else "", dtype, config.block_size)
         self._residents = Residents(self._blocks, drafter, identity, config.prefix_sharing)
@@ -80,8 +80,7 @@ class Replica:
         if config.fixed_shapes(pair.device):
             most = plan.work.draft_len
             widths = [1 + k for k in (0, *buckets(most))] if most else [1]
-            taps = () if drafter is None else drafter.taps
-            self._target = GraphedModel(target, plan.work.rows, widths, taps)
+            self._target = GraphedModel(target, plan.work.rows, widths, self.taps)
         self.broken: Exception | None = None
         """One device breaks with its process."""
         self.grammars: Grammars | None = None
@@ -109,12 +108,12 @@ class Replica:
         """Load the pair that `config` names and try some batches out; raises what `load_pair` and
         `plan_memory` raise, and PairRefused for a model whose attention is not the plain one."""
         assert config.tensor_parallel == 1, "several devices: replicas.parallel.load_replica"
-        files = read_pair(config)
-        check_memory(config, files, resolve_device(config.device))
-        replica = cls(load_pair(config, files), config)
+        pair = read_pair(config)
+        check_memory(config, pair.shape, resolve_device(config.device))
+        replica = cls(load_pair(config, pair), config)
         replica.grammars = load_grammars(config, replica.spec.embedding_size)
         if config.calibrate:
-            replica.spec = calibrated(replica, *replica.planned)
+            replica.spec = calibrated(replica, *replica.planned, replica.taps)
         return replica
 
     @torch.inference_mode()
@@ -136,6 +135,11 @@ class Replica:
     def planned(self) -> tuple[int, int]:
         """Rows and draft tokens of the batches that its memory is planned for."""
         return self._work.rows, self._work.draft_len
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that the drafter wants to see."""
+        return () if self._drafter is None else self._drafter.taps
 
     @property
     def residents(self) -> tuple[str, ...]:
@@ -229,10 +233,10 @@ class Replica:
                 told.setdefault(ids[row], []).extend(residents[row].prompt_logprobs(logits, begin))
                 first += end - begin
 
-        taps = () if drafter is None else drafter.taps
         if tells:
             most = min(most, LOGITS_MOST)
-        fill(self._target, contents, ranges, table, most, Wants(logits=tells, taps=taps), filled)
+        wants = Wants(logits=tells, taps=self.taps)
+        fill(self._target, contents, ranges, table, most, wants, filled)
 
     # ------------------------------------------------------------------ speculate
 
@@ -324,7 +328,7 @@ def _plan(pair: Pair, config: ReplicaConfig) -> MemoryPlan:
     """Of models that are loaded; on a GPU the largest passes are measured."""
     on_gpu = pair.device.type == "cuda"
     measured = measured_passes(pair.target, config, pair.context_len) if on_gpu else None
-    return plan_memory(config, pair_shape(pair), pair.device, loaded=True, passes=measured)
+    return plan_memory(config, pair.shape, pair.device, loaded=True, passes=measured)
 
 
 def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) -> dict[str, Any]:

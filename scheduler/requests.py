@@ -183,7 +183,7 @@ class StepTimes:
     """Where a batch's time went."""
 
     prefill_s: float = 0.0
-    """Filling KV caches: in a prefill both models', in a step what a draft model has not seen."""
+    """Filling KV caches: in a prefill the drafter's too, in a step what it has not seen."""
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0

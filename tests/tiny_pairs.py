@@ -22,6 +22,7 @@ from transformers import (
 
 from replicas.config import ReplicaConfig
 from replicas.drafters import Drafter
+from replicas.drafters.model import ModelSource
 from replicas.models.paged_model import ATTENTION
 from replicas.models.pair import Pair
 from replicas.replica import Replica
@@ -80,11 +81,10 @@ def tiny_pair(architecture: str, draft_architecture: str | None = None) -> Pair:
         model.set_attn_implementation(ATTENTION)
     return Pair(
         target=target.eval(),
-        draft=draft.eval(),
+        draft=ModelSource(draft_architecture or f"{architecture}, perturbed", draft.eval(), VOCAB),
         context_len=256,
         vocab_size=VOCAB,
         target_name=architecture,
-        draft_name=draft_architecture or f"{architecture}, perturbed",
         device=torch.device("cpu"),
         dtype=torch.float32,
     )

@@ -25,8 +25,8 @@ from cluster.bench.workload import BenchError, Workload, engine_request, prompts
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
+from replicas.models.load import dtype_name
 from replicas.models.names import TINY
-from replicas.models.pair import dtype_name
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import SamplingParams
 

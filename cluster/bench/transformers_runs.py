@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from replicas.config import ReplicaConfig
 from replicas.models.checkpoint import read_model
-from replicas.models.pair import dtype_name, dtype_of, resolve, resolve_device
+from replicas.models.load import dtype_name, dtype_of, resolve, resolve_device
 from scheduler.messages import Request
 
 PAGE = 32

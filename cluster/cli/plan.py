@@ -17,8 +17,9 @@ from rich.table import Table
 from cluster.cli.terminal import console
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, TooLittleMemory, Workload, pair_shape_of, plan_memory
-from replicas.models.pair import PairRefused, dtype_name, read_pair, resolve_device
+from replicas.memory import MemoryPlan, TooLittleMemory, Workload, plan_memory
+from replicas.models.load import PairRefused, dtype_name, resolve_device
+from replicas.models.pair import read_pair
 
 _LENGTHS = (256, 1024, 8192, 65536)
 """Sequences of these lengths are counted, besides those of full context."""
@@ -40,7 +41,7 @@ def print_plan(config: ReplicaConfig, as_json: bool) -> int:
     """Plan and print. Returns the exit status: 1 for too little memory, 2 for no such pair."""
     try:
         device = _device(config)
-        plan = plan_memory(config, pair_shape_of(read_pair(config), config), device, loaded=False)
+        plan = plan_memory(config, read_pair(config).shape, device, loaded=False)
     except TooLittleMemory as error:
         console(stderr=True).print(str(error))
         if as_json:
@@ -81,8 +82,8 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     table = Table("memory", "size", "for", title=title)
     table.columns[1].justify = "right"
     table.add_row("weights of the target", size(pair.target_bytes), config.target)
-    if pair.draft is not None:
-        table.add_row("weights of the draft", size(pair.draft_bytes), config.drafting.model)
+    if pair.draft.weights:
+        table.add_row("weights of the draft", size(pair.draft.weights), config.drafting.model)
     per_token = plan.block_bytes // work.block_size
     blocks = f"{plan.kv_blocks:,} blocks of {work.block_size} x {size(per_token)}"
     table.add_row("KV cache", size(plan.kv_bytes), blocks)
@@ -96,6 +97,8 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
         table.add_row("CUDA graphs", size(counted.recorded), "of steps, beside the passes")
     if counted.prepacked:
         table.add_row("prepacked weights", size(counted.prepacked), "large ones again, for speed")
+    if counted.drafter:
+        table.add_row("drafter's memory", size(counted.drafter), "what it remembers of outputs")
     table.add_row("slack", size(counted.slack), "held by the allocator")
     table.add_section()
     table.add_row("together", size(plan.total), "with the largest of ( )")
@@ -148,7 +151,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
         "budget_bytes": plan.budget,
         "total_bytes": plan.total,
         "least_bytes": plan.least,
-        "weights_bytes": {"target": plan.pair.target_bytes, "draft": plan.pair.draft_bytes},
+        "weights_bytes": {"target": plan.pair.target_bytes, "draft": plan.pair.draft.weights},
         "kv": {
             "blocks": plan.kv_blocks,
             "block_size": plan.work.block_size,

@@ -54,7 +54,7 @@ class TargetText:
         from transformers import AutoConfig
 
         from replicas.decoding.tokens import read_tokens
-        from replicas.models.pair import resolve
+        from replicas.models.load import resolve
         from replicas.models.shapes import is_planted
 
         if is_planted(config.target):

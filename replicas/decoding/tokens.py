@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from replicas.config import ReplicaConfig
 from replicas.decoding.grammar import Grammars
-from replicas.models.pair import resolve
+from replicas.models.load import resolve
 from replicas.models.shapes import is_planted
 
 _log = logging.getLogger("lockstep.replica")

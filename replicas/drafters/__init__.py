@@ -1,7 +1,5 @@
-"""What proposes draft tokens: the protocol that `eqspec` speaks, and the drafters behind it."""
+"""What proposes draft tokens: the protocol that `eqspec` speaks; `methods` knows the drafters."""
 
-from replicas.drafters.model import ModelDrafter
-from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
-from replicas.drafters.suffix import SuffixDrafter
+from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 
-__all__ = ["Ask", "Drafter", "ModelDrafter", "Proposal", "Seen", "SuffixDrafter"]
+__all__ = ["Ask", "DraftSource", "Drafter", "Proposal", "Seen"]

@@ -26,6 +26,8 @@ _MIX = 0x9E3779B1
 _HEADS_LEAST = 256
 _LOAD = 2
 """Tokens per place of the table."""
+TOKEN_BYTES = 16
+"""Of a history of some length at most; the table has four times as many places at once."""
 
 Draft = tuple[float, list[int]]
 """The sum of its tokens' probabilities, and the tokens."""

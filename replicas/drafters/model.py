@@ -8,12 +8,21 @@ steps without drafting left behind are filled before it drafts again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedModel
 
-from replicas.drafters.protocol import Ask, Proposal, Seen
+from replicas.config import ReplicaConfig
+from replicas.cuda.graphs import GraphedModel
+from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage
+from replicas.models.build import build
+from replicas.models.load import PairRefused, dtype_name, load_config, load_model, resolve
 from replicas.models.paged_model import ALL, Model, Wants
 from replicas.models.prefill import fill
+from replicas.models.shapes import is_planted
 from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch
 
@@ -107,3 +116,92 @@ class ModelDrafter:
         fill(self.model, contents, ranges, table, self._pass_tokens)
         for row, (_, end) in zip(ids, ranges, strict=True):
             self._valid[row] = max(self._valid[row], end)
+
+
+@dataclass(frozen=True)
+class ModelSource(DraftSource):
+    """A model of the target's vocabulary."""
+
+    name: str
+    model: PreTrainedModel
+    vocab_size: int
+
+    @classmethod
+    def read(cls, config: ReplicaConfig, target: Any) -> ModelSource:
+        """For a target of this config. Raises PairRefused, or OSError for a name not found."""
+        name = config.drafting.model
+        assert name is not None
+        path = resolve(name, "draft")
+        of_model = load_config(path, config, "draft")
+        vocab_size = _check_vocabularies(resolve(config.target), path, config)
+        model = without_storage(of_model, config)
+        return cls(name, model, min(vocab_size, of_model.vocab_size))
+
+    @property
+    def memory(self) -> DraftMemory:
+        return DraftMemory(weight_bytes(self.model), ModelShape.of(self.model.config))
+
+    def load(self, config: ReplicaConfig, device: torch.device) -> ModelSource:
+        path = resolve(self.name, "draft", dtype_name(config))
+        # A planted draft always follows the map: acceptance is the target's business.
+        return replace(self, model=load_model(path, config, device, 1.0))
+
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+        sizes = (plan.kv_blocks, plan.pair.context_len, plan.prepack)
+        try:
+            model, _ = build(self.model, self.name, config, *sizes, exact=False)
+        except Exception as error:  # of a model's own code
+            raise PairRefused(f"{self.name}: a trial forward pass failed: {error}") from error
+        fixed = config.fixed_shapes(self.model.device)
+        passes: Model = GraphedModel(model, plan.work.rows, [1, 2]) if fixed else model
+        return ModelDrafter(passes, self.name, plan.work.pass_tokens)
+
+
+def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig) -> int:
+    """Compare token for token and the special ones; returns one more than the highest id."""
+    if is_planted(target_path) or is_planted(draft_path):
+        return _check_planted(target_path, draft_path, config)
+    remote = config.trust_remote_code
+    target = AutoTokenizer.from_pretrained(target_path, trust_remote_code=remote)
+    draft = AutoTokenizer.from_pretrained(draft_path, trust_remote_code=remote)
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        differing = sorted(
+            (
+                token
+                for token in ours.keys() | theirs.keys()
+                if ours.get(token) != theirs.get(token)
+            ),
+            key=lambda token: (ours.get(token, theirs.get(token)), token),
+        )
+        token = differing[0]
+        raise PairRefused(
+            f"target and draft have different vocabularies: {len(ours)} and {len(theirs)} tokens,"
+            f" {len(differing)} of them differ; first {token!r}, which is"
+            f" {ours.get(token, 'absent')} in the target and {theirs.get(token, 'absent')} in the"
+            " draft"
+        )
+    for name in ("bos_token_id", "eos_token_id"):
+        ours_id, theirs_id = getattr(target, name), getattr(draft, name)
+        if ours_id != theirs_id:
+            raise PairRefused(
+                f"target and draft have different special tokens: {name} is {ours_id} in the"
+                f" target and {theirs_id} in the draft"
+            )
+    return int(max(ours.values())) + 1
+
+
+def _check_planted(target_path: str, draft_path: str, config: ReplicaConfig) -> int:
+    """Planted models have no tokenizer: what they share is the map over their vocabulary."""
+    if not (is_planted(target_path) and is_planted(draft_path)):
+        raise PairRefused(
+            f"target {target_path} and draft {draft_path}: a planted model has no tokenizer and"
+            " goes with another planted model only"
+        )
+    ours = int(load_config(target_path, config, "target").vocab_size)
+    theirs = int(load_config(draft_path, config, "draft").vocab_size)
+    if ours != theirs:
+        raise PairRefused(
+            f"target and draft have different vocabularies: {ours} and {theirs} tokens"
+        )
+    return ours

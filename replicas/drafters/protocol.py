@@ -2,6 +2,9 @@
 
 A drafter may be a model, a head on the target's hidden states, or no model at all. Whatever it
 proposes, output is the target's: a draft token counts only where it equals the target's choice.
+
+A replica knows its drafter by `Drafter`, and what a drafter is made of by `DraftSource`. What
+drafting costs, once per step and per token, no drafter says: `replicas.calibration` times it.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
 
+from replicas.config import ReplicaConfig
 from replicas.kv_cache import TokenRange
+from replicas.memory import DraftMemory, MemoryPlan
 from replicas.sampling.choice import SamplingBatch
 from replicas.sampling.noise import Noise
 from replicas.stopwatch import Stopwatch
@@ -109,4 +115,24 @@ class Drafter(Protocol):
 
     def valid(self, row: str) -> int | None:
         """KV positions of the row that its caches hold, for sharing blocks; None: it has none."""
+        ...
+
+
+class DraftSource(Protocol):
+    """What a drafter is made of; before its weights are read they are on the meta device."""
+
+    vocab_size: int | None = None
+    """Ids from it on no prompt may hold; None: any of the target's."""
+
+    @property
+    def memory(self) -> DraftMemory:
+        """What the replica's plan leaves for it."""
+        return DraftMemory()
+
+    def load(self, config: ReplicaConfig, device: torch.device) -> DraftSource:
+        """The same with weights, if it has any. Raises PairRefused."""
+        return self
+
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+        """A new drafter, with caches of the plan's blocks. Raises PairRefused."""
         ...

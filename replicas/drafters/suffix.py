@@ -11,8 +11,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicas.drafters.history import DEPTH, END, Draft, History
-from replicas.drafters.protocol import Ask, Proposal, Seen
+from transformers import PreTrainedModel
+
+from replicas.config import ReplicaConfig
+from replicas.drafters.history import DEPTH, END, TOKEN_BYTES, Draft, History
+from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.memory import DraftMemory, MemoryPlan
 from replicas.stopwatch import Stopwatch
 
 OFFSET = 1
@@ -20,7 +24,7 @@ OFFSET = 1
 GENERATION = 1 << 18
 """Tokens of outputs after which older ones are given up, generation by generation."""
 CORPUS_TOKENS = 1 << 20
-"""Tokens of outputs of all salts together; twelve bytes each, so far below 64 MB."""
+"""Tokens of outputs of all salts together."""
 CORPUS_LEAST = 256
 """Tokens that a salt counts for at least, as its empty tables take about as much."""
 
@@ -120,3 +124,10 @@ class SuffixDrafter:
     def bytes(self) -> int:
         """Of what it remembers of outputs."""
         return sum(corpus.bytes for corpus in self._corpora.values())
+
+
+class SuffixSource(DraftSource):
+    memory = DraftMemory(kept=TOKEN_BYTES * CORPUS_TOKENS)
+
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+        return SuffixDrafter()

@@ -3,10 +3,11 @@
 from replicas.memory.buffers import Buffers, PassBytes, Workload
 from replicas.memory.free import free_bytes
 from replicas.memory.plan import MemoryPlan, TooLittleMemory, check_memory, in_mib, plan_memory
-from replicas.memory.shapes import ModelShape, PairShape, pair_shape, pair_shape_of, weight_bytes
+from replicas.memory.shapes import DraftMemory, ModelShape, PairShape, weight_bytes, without_storage
 
 __all__ = [
     "Buffers",
+    "DraftMemory",
     "MemoryPlan",
     "ModelShape",
     "PairShape",
@@ -16,8 +17,7 @@ __all__ = [
     "check_memory",
     "free_bytes",
     "in_mib",
-    "pair_shape",
-    "pair_shape_of",
     "plan_memory",
     "weight_bytes",
+    "without_storage",
 ]

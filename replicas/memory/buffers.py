@@ -81,13 +81,15 @@ class Buffers:
     """CUDA graphs of steps, whose memory nothing else uses."""
     prepacked: int
     """Large weights once more, in the layout that a CPU multiplies fastest."""
+    drafter: int
+    """What the drafter remembers, where that is in the same memory."""
     slack: int
     """What an allocator holds beyond what is in use."""
 
     @property
     def total(self) -> int:
         running = max(self.step, self.prefill, self.loading)
-        return self.rotary + running + self.recorded + self.prepacked + self.slack
+        return self.rotary + running + self.recorded + self.prepacked + self.drafter + self.slack
 
 
 def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu: bool) -> Buffers:
@@ -97,13 +99,14 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     """
     target = pair.target
     rotary = sum(4 * work.context_len * one.head_dim for one in pair.models) * item
-    # A head takes hidden states of all tokens of a pass, and joins them.
-    tapped = 2 * pair.taps * target.hidden * item
+    # A drafter takes hidden states of all tokens of a pass, and joins them.
+    tapped = 2 * pair.draft.taps * target.hidden * item
     step = taken.step + tapped * work.step_tokens
     prefill = taken.prefill + tapped * work.pass_tokens
     widest = max(target.vocab, target.intermediate, target.heads * target.head_dim)
     loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
-    counted = Buffers(rotary, step, prefill, loading, 0, 0, 0)
+    kept = 0 if on_gpu else pair.draft.kept
+    counted = Buffers(rotary, step, prefill, loading, 0, 0, kept, 0)
     slack = counted.total // 10 + (128 << 20 if on_gpu else 8 << 20)
     return replace(counted, slack=slack)
 

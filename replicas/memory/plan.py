@@ -23,8 +23,8 @@ from replicas.memory.buffers import (
     prepacked_bytes,
 )
 from replicas.memory.free import free_bytes
-from replicas.memory.shapes import PairShape, pair_shape_of
-from replicas.models.pair import PairFiles, dtype_of
+from replicas.memory.shapes import PairShape
+from replicas.models.load import dtype_of
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10
@@ -227,9 +227,9 @@ def _fitting(
     return None
 
 
-def check_memory(config: ReplicaConfig, files: PairFiles, device: torch.device) -> None:
+def check_memory(config: ReplicaConfig, pair: PairShape, device: torch.device) -> None:
     """Raise TooLittleMemory before weights are read that would not leave room for the rest."""
-    plan = plan_memory(config, pair_shape_of(files, config), device, loaded=False)
+    plan = plan_memory(config, pair, device, loaded=False)
     # A CPU's memory is taken as it is used; a GPU's is allocated at once.
     if config.memory is not None and device.type == "cuda":
         free = free_bytes(device)

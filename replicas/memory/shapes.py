@@ -1,4 +1,4 @@
-"""What of a pair's models must be known to plan memory; no weights are needed for it."""
+"""What of a target and its drafter must be known to plan memory; no weights are needed for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.eagle3 import Head, HeadConfig
-from replicas.models.pair import Pair, PairFiles, dtype_of, take_part
+from replicas.models.load import dtype_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,70 +65,44 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What drafting takes of a replica's memory."""
+
+    weights: int = 0
+    """Bytes."""
+    model: ModelShape | None = None
+    """Of what has layers in the target's blocks and runs passes over them."""
+    taps: int = 0
+    """Hidden states of the target, per token, that it sees."""
+    kept: int = 0
+    """Bytes of the host's memory for what it remembers."""
+
+
+@dataclass(frozen=True, slots=True)
 class PairShape:
-    """A target and maybe a draft model."""
+    """A target and maybe what drafts for it."""
 
     target: ModelShape
-    draft: ModelShape | None
     target_bytes: int
     """Bytes of the weights, tied ones counted once."""
-    draft_bytes: int
     context_len: int
-    taps: int = 0
-    """Hidden states of the target, per token, that a head takes."""
+    draft: DraftMemory = DraftMemory()
 
     @property
     def models(self) -> list[ModelShape]:
-        return [self.target] if self.draft is None else [self.target, self.draft]
+        return [self.target] if self.draft.model is None else [self.target, self.draft.model]
 
     @property
     def weights(self) -> int:
-        return self.target_bytes + self.draft_bytes
+        return self.target_bytes + self.draft.weights
 
     def block_bytes(self, block_size: int, item: int) -> int:
         """What one block costs over all layers of all models; a number has `item` bytes."""
         return sum(one.layers * one.kv_numbers for one in self.models) * block_size * item
 
 
-def pair_shape(pair: Pair) -> PairShape:
-    """Of models that are loaded."""
-    return PairShape(
-        target=ModelShape.of(pair.target.config),
-        draft=None if pair.draft is None else ModelShape.of(pair.draft.config),
-        target_bytes=weight_bytes(pair.target),
-        draft_bytes=0 if pair.draft is None else weight_bytes(pair.draft),
-        context_len=pair.context_len,
-        taps=len(pair.draft.config.taps) if isinstance(pair.draft, Head) else 0,
-    )
-
-
-def pair_shape_of(files: PairFiles, config: ReplicaConfig) -> PairShape:
-    """Of models whose weights have not been read; with `tensor_parallel` of what a rank holds.
-
-    Raises PairRefused for a target that cannot be divided so.
-    """
-    target = without_storage(files.target_config, config)
-    take_part(target, config, rank=0)
-    of_draft, draft_bytes, taps = files.draft_config, 0, 0
-    if isinstance(of_draft, HeadConfig):
-        draft_bytes, taps = of_draft.numbers * target.dtype.itemsize, len(of_draft.taps)
-    elif of_draft is not None:
-        draft = without_storage(of_draft, config)
-        of_draft, draft_bytes = draft.config, weight_bytes(draft)
-    return PairShape(
-        target=ModelShape.of(target.config),
-        draft=None if of_draft is None else ModelShape.of(of_draft),
-        target_bytes=weight_bytes(target),
-        draft_bytes=draft_bytes,
-        context_len=files.context_len,
-        taps=taps,
-    )
-
-
-def weight_bytes(model: nn.Module | Head) -> int:
+def weight_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers; tied parameters are one."""
-    if isinstance(model, Head):
-        return sum(tensor.nbytes for tensor in model.tensors.values())
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.decoding.tokens import load_grammars
-from replicas.drafters.load import load_drafter
-from replicas.memory import MemoryPlan, check_memory, free_bytes, pair_shape, plan_memory
-from replicas.models.pair import PairRefused, load_pair, read_pair, resolve_device
+from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
+from replicas.models.load import PairRefused, resolve_device
+from replicas.models.pair import load_pair, read_pair
 from replicas.parallel.drafts import DrafterTraits, FollowingDrafter, LeadingDrafter
 from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import (
@@ -164,7 +164,7 @@ def load_parallel(
     `start` starts a further rank, by default as a process of this machine; all of them must reach
     `host`, which is here. Raises what `Replica.load` raises, whichever rank met it.
     """
-    check_memory(config, read_pair(config), resolve_device(config.device))
+    check_memory(config, read_pair(config).shape, resolve_device(config.device))
     store, address = host_store(host)
     handles: list[RankHandle] = []
     try:
@@ -178,7 +178,8 @@ def load_parallel(
     try:
         parallel = _lead(config, store, ranks)
         if config.calibrate:
-            parallel.spec = calibrated(parallel, *parallel._replica.planned)
+            replica = parallel._replica
+            parallel.spec = calibrated(parallel, *replica.planned, replica.taps)
     except BaseException as error:
         for handle in handles:
             handle.kill()
@@ -202,8 +203,8 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     # The rank with the least room decides: all of them cut batches alike.
     share = config.gpu_share or 1.0
     free = min(free_bytes(device, share), *_loaded(ranks, int, _LOAD_S))
-    plan = plan_memory(config, pair_shape(pair), device, loaded=True, free=free)
-    drafter = load_drafter(pair, config, plan)
+    plan = plan_memory(config, pair.shape, device, loaded=True, free=free)
+    drafter = pair.drafter(config, plan)
     leading = None if drafter is None else LeadingDrafter(drafter)
     ranks.tell(_Start(plan, None if leading is None else leading.traits))
     replica = Replica(pair, config, plan, leading)
@@ -237,8 +238,7 @@ def _load_rank(
     device = torch.device(config.device)
     rank_0.send(True)
     _form_group(config, rank, store)
-    files = dataclasses.replace(read_pair(config), draft_config=None)
-    pair = load_pair(config.model_copy(update={"draft": None, "speculative": None}), files)
+    pair = load_pair(config, dataclasses.replace(read_pair(config), draft=None))
     rank_0.send(free_bytes(device, config.gpu_share or 1.0))
     start: _Start = rank_0.receive(_Start, _LOAD_S)
     drafter = None if start.drafter is None else FollowingDrafter(start.drafter)

@@ -11,7 +11,8 @@ from tempfile import mkdtemp
 
 from benchmarks.oracle import OracleDrafter
 from replicas.config import ReplicaConfig
-from replicas.drafters import Drafter, SuffixDrafter
+from replicas.drafters import DraftSource
+from replicas.drafters.suffix import SuffixSource
 from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.messages import Request
@@ -30,7 +31,7 @@ def oracle(name: str, answered: Iterable[tuple[Request, Sequence[int]]]) -> Orac
     return OracleDrafter(whole, ORACLES[name], VOCAB)
 
 
-def toy_drafter() -> Drafter:
+def toy_source() -> DraftSource:
     """That of the documentation."""
     page = Path(__file__).parents[2] / "docs" / "add-a-drafter.md"
     match = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -38,7 +39,7 @@ def toy_drafter() -> Drafter:
     assert match[1].count("\n") < 40
     names: dict[str, type] = {}
     exec(match[1], names)
-    made: Drafter = names["Repeat"]()
+    made: DraftSource = names["RepeatSource"]()
     return made
 
 
@@ -59,9 +60,9 @@ def replica_of(
         return headed_replica(head(), pair, **settings)
     if drafter == "none":
         pair = replace(pair, draft=None)
-    made: Drafter | None = oracle(drafter, answered)
-    if drafter == "suffix":
-        made = SuffixDrafter()
+    elif drafter == "suffix":
+        pair = replace(pair, draft=SuffixSource())
     elif drafter == "toy":
-        made = toy_drafter()
-    return Replica(pair, ReplicaConfig(device="cpu", block_size=4, **settings), drafter=made)
+        pair = replace(pair, draft=toy_source())
+    config = ReplicaConfig(device="cpu", block_size=4, **settings)
+    return Replica(pair, config, drafter=oracle(drafter, answered))

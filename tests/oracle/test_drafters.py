@@ -19,6 +19,9 @@ import torch
 
 from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import REPLICA_ID, LocalEngine
+from replicas.config import ReplicaConfig
+from replicas.drafters.model import ModelSource
+from replicas.memory import plan_memory
 from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -31,7 +34,7 @@ from scheduler.messages import (
     Request,
     StepResult,
 )
-from tests.oracle.drafters import ORACLES, replica_of
+from tests.oracle.drafters import ORACLES, replica_of, toy_source
 from tests.oracle.worlds import conversations, sampled
 from tests.reference import plain_greedy
 from tests.tiny_pairs import target_model, tiny_pair
@@ -156,6 +159,20 @@ def test_output_is_that_of_the_target_alone(
         assert oracle.rows == {}, "every row's life has ended"
 
 
+def test_a_drafter_gets_the_memory_that_it_asks_for() -> None:
+    """The plan leaves it, and has fewer blocks for it."""
+    config = ReplicaConfig(device="cpu", block_size=4, memory="100MiB", calibrate=False)
+    plain = replace(tiny_pair("llama"), draft=None)
+    pair = replace(plain, draft=toy_source())
+    planned, without = (
+        plan_memory(config, one.shape, one.device, loaded=True) for one in (pair, plain)
+    )
+    assert planned.buffers.drafter == pair.shape.draft.kept == 1 << 20
+    assert planned.least - without.least >= 1 << 20
+    assert (without.kv_blocks - planned.kv_blocks) * planned.block_bytes >= 1 << 20
+    assert type(Replica(pair, config)._drafter).__name__ == "Repeat"
+
+
 def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
     """So what asking for tokens gains is told by what was tried, however seldom a row drafts."""
     requests, expected = world(hot=False)
@@ -175,9 +192,9 @@ def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
 
 def in_bfloat16() -> Pair:
     pair = copy.deepcopy(tiny_pair("llama"))
-    assert isinstance(pair.draft, torch.nn.Module)
+    assert isinstance(pair.draft, ModelSource)
     pair.target.bfloat16()
-    pair.draft.bfloat16()
+    pair.draft.model.bfloat16()
     return replace(pair, dtype=torch.bfloat16)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.eagle3 import load_head, read_head
+from replicas.drafters.eagle3 import HeadSource, load_head, read_head
 from replicas.drafters.eagle3.config import HeadConfig, head_config
 from replicas.models.pair import Pair
 from replicas.replica import Replica
@@ -102,7 +102,7 @@ def headed_replica(path: str, pair: Pair | None = None, **settings: object) -> R
         **{"kv_blocks": 512, **settings},
     )
     head = load_head(path, read_head(path, pair.target.config), pair.dtype, pair.device)
-    return Replica(dataclasses.replace(pair, draft=head, draft_name=path), config)
+    return Replica(dataclasses.replace(pair, draft=HeadSource(path, head)), config)
 
 
 def plain_head(

@@ -18,7 +18,7 @@ from replicas.config import ReplicaConfig
 from replicas.invariant.check import ROWS, what_changes_logits
 from replicas.invariant.ops import Arithmetic, in_tiles
 from replicas.models import build as building
-from replicas.models.pair import PairRefused
+from replicas.models.load import PairRefused
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -132,7 +132,7 @@ def test_a_layer_that_is_not_row_wise_is_refused_by_name() -> None:
 
     pair = copy.deepcopy(tiny_pair("llama"))
     pair.target.bfloat16().model.layers[1].mlp.extra = Two()
-    pair.draft.bfloat16()
+    pair.draft.model.bfloat16()
     pair = type(pair)(**{**vars(pair), "dtype": torch.bfloat16})
     config = ReplicaConfig(device="cpu", dtype="bfloat16", deterministic=True, kv_blocks=512)
     with pytest.raises(PairRefused, match=r"extra: Two takes x, y"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
-from replicas.drafters.eagle3 import Eagle3Drafter, HeadRefused, load_head, read_head
+from replicas.drafters.eagle3 import Eagle3Drafter, HeadRefused, HeadSource, load_head, read_head
 from replicas.drafters.eagle3.config import head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
-from replicas.drafters.load import load_drafter
-from replicas.memory import PairShape, pair_shape, plan_memory
+from replicas.memory import PairShape, plan_memory
 from replicas.models.paged_model import Wants
 from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch
@@ -269,14 +269,14 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> N
     assert isinstance(drafter, Eagle3Drafter)
     config = read_head(path, TARGET)
     head = load_head(path, config, torch.float32, CPU)
-    pair = dataclasses.replace(tiny_pair("llama"), draft=head)
-    shape: PairShape = pair_shape(pair)
-    assert shape.draft_bytes == 4 * config.numbers
+    pair = dataclasses.replace(tiny_pair("llama"), draft=HeadSource(path, head))
+    shape: PairShape = pair.shape
+    assert shape.draft.weights == 4 * sum(map(prod, config.tensors.values()))
     settings = ReplicaConfig(device="cpu", block_size=4, kv_blocks=64)
     plan = plan_memory(settings, shape, CPU, loaded=True)
-    assert shape.draft is not None
-    assert shape.draft.layers == 1
-    loaded = load_drafter(pair, settings, plan)
+    assert shape.draft.model is not None
+    assert shape.draft.model.layers == 1
+    loaded = pair.drafter(settings, plan)
     assert isinstance(loaded, Eagle3Drafter)
-    layers = shape.target.layers * shape.target.kv_numbers + shape.draft.kv_numbers
+    layers = shape.target.layers * shape.target.kv_numbers + shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from replicas.drafters import ModelDrafter
+from replicas.drafters.model import ModelDrafter
 from replicas.drafters.protocol import Seen
 from replicas.eqspec import RowHooks, StepRows, step
 from replicas.invariant.backend import HostBackend

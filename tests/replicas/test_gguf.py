@@ -15,8 +15,9 @@ from cluster.frontend.calls import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.models import gguf, names
+from replicas.models.load import PairRefused, resolve
 from replicas.models.names import ModelRefused
-from replicas.models.pair import PairRefused, load_pair, read_pair, resolve
+from replicas.models.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import _SHAPE
 
@@ -208,7 +209,7 @@ def test_what_fails_half_way_leaves_nothing_and_is_made_the_next_time(
 def test_processes_that_start_at_once_read_it_once(file: Path, cache: Path) -> None:
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO)\n"
-        "from replicas.models.pair import resolve\n"
+        "from replicas.models.load import resolve\n"
         "from transformers import AutoModelForCausalLM\n"
         "AutoModelForCausalLM.from_pretrained(resolve(sys.argv[1], weights='float32'))\n"
     )

@@ -32,7 +32,7 @@ from replicas.memory import (
 from replicas.memory.buffers import Workload, buffers, computed_passes, prepacked_bytes
 from replicas.memory.measure import measured_passes
 from replicas.memory.plan import PASS_TOKENS_LEAST
-from replicas.memory.shapes import pair_shape, without_storage
+from replicas.memory.shapes import DraftMemory, without_storage
 from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -47,7 +47,7 @@ SHAPES = [
     ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, hidden=32, intermediate=512, vocab=3000),
     ModelShape(layers=1, heads=4, kv_heads=4, head_dim=8, hidden=32, intermediate=512, vocab=3000),
 ]
-PAIR = PairShape(SHAPES[0], SHAPES[1], 5_000_000, 2_000_000, context_len=64)
+PAIR = PairShape(SHAPES[0], 5_000_000, 64, DraftMemory(2_000_000, SHAPES[1]))
 
 
 def planned(device: torch.device = CPU, loaded: bool = True, **settings: object) -> MemoryPlan:
@@ -158,10 +158,8 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
 def test_what_a_head_taps_of_the_target_is_counted() -> None:
     work, item = planned(memory=700_000_000).work, 4
     taken = computed_passes(SHAPES, item, on_gpu=False)(work)
-    plain, headed = (
-        buffers(dataclasses.replace(PAIR, taps=taps), work, item, taken, on_gpu=False)
-        for taps in (0, 3)
-    )
+    tapping = dataclasses.replace(PAIR, draft=dataclasses.replace(PAIR.draft, taps=3))
+    plain, headed = (buffers(pair, work, item, taken, on_gpu=False) for pair in (PAIR, tapping))
     tapped = 3 * work.pass_tokens * SHAPES[0].hidden * item
     assert headed.prefill - plain.prefill >= tapped
     assert headed.total >= plain.total
@@ -169,13 +167,13 @@ def test_what_a_head_taps_of_the_target_is_counted() -> None:
 
 def test_a_plan_says_only_what_it_shrank() -> None:
     wide = dataclasses.replace(SHAPES[0], vocab=200_000)
-    pair = dataclasses.replace(PAIR, target=wide, draft=wide)
+    pair = dataclasses.replace(PAIR, target=wide, draft=DraftMemory(2_000_000, wide))
     plan = plan_memory(ReplicaConfig(memory=700_000_000, plan_rows=8), pair, CPU, loaded=True)
     assert (plan.rows_max, plan.draft_len_max(32)) == (None, 32)
     tight = plan_memory(ReplicaConfig(memory=plan.least), pair, CPU, loaded=True)
     assert tight.rows_max == tight.work.rows < plan.work.rows
     assert tight.draft_len_max(32) == 1
-    alone = dataclasses.replace(PAIR, draft=None, draft_bytes=0)
+    alone = dataclasses.replace(PAIR, draft=DraftMemory())
     plain = plan_memory(ReplicaConfig(draft=None), alone, CPU, loaded=True)
     assert plain.work.draft_len == 0
 
@@ -230,8 +228,8 @@ def test_a_budget_over_what_a_gpu_has_free_is_refused_at_load_but_can_be_planned
     config = ReplicaConfig(memory="41 GB", device="cuda")
     assert planned(GPU, memory="41 GB").total > 40 * BILLION
     with pytest.raises(TooLittleMemory, match=r"39101 MiB are given, but 38147 MiB are free on"):
-        check_memory(config, read_pair(config), GPU)
-    check_memory(ReplicaConfig(memory="39 GB", device="cuda"), read_pair(config), GPU)
+        check_memory(config, read_pair(config).shape, GPU)
+    check_memory(ReplicaConfig(memory="39 GB", device="cuda"), read_pair(config).shape, GPU)
 
 
 # --------------------------------------------------------------------------- measured
@@ -253,7 +251,7 @@ def test_what_the_largest_passes_take_lies_within_the_bounds_and_grows_with_them
 ) -> None:
     pair, config = tiny_pair("llama"), ReplicaConfig(block_size=4)
     measured = measured_passes(pair.target, config, context_len, allocated)
-    bounds = computed_passes(pair_shape(pair).models[:1], 4, on_gpu=True)
+    bounds = computed_passes(pair.shape.models[:1], 4, on_gpu=True)
     steps, prefills = [], []
     sizes = ((1, 0, 8, 64), (1, 1, 16, 64), (4, 1, 32, 128), (8, 4, 60, 256), (8, 8, 60, 480))
     for rows, draft_len, chunk, tokens in sizes:
@@ -279,7 +277,7 @@ def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room
 
     config = ReplicaConfig(block_size=4, kv_blocks=500, memory=BILLION)
     measured = measured_passes(pair.target, config, pair.context_len, peak)
-    plan = plan_memory(config, pair_shape(pair), GPU, loaded=True, passes=measured)
+    plan = plan_memory(config, pair.shape, GPU, loaded=True, passes=measured)
     assert max(runs) > 5_000_000
     assert plan.work != plan.wanted
     assert max(plan.buffers.step, plan.buffers.prefill) <= 5_000_000

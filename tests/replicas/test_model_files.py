@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
-from replicas.models.pair import PairRefused, load_pair, resolve
+from replicas.models.load import PairRefused, resolve
+from replicas.models.pair import load_pair
 from tests.replicas.heads import layer_config, save_head
 from tests.replicas.test_pair import WORDS, save_model
 

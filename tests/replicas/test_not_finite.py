@@ -17,6 +17,7 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel
+from replicas.drafters.model import ModelSource
 from replicas.eqspec import NotFinite, _of_numbers
 from replicas.models.pair import Pair
 from replicas.replica import Replica
@@ -33,8 +34,9 @@ INNOCENT = {"b": list(range(3, 40)), "c": [7], "d": [8, 3, 60, 2, 2, 2]}
 @cache
 def half_pair() -> Pair:
     plain = tiny_pair("qwen3")
-    assert plain.draft is not None
-    target, draft = copy.deepcopy(plain.target).half(), copy.deepcopy(plain.draft).half()
+    assert isinstance(plain.draft, ModelSource)
+    target, draft = copy.deepcopy(plain.target).half(), copy.deepcopy(plain.draft)
+    draft.model.half()
     return dataclasses.replace(plain, target=target, draft=draft, dtype=torch.float16)
 
 

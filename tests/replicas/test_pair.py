@@ -22,16 +22,8 @@ from transformers import (
 from cluster.bench.transformers_runs import load_model
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.models.pair import (
-    PairRefused,
-    check_attention,
-    dtype_name,
-    leave_out_cudnn,
-    load_pair,
-    read_pair,
-    resolve,
-    resolve_device,
-)
+from replicas.models.load import PairRefused, dtype_name, resolve, resolve_device
+from replicas.models.pair import check_attention, leave_out_cudnn, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -165,7 +157,7 @@ def test_a_revision_of_the_hub_is_a_snapshot(monkeypatch: pytest.MonkeyPatch) ->
     def snapshot(repo: str, revision: str, allow_patterns: list[str]) -> str:
         return f"/cache/{repo}/{revision}{'/*.bin' if '*.bin' in allow_patterns else ''}"
 
-    monkeypatch.setattr("replicas.models.pair.snapshot_download", snapshot)
+    monkeypatch.setattr("replicas.models.load.snapshot_download", snapshot)
     assert resolve("org/model@refs/pr/1") == "/cache/org/model/refs/pr/1"
     assert resolve("org/head@v1", "draft").endswith("*.bin"), "heads come pickled, too"
 

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, pair_shape_of, plan_memory
-from replicas.models.pair import PairRefused, read_pair
+from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, plan_memory
+from replicas.models.load import PairRefused
+from replicas.models.pair import read_pair
 from replicas.models.shapes import SHAPES
 from replicas.parallel import ranks, replica as parallel
 from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
@@ -162,7 +163,7 @@ def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(
     before, after = planned
     assert before == after
     whole = config("tiny")
-    assert before.target_bytes < pair_shape_of(read_pair(whole), whole).target_bytes
+    assert before.target_bytes < read_pair(whole).shape.target_bytes
 
     client = Client(double)  # type: ignore[arg-type]
     client.prefill(a=[4, 5, 6])

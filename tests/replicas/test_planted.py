@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.local_engine import LocalEngine, Output
 from replicas.config import ReplicaConfig
-from replicas.models.pair import PairRefused, load_pair
+from replicas.models.load import PairRefused
+from replicas.models.pair import load_pair
 from replicas.models.planted import map_shift, plant, planted_config, share_following
 from replicas.models.shapes import DRAFTS, SHAPES, BadPlantedName, parse_planted
 from replicas.replica import Replica

@@ -11,10 +11,12 @@ from transformers import AutoConfig
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig, SpeculativeConfig
-from replicas.drafters import ModelDrafter, SuffixDrafter
 from replicas.drafters.eagle3 import Eagle3Drafter
-from replicas.memory import check_memory, pair_shape, pair_shape_of
-from replicas.models.pair import PairRefused, load_pair, read_pair, resolve, resolve_device
+from replicas.drafters.model import ModelDrafter
+from replicas.drafters.suffix import SuffixDrafter
+from replicas.memory import check_memory
+from replicas.models.load import PairRefused, resolve, resolve_device
+from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -128,7 +130,7 @@ def test_a_head_that_is_hardly_ever_right_is_warned_about(
 ) -> None:
     spec = loaded(speculative={"method": "eagle3", "model": head}).spec
     assert "of first draft tokens right at load" in spec.drafter
-    assert "the wrong head or taps?" in caplog.text
+    assert "the wrong weights or taps?" in caplog.text
     assert spec.acceptance is not None
     assert spec.acceptance < 0.05
 
@@ -136,8 +138,8 @@ def test_a_head_that_is_hardly_ever_right_is_warned_about(
 def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) -> None:
     config = ReplicaConfig(device="cpu", speculative={"method": "eagle3", "model": head})
     files = read_pair(config)
-    assert pair_shape_of(files, config) == pair_shape(load_pair(config, files))
-    check_memory(config, files, resolve_device("cpu"))
+    assert files.shape == load_pair(config, files).shape
+    check_memory(config, files.shape, resolve_device("cpu"))
     for name, error in (("/gone", OSError), ("no hub has such a name", OSError)):
         gone = ReplicaConfig(speculative={"method": "eagle3", "model": name})
         with pytest.raises(error, match=r"draft: |speculative.model: "):

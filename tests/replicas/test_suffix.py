@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 import torch
 
-from replicas.drafters import Ask, Seen, SuffixDrafter, suffix as module
+from replicas.drafters import Ask, Seen, suffix as module
 from replicas.drafters.history import _DEEP, DEPTH, END, LEAST_PROBABILITY, PLACES, Draft, History
+from replicas.drafters.suffix import SuffixDrafter, SuffixSource
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -187,7 +188,7 @@ def test_what_is_remembered_is_small(salts: int, length: int) -> None:
     drafter = SuffixDrafter()
     for number in range(max(salts, 1000)):
         said(drafter, [rng.randrange(50_000) for _ in range(length)], salt=f"{number % salts}")
-    assert drafter.bytes < 16e6
+    assert drafter.bytes < 16e6 < SuffixSource.memory.kept
 
 
 def test_a_history_that_was_cut_back_is_as_it_was() -> None:

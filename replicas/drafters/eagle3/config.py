@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from transformers import AutoConfig
@@ -94,11 +93,6 @@ class HeadConfig:
         if self.own_embedding:
             shapes["embed_tokens.weight"] = (self.target_vocab, width)
         return shapes
-
-    @property
-    def numbers(self) -> int:
-        """In all of its tensors."""
-        return sum(map(prod, self.tensors.values()))
 
 
 def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) -> HeadConfig:

@@ -10,14 +10,28 @@ step of such a row is a plain one, which brings it back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from replicas.config import ReplicaConfig
 from replicas.cuda.transfers import upload
+from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.layer import HeadLayer
-from replicas.drafters.protocol import Ask, Proposal, Seen
+from replicas.drafters.eagle3.weights import Head, load_head, read_head
+from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.invariant.backend import HostBackend
+from replicas.invariant.ops import Arithmetic
+from replicas.kv_cache import CacheShape, PagedCache
+from replicas.memory import DraftMemory, MemoryPlan, ModelShape
+from replicas.models.attention import GatherBackend
+from replicas.models.build import computes_on_host
+from replicas.models.load import PairRefused, dtype_of, resolve
+from replicas.models.paged_model import AttentionBackend
 from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch
 
@@ -142,6 +156,57 @@ class Eagle3Drafter:
             if j + 1 < k:
                 entered, residual = layer.enter(tokens[j], x, layout.window(j + 1, j + 2))
         return Proposal(tokens, lens)
+
+
+@dataclass(frozen=True)
+class HeadSource(DraftSource):
+    """A head for the target."""
+
+    name: str
+    head: Head
+
+    @classmethod
+    def read(cls, config: ReplicaConfig, target: Any) -> HeadSource:
+        """For a target of this config. Raises PairRefused, or OSError for a name not found."""
+        name = config.drafting.model
+        assert name is not None
+        path = resolve(name, "draft")
+        try:
+            of_head = read_head(path, target)
+        except HeadRefused as error:
+            raise PairRefused(f"speculative.model: {path}: {error}") from None
+        except OSError as error:
+            raise OSError(f"speculative.model: {error}") from error
+        empty = partial(torch.empty, dtype=dtype_of(config), device="meta")
+        tensors = {key: empty(size) for key, size in of_head.tensors.items()}
+        return cls(name, Head(of_head, tensors, None))
+
+    @property
+    def memory(self) -> DraftMemory:
+        config, tensors = self.head.config, self.head.tensors.values()
+        weights = sum(tensor.nbytes for tensor in tensors)
+        return DraftMemory(weights, ModelShape.of(config), len(config.taps))
+
+    def load(self, config: ReplicaConfig, device: torch.device) -> HeadSource:
+        path = resolve(self.name, "draft")
+        try:
+            head = load_head(path, self.head.config, dtype_of(config), device)
+        except HeadRefused as error:
+            raise PairRefused(f"speculative.model: {path}: {error}") from None
+        return replace(self, head=head)
+
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+        sizes, size, device = ModelShape.of(self.head.config), config.block_size, target.device
+        heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+        shape = CacheShape(size, plan.pair.context_len, heads, kv_heads, dim)
+        on_host = computes_on_host(config, device)
+        cache = PagedCache(1, kv_heads, dim, plan.kv_blocks, size, target.dtype, device, on_host)
+        backend: AttentionBackend = GatherBackend(cache, shape)
+        if on_host:
+            backend = HostBackend(cache, shape, Arithmetic())
+        embeddings = target.get_input_embeddings().weight.detach()
+        layer = HeadLayer(self.head, embeddings, cache, shape, backend, plan.prepack)
+        return Eagle3Drafter(layer, self.name)
 
 
 def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:  # each [tokens, hidden]

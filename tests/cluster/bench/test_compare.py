@@ -93,7 +93,7 @@ def test_a_way_that_does_not_run_says_why_and_is_left_out() -> None:
 @pytest.fixture(scope="module")
 def models() -> Transformers:
     pair = tiny_pair("llama")
-    return Transformers(target_model("llama"), pair.draft)
+    return Transformers(target_model("llama"), pair.draft.model)
 
 
 @pytest.fixture(scope="module")

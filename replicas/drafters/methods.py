@@ -1,0 +1,20 @@
+"""What drafts by which method of the settings: the one place that knows all drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from replicas.config import ReplicaConfig
+from replicas.drafters.eagle3 import HeadSource
+from replicas.drafters.model import ModelSource
+from replicas.drafters.protocol import DraftSource
+from replicas.drafters.suffix import SuffixSource
+
+METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
+    "draft_model": ModelSource.read,
+    "suffix": lambda config, target: SuffixSource(),
+    "eagle3": HeadSource.read,
+}
+"""Each is given transformers' config of the target, and reads no weights. Raises PairRefused, or
+OSError for a name not found."""

@@ -1,0 +1,141 @@
+"""Load one model by its name, and refuse what cannot be read.
+
+Knows nothing of what it is for: a target and what drafts for it are `models.pair`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
+
+from replicas.config import ReplicaConfig
+from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.models.checkpoint import read_config, read_model
+from replicas.models.gguf import converted
+from replicas.models.names import TINY, ModelRefused, gguf_file
+from replicas.models.paged_model import ATTENTION
+from replicas.models.planted import plant, planted_config
+from replicas.models.shapes import BadPlantedName, is_planted, parse_planted
+from replicas.models.sharding import NotDivisible, shard
+
+_AT_REVISION = re.compile(r"[\w.-]+/[\w.-]+@[\w./-]+")
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+"""Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""
+
+
+class PairRefused(ValueError):
+    """The models cannot be served together, or not exactly; the message says what differs."""
+
+
+def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
+    """The directory or hub name behind `name`, from which transformers loads.
+
+    `REPO@REVISION` is a branch, tag or commit of a hub's model. Of a GGUF file it has config and
+    tokenizer; with `weights`, the dtype to have them in, also those. Raises OSError for what can
+    only be a directory or file and is none, and PairRefused for a file that cannot be read.
+    """
+    if name == TINY:
+        return str(TARGET_DIR if role == "target" else DRAFT_DIR)
+    try:
+        if not is_planted(name) and (file := gguf_file(name)) is not None:
+            return str(converted(file, weights))
+    except ModelRefused as error:
+        raise PairRefused(f"{role}: {error}") from error
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
+    if _AT_REVISION.fullmatch(name) and not Path(name).is_dir():
+        repo, _, revision = name.partition("@")
+        files = [*_FILES, "*.bin"] if role == "draft" else _FILES
+        return snapshot_download(repo, revision=revision, allow_patterns=files)
+    return name
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one, a GPU without a number this thread's current one.
+
+    A GPU's number is always named: torch makes no device current that has none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PairRefused(f"device: {name} was asked for, but torch sees no GPU")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def dtype_of(config: ReplicaConfig) -> torch.dtype:
+    """Of weights and KV cache. A checkpoint that names none of ours counts as float32.
+
+    Raises what reading the target's config raises.
+    """
+    if config.dtype == "auto" and _may_be_gpu(config.device):
+        whole = load_config(resolve(config.target), config, "target")
+        own = getattr(whole.get_text_config(), "dtype", None)
+        return own if own in (torch.bfloat16, torch.float16) else torch.float32
+    dtype: torch.dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    return dtype
+
+
+def dtype_name(config: ReplicaConfig) -> str:
+    """As `float32`."""
+    return str(dtype_of(config)).removeprefix("torch.")
+
+
+def _may_be_gpu(device: str) -> bool:
+    """Whether a setting `device` stands for a GPU, which need not be here where it names one."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def take_part(target: PreTrainedModel, config: ReplicaConfig, rank: int) -> None:
+    """Keep what `rank` holds of a target with `tensor_parallel`; without, that is all of it.
+
+    Raises PairRefused.
+    """
+    if config.tensor_parallel == 1:
+        return
+    try:
+        shard(target, rank, config.tensor_parallel)
+    except NotDivisible as error:
+        raise PairRefused(f"tensor_parallel: {error}") from None
+
+
+def load_config(path: str, config: ReplicaConfig, role: str) -> Any:
+    if is_planted(path):
+        return planted_config(parse_planted(path))
+    try:
+        loaded = read_config(path, config.trust_remote_code)
+    except OSError as error:
+        raise OSError(f"{role}: {error}") from error
+    except ValueError as error:
+        raise PairRefused(f"{role}: {error}") from error
+    if getattr(loaded, "is_encoder_decoder", False):
+        raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
+    return loaded
+
+
+def load_model(
+    path: str,
+    config: ReplicaConfig,
+    device: torch.device,
+    acceptance: float,
+    divide: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> PreTrainedModel:
+    if is_planted(path):
+        try:
+            model = plant(path, device, dtype_of(config), ATTENTION, acceptance).model
+        except BadPlantedName as error:
+            raise PairRefused(str(error)) from None
+        divide(model)
+        return model
+    model = read_model(path, config.trust_remote_code, dtype_of(config), ATTENTION)
+    # Here still on the CPU: the device needs room for a part only.
+    divide(model)
+    return model.to(device)
