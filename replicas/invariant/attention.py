@@ -4,7 +4,7 @@ Keys and values of a group of rows are copied together, one batched product give
 softmax their weights. What a matrix library may do by shape is taken away from it:
 
 - The queries of a product are padded to a multiple of `query_unit`: with fewer a library takes
-  other kernels.
+  other kernels. Where it takes others for more as well, a product sees just one unit.
 - Queries are scaled before the product: a library that scales in it does so before or after its
   sums, by shape.
 - Scores of a position depend on one key, so their number does not matter; it is a multiple of
@@ -17,7 +17,6 @@ Which sizes have the property here, `replicas.invariant.proof` shows when a mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -32,42 +31,64 @@ if TYPE_CHECKING:
     from replicas.kv_cache.cache import PagedCache
 
 
-def attend(
-    queries: torch.Tensor,  # [items, queries, head_dim]
-    keys: torch.Tensor,  # [items, head_dim, length]
-    scores: torch.Tensor,  # [items, queries, length], overwritten
-    pieces: Sequence[Piece],
-    out: torch.Tensor,  # [items, queries, head_dim], overwritten
-    hidden: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
+def attend(products: Products, hidden: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
     """Softmax attention of every item; the queries are scaled already.
 
     `hidden` is a view of some scores, and what is added to them: 0, or -inf where a query does not
     see a position.
     """
-    torch.bmm(queries, keys, out=scores)
+    for queries, scores in products.asked:
+        torch.bmm(queries, products.keys, out=scores)
     if hidden is not None:
         hidden[0].add_(hidden[1])
-    torch.softmax(scores, -1, out=scores)
-    weights, values = pieces[0]
-    torch.bmm(weights, values, out=out)
-    for weights, values in pieces[1:]:
-        torch.baddbmm(out, weights, values, out=out)
+    torch.softmax(products.scores, -1, out=products.scores)
+    for out, pieces in products.answered:
+        weights, values = pieces[0]
+        torch.bmm(weights, values, out=out)
+        for weights, values in pieces[1:]:
+            torch.baddbmm(out, weights, values, out=out)
 
 
-Piece = tuple[torch.Tensor, torch.Tensor]
-"""Weights [items, queries, positions] and values [items, positions, head_dim] of one product."""
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def pieces_of(
-    scores: torch.Tensor,  # [items, queries, length]
-    values: torch.Tensor,  # [items, length, head_dim]
-    piece: int,
-) -> list[Piece]:
-    """Views of both, by `piece` positions."""
-    if scores.shape[2] <= piece:
-        return [(scores, values)]
-    return list(zip(torch.split(scores, piece, 2), torch.split(values, piece, 1), strict=True))
+@dataclass(slots=True)
+class Products:
+    """The products of one group: views of its buffers, made once."""
+
+    keys: torch.Tensor  # [items, head_dim, length]
+    scores: torch.Tensor  # [items, queries, length], overwritten
+    asked: list[Pair]
+    """Queries [items, some queries, head_dim] and their scores."""
+    answered: list[tuple[torch.Tensor, list[Pair]]]
+    """Results [items, some queries, head_dim], overwritten, and the pieces that they sum: weights
+    [items, some queries, positions] and values [items, positions, head_dim]."""
+
+    @classmethod
+    def of(
+        cls,
+        arithmetic: Arithmetic,
+        queries: torch.Tensor,  # [items, queries, head_dim]
+        keys: torch.Tensor,  # [items, length, head_dim]
+        values: torch.Tensor,  # [items, length, head_dim]
+        out: torch.Tensor,  # [items, queries, head_dim]
+    ) -> Products:
+        scores = torch.empty((*queries.shape[:2], keys.shape[1]))
+        at_once = arithmetic.query_unit if arithmetic.one_unit else queries.shape[1]
+        parts = [torch.split(each, at_once, 1) for each in (queries, scores, out)]
+        pieces = torch.split(values, arithmetic.piece, 1)
+        return cls(
+            keys.transpose(1, 2),
+            scores,
+            [(asking, its_scores) for asking, its_scores, _ in zip(*parts, strict=True)],
+            [
+                (
+                    result,
+                    list(zip(torch.split(weights, arithmetic.piece, 2), pieces, strict=True)),
+                )
+                for _, weights, result in zip(*parts, strict=True)
+            ],
+        )
 
 
 @dataclass(slots=True)
@@ -78,11 +99,7 @@ class _Views:
     gathered: torch.Tensor  # [runs, block_size * head_dim]
     converted: torch.Tensor | None
     """The same in float32, of a cache that is not."""
-    queries: torch.Tensor  # [items, queries, head_dim]
-    keys: torch.Tensor  # [items, head_dim, length]
-    scores: torch.Tensor  # [items, queries, length]
-    pieces: list[Piece]
-    out: torch.Tensor  # [items, queries, head_dim]
+    products: Products
     hidden: tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -113,7 +130,6 @@ class HostAttention:
             wide = _queries_of(width, shape, arithmetic)
             items = rows * kv_heads
             own = slice(begin, begin + items * wide)
-            scores = torch.empty((items, wide, group.length))
             runs = cache.runs(group.blocks)
             gathered = cache.room(runs.shape[0])
             converted = None
@@ -126,11 +142,13 @@ class HostAttention:
                     runs=runs,
                     gathered=gathered,
                     converted=converted,
-                    queries=self._queries[own].view(items, wide, dim),
-                    keys=keys.transpose(1, 2),
-                    scores=scores,
-                    pieces=pieces_of(scores, values, arithmetic.piece),
-                    out=self._out[own].view(items, wide, dim),
+                    products=Products.of(
+                        arithmetic,
+                        self._queries[own].view(items, wide, dim),
+                        keys,
+                        values,
+                        self._out[own].view(items, wide, dim),
+                    ),
                     hidden=None,
                 )
             )
@@ -143,7 +161,7 @@ class HostAttention:
             for group, views in zip(layout.groups, self._groups, strict=True):
                 views.runs = self._cache.runs(group.blocks)
         for group, views in zip(layout.groups, self._groups, strict=True):
-            views.hidden = _hidden(group, views.scores, self._kv_heads)
+            views.hidden = _hidden(group, views.products.scores, self._kv_heads)
 
     def __call__(
         self,
@@ -162,14 +180,7 @@ class HostAttention:
             self._cache.gather(layer, group.runs, group.gathered)
             if group.converted is not None:
                 group.converted.copy_(group.gathered)
-            attend(
-                group.queries,
-                group.keys,
-                group.scores,
-                group.pieces,
-                group.out,
-                group.hidden,
-            )
+            attend(group.products, group.hidden)
         out = self._out.index_select(0, self._answered).view(queries.shape[0], -1)
         return out if out.dtype is queries.dtype else out.to(queries.dtype)
 

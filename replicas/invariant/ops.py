@@ -5,7 +5,7 @@ differ when it is multiplied alone and among others. Here a product sees a tile 
 and only numbers of tokens for which `replicas.invariant.proof` has shown, on this processor and
 library, that every row gets the bits that it gets among TILE tokens.
 
-On a CPU in float32 a large weight is kept a second time in oneDNN's own layout for 64 tokens. That
+On a CPU in float32 a weight is kept a second time in oneDNN's own layout for 64 tokens. That
 layout has the property for nearly all numbers of tokens, and it is the fastest: torch's own product
 lays a weight out anew for every call. The model's modules keep theirs; the memory plan counts both.
 """
@@ -22,8 +22,6 @@ from torch.nn.functional import linear, pad
 
 TILE = 64
 """Tokens that weights are laid out for, and by which all other numbers of tokens are judged."""
-PREPACK_LEAST = 50_000
-"""Numbers in a weight from which on oneDNN's product outweighs the cost of its call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,8 @@ class Arithmetic:
     tile."""
     query_unit: int = 4
     """The queries of one attention product are a multiple of it."""
+    one_unit: bool = False
+    """Whether they are just one unit: more queries take more products."""
     piece: int = 192
     """KV positions whose weighted values are summed in one product."""
     kv_unit: int = 16
@@ -78,8 +78,8 @@ class Product:
         bias: torch.Tensor | None,  # [out]
         prepack: bool,
     ) -> Product:
-        """With `prepack` a large weight is laid out a second time."""
-        if not prepack or weight.numel() < PREPACK_LEAST:
+        """With `prepack` the weight is laid out a second time."""
+        if not prepack:
             return cls(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TILE)
         return cls(weight, bias, packed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from replicas.invariant.ops import PREPACK_LEAST, TILE
+from replicas.invariant.ops import TILE
 from replicas.kv_cache.host_layout import GATHERED_MOST, SCORES_MOST
 from replicas.memory.shapes import ModelShape, PairShape
 
@@ -159,7 +159,7 @@ def _device_attention(shape: ModelShape, rows: int, cells: int, length: int, ite
 
 
 def prepacked_bytes(shape: ModelShape) -> int:
-    """Weights of at least PREPACK_LEAST numbers, in whole tiles of float32."""
+    """Weights in whole tiles of float32."""
 
     def whole(size: int) -> int:
         return -(-size // TILE) * TILE
@@ -167,5 +167,4 @@ def prepacked_bytes(shape: ModelShape) -> int:
     return _FLOAT32 * sum(
         times * whole(fan_in) * whole(fan_out)
         for times, fan_in, fan_out in shape.products
-        if fan_in * fan_out >= PREPACK_LEAST
     )

@@ -6,14 +6,17 @@ prefill or by verification. Bits are compared, never distances.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from replicas.invariant import proof
-from replicas.invariant.ops import PREPACK_LEAST, TILE, Arithmetic, Product, can_prepack
+from replicas.invariant.ops import TILE, Arithmetic, Product, can_prepack
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
 from tests.tiny_pairs import ARCHITECTURES, target_model
 
@@ -97,7 +100,6 @@ def test_a_prepacked_product_is_the_product(
     bias = torch.randn(shape[0], generator=generator) if biased else None
     product = Product.of(weight, bias, prepack=True)
     product.tile = TILE
-    assert (product.packed is not None) == (weight.numel() >= PREPACK_LEAST)
     x = torch.randn((tokens, shape[1]), generator=generator)
     residual = torch.randn((tokens, shape[0]), generator=generator)
     before = residual.clone()
@@ -111,6 +113,22 @@ def test_a_prepacked_product_is_the_product(
 def test_attention_is_proven_for_heads_of_usual_sizes(dim: int) -> None:
     """Also where 1 / sqrt(dim) is no power of two, and so where it is multiplied by shows."""
     assert proof.prove([], [dim], [], prepack=True).proven
+
+
+@needs_onednn
+def test_an_older_processor_has_a_proof_as_well() -> None:
+    """Without AVX-512 Intel's library chooses kernels by the number of queries and by threads."""
+    code = (
+        "import torch; from replicas.invariant.proof import prove; torch.set_num_threads(2);"
+        "assert prove([(96, 48), (576, 320)], [32, 80], [], prepack=True).proven"
+    )
+    older = dict.fromkeys(("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"), "AVX2")
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **older, "ATEN_CPU_CAPABILITY": "avx2"},
+        check=True,
+        timeout=120,
+    )
 
 
 def test_passes_are_padded_to_numbers_of_tokens_that_are_proven() -> None:
