@@ -72,7 +72,7 @@ class Client(_Client):
     def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> Iterator[pb.GenerateChunk]:
-        """Chunks as they come; closing the iterator cancels the request.
+        """Chunks as they come, of several choices mixed; closing the iterator cancels the request.
 
         `end.recovered` counts the continuations; `end.speculation`, `end.replicas` and the times
         of `end` are those of the last one. `timeout_s` bounds all attempts together.

@@ -151,15 +151,18 @@ class Delta:
     end: SequenceEnd | None = None
 
 
+def check_number(call: GenerateCall, config: ClusterConfig) -> None:
+    """Of its sequences, before they are counted against a caller's limits. Raises InvalidRequest."""
+    most = config.frontend.sequences_max
+    if call.choices < 1:
+        raise InvalidRequest("n", f"must be at least 1, is {call.choices}")
+    if call.sequences > most:
+        raise InvalidRequest("n", f"{call.sequences} sequences asked for, at most {most} allowed")
+
+
 def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> None:
     """What can be said before tokenizing. Raises InvalidRequest, which names the field."""
     limits = config.frontend
-    if call.choices < 1:
-        raise InvalidRequest("n", f"must be at least 1, is {call.choices}")
-    if call.sequences > limits.sequences_max:
-        raise InvalidRequest(
-            "n", f"{call.sequences} sequences asked for, at most {limits.sequences_max} allowed"
-        )
     for prompt in call.prompts:
         check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:

@@ -26,6 +26,7 @@ from cluster.frontend.calls import (
     TokenPrompt,
     call_field,
     check_call,
+    check_number,
 )
 from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.requests import requests_of
@@ -108,6 +109,7 @@ class FrontendService:
         """
         arrived_s = self._clock()
         with self.refusals(call):
+            check_number(call, self.config)
             admitted = self._admission.admit(call.caller, call.sequences)
             try:
                 answer = await self._submit(call, admitted, arrived_s)

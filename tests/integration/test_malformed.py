@@ -94,6 +94,7 @@ def repeated(text: str, times: int) -> list[str]:
 
 FIELDS: dict[str, st.SearchStrategy[object]] = {
     "temperature": FLOATS,
+    "n": INT32,
     "top_k": INT32,
     "top_p": FLOATS,
     "min_p": FLOATS,

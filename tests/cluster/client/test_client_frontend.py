@@ -12,10 +12,13 @@ import pytest
 from grpc import StatusCode
 
 from cluster.client import AsyncClient
+from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
+from replicas.replica import Replica
 from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
+from tests.cluster.frontend.test_openai_decoding import PAIR
 from tests.cluster.scripted import ACTOR_DIED, QUICK, joined
 
 
@@ -42,7 +45,7 @@ async def test_the_frontend_continues_behind_every_token(which: str) -> None:
 
 
 class BrokenFrontend(lockstep_pb2_grpc.LockstepServicer):
-    """A real frontend whose streams break after so many chunks."""
+    """A real frontend whose streams break after so many chunks, or, below 0, so many ends."""
 
     def __init__(self, made: object, cuts: list[int]) -> None:
         self._made = made
@@ -53,14 +56,15 @@ class BrokenFrontend(lockstep_pb2_grpc.LockstepServicer):
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateChunk]:
-        cut = self._cuts.pop(0) if self._cuts else -1
+        cut = self._cuts.pop(0) if self._cuts else None
         async with aclosing(self._made.GenerateStream(request, context)) as chunks:  # type: ignore[attr-defined]
-            number = tokens = 0
+            number = tokens = ends = 0
             async for chunk in chunks:
-                if number == cut:
+                if cut in (number, -ends):
                     self.fruitful += tokens > 0
                     break
                 number += 1
+                ends += chunk.HasField("end")
                 tokens += len(chunk.token_ids)
                 yield chunk
             else:
@@ -68,11 +72,14 @@ class BrokenFrontend(lockstep_pb2_grpc.LockstepServicer):
         await context.abort(StatusCode.INTERNAL, ACTOR_DIED)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_client_and_frontend_together_lose_and_repeat_nothing(temperature: float) -> None:
-    async with frontend(step_s=0.002) as made:
+@pytest.mark.parametrize(("temperature", "n"), [(0.0, 1), (1.0, 1), (1.0, 3)])
+async def test_client_and_frontend_together_lose_and_repeat_nothing(
+    temperature: float, n: int
+) -> None:
+    real = {"load": lambda: Replica.load(PAIR), "text": TargetText.load(PAIR)}
+    async with frontend(step_s=0.002, **(real if n > 1 else {})) as made:
         server = grpc.aio.server()
-        broken = BrokenFrontend(made, [0, 3, 1, 2, 0, 4])
+        broken = BrokenFrontend(made, [0, 3, 1, 2, 0, 4, -2])
         lockstep_pb2_grpc.add_LockstepServicer_to_server(broken, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -82,14 +89,20 @@ async def test_client_and_frontend_together_lose_and_repeat_nothing(temperature:
                 max_new_tokens=200,
                 temperature=temperature,
                 stop=["qqqq"],
+                ignore_eos=True,
                 request_id="mine",
+                logprobs=0 if n > 1 else None,
+                n=n,
             )
             chunks = [chunk async for chunk in client.stream(request)]
         if temperature:
             request.seed = chunks[0].seed
         whole = await made.Generate(request, Context())
-        assert joined(chunks) == (whole.text, list(whole.token_ids))
-        end = chunks[-1].end
-        assert end.recovered == broken.fruitful >= 2
-        assert end.usage.completion_tokens == 200
+        for index, answer in enumerate([whole, *whole.others]):
+            own = [chunk for chunk in chunks if chunk.index == index]
+            assert joined(own) == (answer.text, list(answer.token_ids))
+            assert [said for chunk in own for said in chunk.logprobs] == list(answer.logprobs)
+            ends = [chunk.end for chunk in own if chunk.HasField("end")]
+            assert [end.usage.completion_tokens for end in ends] == [200]
+        assert chunks[-1].end.recovered == broken.fruitful >= 2
         await server.stop(None)
