@@ -66,7 +66,10 @@ class Client(_Client):
     def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> pb.GenerateResponse:
-        """The whole answer. `timeout_s` bounds all attempts together."""
+        """The whole answer. `timeout_s` bounds all attempts together.
+
+        Where a seed is needed and none is given, the client draws it.
+        """
         return self._run(self._core.generate(request, timeout_s))
 
     def stream(

@@ -29,7 +29,7 @@ from cluster.frontend.calls import (
     check_number,
 )
 from cluster.frontend.metrics import FrontendMeter
-from cluster.frontend.requests import requests_of
+from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
@@ -145,6 +145,8 @@ class FrontendService:
             form = tool_format(self._text.chat_template)
             call = replace(call, structure=call.tools.structure(form, call.structure))
         check_call(call, self.config, self._text.context_len)
+        if call.drawn_seed is None:
+            call = replace(call, drawn_seed=drawn_seed(self.config))
         priority = admitted.priority(call.priority)
         unfinished = self._router.unfinished
         if unfinished + call.sequences > self.config.frontend.requests_max:

@@ -5,6 +5,7 @@ conversations, with every setting of a request; what is wrong is named with its 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,13 @@ from replicas.demo import TARGET_DIR
 from scheduler.errors import InvalidRequest
 from tests.reference import plain_greedy
 
+TINY: Any = {"device": "cpu", "torch_threads": 1, "kv_blocks": 512, "calibrate": False}
 PROMPTS = ["def add(a, b):", "The list", "import os\n"]
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", device="cpu", torch_threads=1, kv_blocks=512, calibrate=False)
+    return LLM("tiny", **TINY)
 
 
 def test_completions_are_those_of_transformers(llm: LLM) -> None:
@@ -55,6 +57,16 @@ def test_each_prompt_has_its_own_settings(llm: LLM) -> None:
     assert len(third.prompt_logprobs) == len(third.prompt_token_ids) - 1
     assert scored.prompt_logprobs == third.prompt_logprobs
     assert (scored.text, scored.token_ids, scored.finish_reason) == ("", [], "length")
+
+
+def test_with_a_seed_of_its_own_a_model_samples_the_same_again() -> None:
+    """Every prompt with another one."""
+    params = SamplingParams(max_tokens=12, temperature=1)
+    models = [LLM("tiny", seed=seed, **TINY) for seed in (2, 2, 3)]
+    answers = [model.generate(PROMPTS[:1] * 2, params, progress=False) for model in models]
+    texts = [[one.text for one in each] for each in answers]
+    assert texts[0] == texts[1]
+    assert texts[0][1] == texts[2][0] != texts[0][0]
 
 
 def test_what_is_wrong_is_named(llm: LLM) -> None:

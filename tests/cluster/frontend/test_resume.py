@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 
 from cluster.config import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from tests.cluster.frontend.rig import PROMPT
+from tests.cluster.frontend.rig import CONFIG, PROMPT
 from tests.cluster.frontend.test_http import Answer
 from tests.cluster.frontend.test_openai import TURNS_JSON, post, served
 from tests.cluster.frontend.test_openai_decoding import served as served_tiny
@@ -31,7 +32,14 @@ TEXTS = {"max_tokens": 40, "temperature": 1, "return_token_ids": True}
 SEVERAL = {"n": 2, "prompt": ["x = ", "x = "], "echo": True, "logprobs": 2}
 CALLS = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60, "temperature": 1}
 LOGPROBS = {"logprobs": True, "top_logprobs": 1}
-slow = partial(served, step_s=0.02)
+SEEDS = count()
+
+
+def slow() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
+    """Each time a server with another seed of its own."""
+    return served(CONFIG.model_copy(update={"seed": next(SEEDS)}), step_s=0.02)
+
+
 CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
     "completion": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"echo": True}),
     "chat": (slow, CHAT, {"messages": TURNS_JSON} | TEXTS),
@@ -45,7 +53,7 @@ CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
 async def test_a_stream_goes_on_behind_any_event(
     frontend: Frontend, path: str, fields: dict[str, Any]
 ) -> None:
-    """The seed is the server's own; the id of an event carries it."""
+    """The seed is the first server's own; the id of an event carries it."""
     fields = fields | {"stream": True, "stream_options": {"include_usage": True}}
     async with frontend() as (_made, app):
         *whole, done = _events(await post(app, path, **fields))
