@@ -272,6 +272,11 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         assert alone.end.usage.completion_tokens == 0
         one_more = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
         assert one_more["prompt_logprobs"][0] is None
+        fields |= {"prompt_logprobs": 0, "max_tokens": 1, "stream": True}
+        parts = [event["choices"][0] for event in events(await post(app, "completions", **fields))]
+        assert parts[0]["text"] == ""
+        assert parts[0].pop("prompt_logprobs") == one_more["prompt_logprobs"]
+        assert not any("prompt_logprobs" in part for part in parts)
         values = [next(iter(one.values())) for one in one_more["prompt_logprobs"][1:]]
         assert [one["logprob"] for one in values] == told["token_logprobs"][1:count]
         assert [one["decoded_token"] for one in values] == told["tokens"][1:count]

@@ -29,9 +29,9 @@ Event = tuple[str, dict[str, Any]]
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 TEXTS = {"max_tokens": 40, "temperature": 1, "return_token_ids": True}
-SEVERAL = {"n": 2, "prompt": ["x = ", "x = "], "echo": True, "logprobs": 2}
+SEVERAL = {"n": 2, "prompt": ["x = ", "x = "], "echo": True, "logprobs": 2, "prompt_logprobs": 1}
 CALLS = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60, "temperature": 1}
-LOGPROBS = {"logprobs": True, "top_logprobs": 1}
+LOGPROBS = {"logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}
 SEEDS = count()
 
 
@@ -62,6 +62,7 @@ async def test_a_stream_goes_on_behind_any_event(
     assert len(set(names)) == len(names) > 3
     said = _together(whole)
     for number, choice in said["choices"].items():
+        assert len(choice["prompts"]) == ("prompt_logprobs" in fields)
         assert (choice["ends"], choice["tokens"]) == (1, _tokens(names[-1])[number])
     several = fields.get("n", 1) > 1
     texts = [choice["text"] for choice in said["choices"].values()]
@@ -138,6 +139,7 @@ def _together(events: list[Event]) -> dict[str, Any]:
             continue
         [one] = said["choices"]
         new = {"text": "", "ids": [], "logprobs": [], "calls": {}, "roles": 0, "ends": 0}
+        new["prompts"] = []
         choice = choices.setdefault(one["index"], new)
         delta = one.get("delta", {})
         choice["roles"] += "role" in delta
@@ -154,6 +156,7 @@ def _together(events: list[Event]) -> dict[str, Any]:
                 choice["calls"][part["index"]] = [function["name"], ""]
             else:
                 choice["calls"][part["index"]][1] += function["arguments"]
+        choice["prompts"] += [one["prompt_logprobs"]] if "prompt_logprobs" in one else []
         choice["ends"] += one["finish_reason"] is not None
     for choice in choices.values():
         choice["tokens"] = len(choice["ids"]) or len(choice["logprobs"])
