@@ -24,6 +24,7 @@ from cluster.sentences import joined, problems
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig
+from scheduler.validation import SEED_MAX
 
 
 class _Settings(BaseModel):
@@ -223,6 +224,13 @@ class ClusterConfig(_Settings):
     replicas: int = Field(1, ge=1, description="Number of replicas where `autoscaling` is null.")
     autoscaling: AutoscalingConfig | None = Field(
         None, description="Replicas by load, in place of the fixed number."
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        lt=SEED_MAX,
+        description="Of sampled requests that name none, whose answers are then reproducible; "
+        "without it each draws a fresh one.",
     )
     replica: ReplicaConfig = ReplicaConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

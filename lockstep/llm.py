@@ -24,7 +24,7 @@ from cluster.frontend.calls import (
     call_field,
     check_call,
 )
-from cluster.frontend.requests import requests_of
+from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
@@ -114,14 +114,16 @@ class LLM:
         *,
         speculative_config: Mapping[str, Any] | None = None,
         rows_max: int | None = None,
+        seed: int | None = None,
         **replica: Any,
     ) -> None:
         """`model`: as `lockstep serve --target` takes it. `replica`: settings of the section
-        `replica`, as `dtype` or `context_len`. `rows_max`: rows of a step.
+        `replica`, as `dtype` or `context_len`. `rows_max`: rows of a step. `seed`: prompt i of a
+        call samples with seed + i where its `params` name none; without it each draws one.
 
         Raises ConfigError, and what loading raises.
         """
-        sections: dict[str, Any] = {"replica": {"target": model, **replica}}
+        sections: dict[str, Any] = {"seed": seed, "replica": {"target": model, **replica}}
         if speculative_config is not None:
             sections["replica"]["speculative"] = dict(speculative_config)
         # Nobody waits in a queue here, so nothing is refused for its length.
@@ -174,8 +176,9 @@ class LLM:
         if len(every) != len(prompts):
             raise InvalidRequest("params", f"{len(every)} for {len(prompts)} prompts")
         written = []
+        seed = drawn_seed(self._config)
         for index, (prompt, asked) in enumerate(zip(prompts, every, strict=True)):
-            call = asked.to_call(prompt)  # type: ignore[union-attr]
+            call = replace(asked.to_call(prompt), drawn_seed=seed + index)  # type: ignore[union-attr]
             try:
                 request = self._request(call, prompt)
             except InvalidRequest as error:

@@ -62,9 +62,9 @@ class LockstepServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Streams the text while it is written. The last chunk carries `end`. A stream of an accepted
-        request that ends with an error status carries it too, with the tokens so far in the chunks.
-        Only where the pool could not be reached (UNAVAILABLE) there is no `end`. A refused request
+        """Streams the text while it is written. The last chunk of each choice carries `end`. A stream of an
+        accepted request that ends with an error status carries it too, with the tokens so far in the
+        chunks. Only where the pool could not be reached (UNAVAILABLE) there is no `end`. A refused request
         gets one chunk without text before its error status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

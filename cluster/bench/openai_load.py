@@ -1,4 +1,4 @@
-"""Load for any server of OpenAI's API: streams of /v1/completions, in place of gRPC's."""
+"""Load for any server of OpenAI's API: streams over HTTP, in place of gRPC's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from cluster.bench.workload import BenchError, Workload
 _SILENCE_S = 600.0
 """A stream without an event for so long has failed."""
 _LINE_BYTES = 1 << 20
+_SALTED = ("lockstep", "vllm")
+"""Owners of models, as servers say, that know `cache_salt`."""
 
 
 class OpenAIServer:
     """One server, by the address before /v1. A context: it keeps connections."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(
+        self, url: str, key: str | None, model: str | None = None, chat: bool = False
+    ) -> None:
+        """`model`: None is the first of /v1/models. `chat`: a prompt is a user's turn."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._http = aiohttp.ClientSession(
@@ -29,14 +34,19 @@ class OpenAIServer:
             timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S, sock_connect=60),
             read_bufsize=_LINE_BYTES,
         )
-        self.model = ""
+        self.model = model or ""
+        self._chat = chat
+        self._salted = False
 
     async def __aenter__(self) -> OpenAIServer:
-        """Asks for the model's name. Raises BenchError."""
+        """Asks for its models. Raises BenchError."""
         try:
             async with self._http.get(f"{self.url}/v1/models") as response:
                 response.raise_for_status()
-                self.model = str((await response.json())["data"][0]["id"])
+                listed = (await response.json())["data"]
+                self.model = self.model or str(listed[0]["id"])
+                owners = [one.get("owned_by") for one in listed if one["id"] == self.model]
+                self._salted = any(owner in _SALTED for owner in owners)
         except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             await self._http.close()
             raise BenchError(f"openai: {self.url}/v1/models: {error!r}") from None
@@ -48,10 +58,12 @@ class OpenAIServer:
     def ask(self, workload: Workload) -> Ask:
         """Streams the answer to a request of the workload."""
 
+        path = "chat/completions" if self._chat else "completions"
+
         async def ask(number: int, record: Record, now_s: Callable[[], float]) -> None:
-            fields = openai_request(workload, number, self.model)
+            fields = self._fields(workload, number)
             try:
-                async with self._http.post(f"{self.url}/v1/completions", json=fields) as response:
+                async with self._http.post(f"{self.url}/v1/{path}", json=fields) as response:
                     if response.status != 200:
                         record.error = f"HTTP {response.status}"
                         return
@@ -65,26 +77,29 @@ class OpenAIServer:
 
         return ask
 
-
-def openai_request(workload: Workload, number: int, model: str) -> dict[str, Any]:
-    """The request's fields; of those that not every server has only what was asked for."""
-    prompt, sampling = workload.prompt(number), workload.sampling_of(number)
-    fields: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        "max_tokens": workload.max_new_tokens,
-        "temperature": sampling.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "cache_salt": workload.cache_salt(number),
-    }
-    if workload.ignore_eos:
-        fields["ignore_eos"] = True
-    if sampling.temperature > 0:
-        fields |= {"seed": sampling.seed, "top_p": sampling.top_p}
-        fields |= {"top_k": sampling.top_k} if sampling.top_k else {}
-        fields |= {"min_p": sampling.min_p} if sampling.min_p else {}
-    return fields
+    def _fields(self, workload: Workload, number: int) -> dict[str, Any]:
+        """Of the request; of those that not every server has only what was asked for."""
+        prompt, sampling = workload.prompt(number), workload.sampling_of(number)
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": workload.max_new_tokens,
+            "temperature": sampling.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._chat:
+            fields["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            fields["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
+        if self._salted:
+            fields["cache_salt"] = workload.cache_salt(number)
+        if workload.ignore_eos:
+            fields["ignore_eos"] = True
+        if sampling.temperature > 0:
+            fields |= {"seed": sampling.seed, "top_p": sampling.top_p}
+            fields |= {"top_k": sampling.top_k} if sampling.top_k else {}
+            fields |= {"min_p": sampling.min_p} if sampling.min_p else {}
+        return fields
 
 
 def _take(record: Record, event: dict[str, Any], now_s: float) -> None:
@@ -92,7 +107,8 @@ def _take(record: Record, event: dict[str, Any], now_s: float) -> None:
     that brought text."""
     if "error" in event:
         record.error = str(event["error"].get("code") or event["error"].get("type"))
-    if any(choice.get("text") for choice in event.get("choices") or ()):
+    choices = event.get("choices") or ()
+    if any(each.get("text") or (each.get("delta") or {}).get("content") for each in choices):
         record.chunks.append((now_s, 1))
     if usage := event.get("usage"):
         record.prompt_tokens = usage["prompt_tokens"]

@@ -62,6 +62,10 @@ class Plan:
     compare: bool
     rounds: int
     compare_prompts: int
+    model: str | None = None
+    """Of a server of OpenAI's API; None is the first that it names."""
+    chat: bool = False
+    """Whether such a server is asked for chat completions."""
 
     def workload(self, target: str, vocab_size: int) -> Workload:
         """Raises BenchError, PromptsError and OSError."""
@@ -219,13 +223,17 @@ async def _through_openai(plan: Plan, url: str, key: str | None, note: Note) -> 
     from cluster.bench.load import drive
     from cluster.bench.openai_load import OpenAIServer
 
-    async with OpenAIServer(url, key) as server:
+    async with OpenAIServer(url, key, plan.model, plan.chat) as server:
         workload = plan.workload(server.model, 0)
         warm = server.ask(_salted(workload))
         await drive(warm, *plan.warming, _noting(note, f"{url}: warm-up", plan.warm_up))
         noting = _noting(note, f"{url}: load", plan.extent.requests)
         records = await drive(server.ask(workload), plan.arrivals, plan.extent, noting)
-    served_by = {"served by": f"OpenAI's API at {url}", "target": server.model}
+    served_by = {
+        "served by": f"OpenAI's API at {url}",
+        "target": server.model,
+        "endpoint": "chat" if plan.chat else "completions",
+    }
     nothing = PoolSums(0, 0, 0, 0)
     return _Load(workload, records, nothing, None, 0, served_by, "OpenAI's API has none")
 

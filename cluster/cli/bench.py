@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,12 @@ def bench(
             metavar="URL",
         ),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Of --openai; else the first of its /v1/models.")
+    ] = None,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="Of --openai; chat needs --prompts.")
+    ] = "completions",
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True, dir_okay=False),
@@ -99,6 +105,10 @@ def bench(
         raise typer.BadParameter("give one of --in-flight, --rate and --burst")
     if openai and (engine or compare or draft_len is not None):
         raise typer.BadParameter("--openai: not with --engine, --compare and --draft-len")
+    if not openai and (model is not None or endpoint == "chat"):
+        raise typer.BadParameter("--model, --endpoint: only with --openai")
+    if endpoint == "chat" and prompts is None:
+        raise typer.BadParameter("--endpoint chat: needs --prompts")
     if prompts is not None and prompt_tokens is not None:
         raise typer.BadParameter("give either --prompts or --prompt-tokens")
     if compare and temperature > 0:
@@ -138,6 +148,8 @@ def bench(
         compare=compare,
         rounds=rounds,
         compare_prompts=compare_prompts,
+        model=model,
+        chat=endpoint == "chat",
     )
     urls = dict.fromkeys(openai or ())
     raise typer.Exit(_run(plan, settings, None if engine else server, list(urls), html, json))

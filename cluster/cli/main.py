@@ -69,7 +69,6 @@ def serve(
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a target on the hub.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(hidden=True)] = None,
     verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
@@ -77,8 +76,6 @@ def serve(
     from cluster.frontend.admission.control import check_doors
     from cluster.frontend.admission.keys import read
 
-    if seed is not None:
-        raise typer.BadParameter("--seed: a server has none, each request has a seed of its own")
     try:
         if revision is not None:
             settings = at_revision(settings, revision)

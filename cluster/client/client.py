@@ -74,13 +74,20 @@ class Client:
     def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> pb.GenerateResponse:
-        """The whole answer. `timeout_s` bounds all attempts together."""
+        """The whole answer. `timeout_s` bounds all attempts together.
+
+        Where a seed is needed and none is given, the client draws it.
+        """
         return _run(self._core.generate(request, timeout_s))
 
     def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> Iterator[pb.GenerateChunk]:
-        """Chunks as they come; closing the iterator cancels the request."""
+        """Chunks as they come, of several choices mixed; closing the iterator cancels the request.
+
+        `end.recovered` counts the continuations; `end.speculation`, `end.replicas` and the times
+        of `end` are those of the last one. `timeout_s` bounds all attempts together.
+        """
         chunks = self._core.stream(request, timeout_s)
         try:
             while (chunk := _run(anext(chunks, None))) is not None:

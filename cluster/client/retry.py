@@ -2,13 +2,15 @@
 
 What a request gives is a function of the request, so a unary call can simply be repeated. A broken
 stream is continued: asked again with the tokens that already came. The server gives no text for
-them, so what it sends is what follows, token for token and character for character.
+them, so what it sends is what follows, token for token and character for character. One of several
+choices is repeated, and what already came is left out.
 """
 
 from __future__ import annotations
 
 import random
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +33,8 @@ _BREAKS = (
     grpc.StatusCode.NOT_FOUND,
 )
 """What a dead process or a broken connection looks like, depending on what was on the way."""
+_WHOLE = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
+"""How a choice ends of which there is no more to come."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +224,20 @@ class Continuation:
         self._fruitful = False
         """Whether this attempt has brought tokens."""
         self._recovered = 0
-        self._end: pb.End | None = None
+        self._choices = max(request.n, 1)
+        self._ends: dict[int, pb.End] = {}
+        """By choice."""
+        self._came: Counter[tuple[int, str]] = Counter()
+        """How much of each choice's parts has come in all attempts."""
+        self._at: Counter[tuple[int, str]] = Counter()
+        """The same in this attempt, where it began anew."""
 
     def request(self, passed_s: float) -> pb.GenerateRequest:
         """What to ask in the next attempt, `passed_s` after the first one began."""
         self._recovered += self._fruitful
         self._fruitful = False
+        if self._choices > 1:
+            self._at.clear()
         return with_less_time(self._request, passed_s)
 
     def take(self, chunk: pb.GenerateChunk) -> pb.GenerateChunk | None:
@@ -235,13 +247,13 @@ class Continuation:
         """
         if chunk.HasField("seed"):
             self._request.seed = chunk.seed
-        self._request.committed_token_ids.extend(chunk.token_ids)
+        if self._choices == 1:
+            self._request.committed_token_ids.extend(chunk.token_ids)
         self._fruitful |= bool(chunk.token_ids)
-        if not (chunk.text or chunk.token_ids or chunk.tool_calls or chunk.HasField("end")):
-            # A call that fails before its first token begins with such a chunk.
+        seen = self._new(chunk)
+        if not (seen.text or seen.token_ids or seen.tool_calls or seen.HasField("end")):
+            # A call that fails before its first token begins with such a chunk, too.
             return None
-        seen = pb.GenerateChunk()
-        seen.CopyFrom(chunk)
         for name in ("request_id", "seed"):
             seen.ClearField(name)
         if not self._seen_any:
@@ -251,16 +263,33 @@ class Continuation:
                 seen.seed = self._request.seed
         if chunk.HasField("end"):
             seen.end.recovered += self._recovered
-            self._end = seen.end
+            self._ends[chunk.index] = seen.end
         return seen
+
+    def _new(self, chunk: pb.GenerateChunk) -> pb.GenerateChunk:
+        """What no earlier attempt has brought."""
+        new = pb.GenerateChunk()
+        new.CopyFrom(chunk)
+        for name in ("text", "token_ids", "logprobs", "tool_calls"):
+            part, place = getattr(new, name), (chunk.index, name)
+            old = min(self._came[place] - self._at[place], len(part))
+            self._at[place] += len(part)
+            self._came[place] += len(part) - old
+            if name == "text":
+                new.text = part[old:]
+            else:
+                del part[:old]
+        if chunk.index in self._ends:
+            new.ClearField("end")
+        return new
 
     @property
     def ended(self) -> bool:
-        """Whether the server has said how the request ended; no attempt may follow."""
-        return self._end is not None
+        """Whether the server has said that it ends the request; no attempt may follow."""
+        return self.whole or any(end.finish_reason not in _WHOLE for end in self._ends.values())
 
     @property
     def whole(self) -> bool:
         """Whether the caller has all there is: an error after that means nothing."""
-        reasons = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
-        return self._end is not None and self._end.finish_reason in reasons
+        ends = self._ends.values()
+        return len(ends) == self._choices and all(end.finish_reason in _WHOLE for end in ends)

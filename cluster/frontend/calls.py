@@ -7,7 +7,6 @@ in the edge's own containers until their number is checked: to copy millions of 
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field as field_of
 from typing import Any, ClassVar
@@ -21,7 +20,6 @@ from cluster.frontend.tools.use import ToolUse
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage
-from scheduler.validation import SEED_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +85,9 @@ class GenerateCall:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    drawn_seed: int = field_of(default_factory=lambda: secrets.randbelow(SEED_MAX))
+    drawn_seed: int | None = None
     """Taken where no seed is given: sequence i has this one + i, so that equal prompts get answers
-    of their own."""
+    of their own. The service sets it, but on a call that was answered before."""
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -151,15 +149,18 @@ class Delta:
     end: SequenceEnd | None = None
 
 
+def check_number(call: GenerateCall, config: ClusterConfig) -> None:
+    """What can be said before its sequences are counted against limits. Raises InvalidRequest."""
+    most = config.frontend.sequences_max
+    if call.choices < 1:
+        raise InvalidRequest("n", f"must be at least 1, is {call.choices}")
+    if call.sequences > most:
+        raise InvalidRequest("n", f"{call.sequences} sequences asked for, at most {most} allowed")
+
+
 def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> None:
     """What can be said before tokenizing. Raises InvalidRequest, which names the field."""
     limits = config.frontend
-    if call.choices < 1:
-        raise InvalidRequest("n", f"must be at least 1, is {call.choices}")
-    if call.sequences > limits.sequences_max:
-        raise InvalidRequest(
-            "n", f"{call.sequences} sequences asked for, at most {limits.sequences_max} allowed"
-        )
     for prompt in call.prompts:
         check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:

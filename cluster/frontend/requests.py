@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 
 from cluster.config import ClusterConfig
@@ -10,6 +11,11 @@ from cluster.frontend.target_text import TargetText
 from scheduler.decoding import Decoding
 from scheduler.messages import Priority, Request, SamplingParams
 from scheduler.validation import SEED_MAX, check_request
+
+
+def drawn_seed(config: ClusterConfig) -> int:
+    """For a call that names none: the settings' seed, or another one each time."""
+    return secrets.randbelow(SEED_MAX) if config.seed is None else config.seed
 
 
 def requests_of(
@@ -35,10 +41,10 @@ def requests_of(
         # A replica tells of the prompt with the first new token.
         most, ends = 1, ()
     left = max(text.context_len - len(tokens), 1)
-    seed = call.seed
-    if seed is None:
-        drawn = (call.drawn_seed + number * call.choices) % SEED_MAX
-        seed = drawn if call.sampled else 0
+    seed = call.seed or 0
+    if call.seed is None and call.sampled:
+        assert call.drawn_seed is not None
+        seed = (call.drawn_seed + number * call.choices) % SEED_MAX
     sampling = SamplingParams(
         temperature=call.temperature,
         top_k=call.top_k,

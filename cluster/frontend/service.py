@@ -26,9 +26,10 @@ from cluster.frontend.calls import (
     TokenPrompt,
     call_field,
     check_call,
+    check_number,
 )
 from cluster.frontend.metrics import FrontendMeter
-from cluster.frontend.requests import requests_of
+from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
@@ -108,6 +109,7 @@ class FrontendService:
         """
         arrived_s = self._clock()
         with self.refusals(call):
+            check_number(call, self.config)
             admitted = self._admission.admit(call.caller, call.sequences)
             try:
                 answer = await self._submit(call, admitted, arrived_s)
@@ -143,6 +145,8 @@ class FrontendService:
             form = tool_format(self._text.chat_template)
             call = replace(call, structure=call.tools.structure(form, call.structure))
         check_call(call, self.config, self._text.context_len)
+        if call.drawn_seed is None:
+            call = replace(call, drawn_seed=drawn_seed(self.config))
         priority = admitted.priority(call.priority)
         unfinished = self._router.unfinished
         if unfinished + call.sequences > self.config.frontend.requests_max:

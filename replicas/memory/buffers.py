@@ -165,6 +165,5 @@ def prepacked_bytes(shape: ModelShape) -> int:
         return -(-size // TILE) * TILE
 
     return _FLOAT32 * sum(
-        times * whole(fan_in) * whole(fan_out)
-        for times, fan_in, fan_out in shape.products
+        times * whole(fan_in) * whole(fan_out) for times, fan_in, fan_out in shape.products
     )

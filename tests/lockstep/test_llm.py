@@ -5,8 +5,12 @@ conversations, with every setting of a request; what is wrong is named with its 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 import lockstep
 from lockstep import LLM, SamplingParams
@@ -14,12 +18,17 @@ from replicas.demo import TARGET_DIR
 from scheduler.errors import InvalidRequest
 from tests.reference import plain_greedy
 
+TINY: Any = {"device": "cpu", "torch_threads": 1, "kv_blocks": 512, "calibrate": False}
+TEMPLATE = (
+    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 PROMPTS = ["def add(a, b):", "The list", "import os\n"]
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("tiny", device="cpu", torch_threads=1, kv_blocks=512, calibrate=False)
+    return LLM("tiny", **TINY)
 
 
 def test_completions_are_those_of_transformers(llm: LLM) -> None:
@@ -55,6 +64,52 @@ def test_each_prompt_has_its_own_settings(llm: LLM) -> None:
     assert len(third.prompt_logprobs) == len(third.prompt_token_ids) - 1
     assert scored.prompt_logprobs == third.prompt_logprobs
     assert (scored.text, scored.token_ids, scored.finish_reason) == ("", [], "length")
+
+
+def test_conversations_are_written_as_the_prompts_of_their_template(
+    llm: LLM, tmp_path: Path
+) -> None:
+    """Several at once with settings of their own, and one alone; however they are drafted."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    talks = [
+        [{"role": "user", "content": "def add(a, b):"}],
+        [
+            {"role": "system", "content": "The list"},
+            {"role": "user", "content": "import os"},
+            {"role": "assistant", "content": "import sys"},
+            {"role": "user", "content": "more"},
+        ],
+    ]
+    every = [
+        SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1, seed=5),
+    ]
+    suffix = {"method": "suffix"}
+    model = LLM("tiny", speculative_config=suffix, chat_template=str(template), **TINY)
+    answers = model.chat(talks, every, progress=False)
+    encode = AutoTokenizer.from_pretrained(TARGET_DIR).apply_chat_template
+    prompts = [
+        encode(talk, chat_template=TEMPLATE, add_generation_prompt=True, return_dict=False)
+        for talk in talks
+    ]
+    assert [one.prompt_token_ids for one in answers] == prompts
+    plain = llm.generate(prompts, every, progress=False)
+    for one, other in zip(answers, plain, strict=True):
+        assert replace(one, usage=other.usage) == other
+    assert sum(one.usage.accepted_tokens for one in answers) > 0
+    [alone] = model.chat(talks[1], every[1], progress=False)
+    assert alone.token_ids == answers[1].token_ids
+
+
+def test_with_a_seed_of_its_own_a_model_samples_the_same_again() -> None:
+    """Every prompt with another one."""
+    params = SamplingParams(max_tokens=12, temperature=1)
+    models = [LLM("tiny", seed=seed, **TINY) for seed in (2, 2, 3)]
+    answers = [model.generate(PROMPTS[:1] * 2, params, progress=False) for model in models]
+    texts = [[one.text for one in each] for each in answers]
+    assert texts[0] == texts[1]
+    assert texts[0][1] == texts[2][0] != texts[0][0]
 
 
 def test_what_is_wrong_is_named(llm: LLM) -> None:

@@ -48,13 +48,14 @@ class GrpcApi(HealthService):
     async def GenerateStream(
         self, request: pb.GenerateRequest | Unparsed, grpc_context: CallContext
     ) -> AsyncIterator[pb.GenerateChunk]:
-        """Server streaming: chunks, the last one with the end."""
+        """Server streaming: chunks, the last one of each choice with its end."""
         chunk = pb.GenerateChunk()
         try:
             call = _parsed(self.service, request, caller_of(grpc_context), stream=True)
             async with self.service.open(call) as answer:
                 chunk = pb.GenerateChunk(request_id=call.request_id, seed=answer.seed(0))
                 async for delta in answer:
+                    chunk.index = delta.index
                     chunk.text = delta.text
                     chunk.token_ids.extend(delta.tokens)
                     chunk.logprobs.extend(to_logprobs(delta.logprobs))
@@ -87,10 +88,14 @@ async def whole_answer(
 ) -> pb.GenerateResponse:
     """Raises Refused."""
     call = _parsed(service, request, caller, stream=False)
-    response = pb.GenerateResponse(request_id=call.request_id)
     async with service.open(call) as answer:
+        choices = [
+            pb.GenerateResponse(request_id=call.request_id, index=index)
+            for index in range(call.choices)
+        ]
         async for delta in answer:
             assert delta.end is not None, "one delta with all of it"
+            response = choices[delta.index]
             if delta.end.refusal is not None:
                 raise Refused(delta.end.refusal)
             response.text = delta.text
@@ -98,7 +103,9 @@ async def whole_answer(
             response.tool_calls.extend(to_calls(delta.calls))
             response.token_ids.extend(delta.tokens)
             response.end.CopyFrom(to_end(delta.end))
-    return response
+    first, *others = choices
+    first.others.extend(others)
+    return first
 
 
 def _parsed(

@@ -76,6 +76,7 @@ def to_call(
         caller=caller,
         prompts=(_prompt(message, tools),),
         tools=tools,
+        choices=message.n if has("n") else 1,
         stream=stream,
         request_id=message.request_id,
         priority=priority,

@@ -166,11 +166,15 @@ class OpenAIAnswer:
 
     def _opening(self, index: int, one: Written) -> dict[str, Any] | None:
         """What a stream begins with, before the first new token."""
+        told = self.asked.prompt_logprobs is not None
         if self._chat:
-            return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        if not self.asked.echoes:
+            said: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        elif self.asked.echoes or told:
+            echo = self._echo(index, one.prompt) if self.asked.echoes else ""
+            said = self._said(echo, self._of_prompt(one), one, whole=False)
+        else:
             return None
-        return self._said(self._echo(index, one.prompt), self._of_prompt(one), one, whole=False)
+        return said | ({"prompt_logprobs": self._prompt_logprobs(one)} if told else {})
 
     def _said(
         self,

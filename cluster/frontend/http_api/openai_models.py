@@ -93,8 +93,6 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     def _what_goes_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: not with stream")
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs: response_format is given as well")
         return self

@@ -1,5 +1,6 @@
 """Proves: the command measures a server of OpenAI's API over HTTP as it measures gRPC, names it by
-/v1/models, shows several side by side, and says why one cannot be asked."""
+/v1/models, shows several side by side, sends a foreign one nothing but what every server has, and
+says why one cannot be asked."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import uvicorn
+from fastapi import FastAPI, Response
 from typer.testing import CliRunner
 
 from cluster.bench.figures import Record
@@ -20,19 +24,24 @@ from tests.cluster.frontend.rig import frontend
 
 
 @asynccontextmanager
+async def over_http(app: FastAPI) -> AsyncIterator[int]:
+    """The port."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
 async def served() -> AsyncIterator[int]:
     """The port of a frontend with a fake replica behind real HTTP."""
-    async with frontend() as made:
-        config = uvicorn.Config(http_app(made.service), port=0, log_level="error")
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        try:
-            yield server.servers[0].sockets[0].getsockname()[1]
-        finally:
-            server.should_exit = True
-            await serving
+    async with frontend() as made, over_http(http_app(made.service)) as port:
+        yield port
 
 
 async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -> None:
@@ -57,6 +66,71 @@ async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -
         assert figures["ttft_s"]["count"] == figures["token_s"]["count"] == 6
     assert data["settings"]["target"] == "tiny"
     assert "Servers" in result.output
+
+
+def foreign(owner: str, asked: list[dict[str, Any]]) -> FastAPI:
+    """Another project's server, which notes what it is asked."""
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"data": [{"id": name, "owned_by": owner} for name in ("first", "second")]}
+
+    def answered(fields: dict[str, Any], said: dict[str, Any]) -> Response:
+        asked.append(fields)
+        usage = {"prompt_tokens": 3, "completion_tokens": 4}
+        events = [{"choices": [said]}] * 2 + [{"choices": [], "usage": usage}]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        return Response("".join([*lines, "data: [DONE]\n\n"]), media_type="text/event-stream")
+
+    @app.post("/v1/completions")
+    def completions(fields: dict[str, Any]) -> Response:
+        return answered(fields, {"text": "a"})
+
+    @app.post("/v1/chat/completions")
+    def chat(fields: dict[str, Any]) -> Response:
+        return answered(fields, {"delta": {"content": "a"}})
+
+    return app
+
+
+STANDARD = {"model", "max_tokens", "temperature", "stream", "stream_options"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "options", "model", "fields"),
+    [
+        ("someone", ["--stop-at-eos"], "first", STANDARD | {"prompt"}),
+        ("vllm", [], "first", STANDARD | {"prompt", "cache_salt", "ignore_eos"}),
+        (
+            "someone",
+            ["--stop-at-eos", "--endpoint", "chat", "--model", "second"],
+            "second",
+            STANDARD | {"messages"},
+        ),
+    ],
+    ids=["any server", "vLLM", "chat"],
+)
+async def test_a_foreign_server_is_asked_for_what_it_knows(
+    owner: str, options: list[str], model: str, fields: set[str], tmp_path: Path
+) -> None:
+    import cluster.bench.session  # noqa: F401
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "the quick"}\n')
+    asked: list[dict[str, Any]] = []
+    async with over_http(foreign(owner, asked)) as port:
+        arguments = [
+            *("bench", "--prompts", str(path), "--requests", "3", "--warm-up", "0", *options),
+            *("--json", str(tmp_path / "a.json"), "--openai", f"http://127.0.0.1:{port}"),
+        ]
+        result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    assert result.exit_code == 0, result.output
+    assert [(one.keys(), one["model"]) for one in asked] == [(fields, model)] * 3
+    turn = {"role": "user", "content": "the quick"}
+    assert all(one.get("messages", [turn]) == [turn] for one in asked)
+    figures = json.loads((tmp_path / "a.json").read_text())["figures"]
+    assert (figures["failed"], figures["new_tokens"]) == (0, 12)
 
 
 def test_a_server_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

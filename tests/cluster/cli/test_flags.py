@@ -62,7 +62,7 @@ def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> Non
     flags = [
         *("org/model", "--host", "127.0.0.2", "--port", "8001", "--max-model-len", "512"),
         *("--max-num-seqs", "3", "--tensor-parallel-size", "2", "--served-model-name", "ours"),
-        *("--gpu-memory-utilization", "0.5"),
+        *("--gpu-memory-utilization", "0.5", "--seed", "7"),
     ]
     assert RUN.invoke(main, ["serve", *flags]).exit_code == 0
     (config,) = served
@@ -70,6 +70,7 @@ def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> Non
     assert (config.replica.context_len, config.scheduler.rows_max) == (512, 3)
     assert (config.replica.tensor_parallel, config.replica.gpu_share) == (2, 0.5)
     assert (config.replica.target, config.model_name) == ("org/model", "ours")
+    assert config.seed == 7
 
 
 def test_a_revision_is_part_of_the_target_and_not_of_its_name(served: list[ClusterConfig]) -> None:
@@ -109,7 +110,8 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--replicas", "0", "--dtype", "x"], "--replicas: must be at least 1, is '0'; --dtype: "),
         (["--deterministic", "--attention", "flex"], "deterministic output needs an attention"),
         (["--http-host", "0.0.0.0"], "--allow-anyone"),
-        (["--seed", "1"], "each request has a seed of its own"),
+        (["--seed", "-1"], "--seed: must be at least 0"),
+        (["--seed", str(2**63)], "--seed: must be below 9223372036854775808"),
         (["--api-key", "a b"], "--api-key: an API key is one word"),
         (["--api-key", "a", "--allow-anyone"], "api_key_sha256 and allow_anyone contradict"),
     ],

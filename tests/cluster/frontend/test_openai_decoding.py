@@ -32,8 +32,9 @@ from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
 from replicas.replica import Replica
-from tests.cluster.frontend.rig import CONFIG, Context, frontend
+from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream
 from tests.cluster.frontend.test_openai import events, post
+from tests.cluster.scripted import joined
 
 PROMPT = "def add(a, b):\n"
 PAIR = ReplicaConfig(target="tiny", device="cpu", torch_threads=1, kv_blocks=256, calibrate=False)
@@ -111,6 +112,7 @@ HTTP_OF_GRPC: dict[str, set[str]] = {
     "tool_name": {"tool_choice"},
     "parallel_tool_calls": {"parallel_tool_calls"},
     "chat_template_kwargs": {"chat_template_kwargs"},
+    "n": {"n"},
     "request_id": {"header x-request-id"},
     "speculation": set(),
     "draft_len": set(),
@@ -121,7 +123,6 @@ HTTP_ONLY = {
     "model": "a gRPC port serves one",
     "stream": "gRPC has two calls",
     "stream_options": "an End has the usage",
-    "n": "a gRPC call is for one sequence",
     "return_token_ids": "gRPC always does",
 }
 PARTS: list[tuple[list[type[BaseModel]], Descriptor, set[str]]] = [
@@ -166,8 +167,9 @@ SAME = [
 ]
 ELSEWHERE = {"prompt", "max_new_tokens", "messages", "chat_template_kwargs", "priority"}
 ELSEWHERE |= {"tools", "tool_mode", "tool_name", "parallel_tool_calls"}
-ELSEWHERE |= {"logprobs", "prompt_logprobs", "cache_salt", "request_id"}
-"""Fields of both whose effect the tests of chats, tools, priorities and log-probabilities show."""
+ELSEWHERE |= {"logprobs", "prompt_logprobs", "cache_salt", "request_id", "n"}
+"""Fields of both whose effect the tests of chats, tools, priorities, choices and log-probabilities
+show."""
 
 
 async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
@@ -186,6 +188,32 @@ async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
                 assert said["text"] != plain, fields
     named = {name for fields, _ in SAME for name in fields} | ELSEWHERE
     assert named == {name for name, http in HTTP_OF_GRPC.items() if http}
+
+
+async def test_both_edges_give_the_same_choices_those_of_requests_for_one() -> None:
+    """Whole and in a stream; a request for one continues a choice, too."""
+    fields = {"prompt": PROMPT, "temperature": 1, "seed": 2**63 - 2}
+    async with served() as (made, app):
+        several = pb.GenerateRequest(**fields, max_new_tokens=24, n=3)
+        first = await made.Generate(several, Context())
+        answers = [first, *first.others]
+        chunks = await stream(made, several, Context())
+        said = await post(app, "completions", **fields, max_tokens=24, n=3, return_token_ids=True)
+        for index, (answer, choice) in enumerate(zip(answers, said.json["choices"], strict=True)):
+            assert answer.index == choice["index"] == index
+            assert answer.text == choice["text"]
+            assert list(answer.token_ids) == choice["token_ids"]
+            own = [chunk for chunk in chunks if chunk.index == index]
+            assert joined(own) == (answer.text, choice["token_ids"])
+            assert [chunk.HasField("end") for chunk in own] == [False] * (len(own) - 1) + [True]
+            seed = (fields["seed"] + index) % 2**63
+            assert own[-1].end.seed == answer.end.seed == seed
+            one = pb.GenerateRequest(prompt=PROMPT, temperature=1, seed=seed, max_new_tokens=24)
+            one.committed_token_ids.extend(answer.token_ids[:9])
+            assert (await made.Generate(one, Context())).token_ids == answer.token_ids[9:]
+        assert len({answer.text for answer in answers}) == 3
+        assert [chunk.HasField("seed") for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+        assert chunks[0].seed == fields["seed"]
 
 
 async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> None:
@@ -244,6 +272,11 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         assert alone.end.usage.completion_tokens == 0
         one_more = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
         assert one_more["prompt_logprobs"][0] is None
+        fields |= {"prompt_logprobs": 0, "max_tokens": 1, "stream": True}
+        parts = [event["choices"][0] for event in events(await post(app, "completions", **fields))]
+        assert parts[0]["text"] == ""
+        assert parts[0].pop("prompt_logprobs") == one_more["prompt_logprobs"]
+        assert not any("prompt_logprobs" in part for part in parts)
         values = [next(iter(one.values())) for one in one_more["prompt_logprobs"][1:]]
         assert [one["logprob"] for one in values] == told["token_logprobs"][1:count]
         assert [one["decoded_token"] for one in values] == told["tokens"][1:count]

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 
 from cluster.config import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from tests.cluster.frontend.rig import PROMPT
+from tests.cluster.frontend.rig import CONFIG, PROMPT
 from tests.cluster.frontend.test_http import Answer
 from tests.cluster.frontend.test_openai import TURNS_JSON, post, served
 from tests.cluster.frontend.test_openai_decoding import served as served_tiny
@@ -28,10 +29,17 @@ Event = tuple[str, dict[str, Any]]
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 TEXTS = {"max_tokens": 40, "temperature": 1, "return_token_ids": True}
-SEVERAL = {"n": 2, "prompt": ["x = ", "x = "], "echo": True, "logprobs": 2}
+SEVERAL = {"n": 2, "prompt": ["x = ", "x = "], "echo": True, "logprobs": 2, "prompt_logprobs": 1}
 CALLS = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60, "temperature": 1}
-LOGPROBS = {"logprobs": True, "top_logprobs": 1}
-slow = partial(served, step_s=0.02)
+LOGPROBS = {"logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}
+SEEDS = count()
+
+
+def slow() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
+    """Each time a server with another seed of its own."""
+    return served(CONFIG.model_copy(update={"seed": next(SEEDS)}), step_s=0.02)
+
+
 CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
     "completion": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"echo": True}),
     "chat": (slow, CHAT, {"messages": TURNS_JSON} | TEXTS),
@@ -45,7 +53,7 @@ CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
 async def test_a_stream_goes_on_behind_any_event(
     frontend: Frontend, path: str, fields: dict[str, Any]
 ) -> None:
-    """The seed is the server's own; the id of an event carries it."""
+    """The seed is the first server's own; the id of an event carries it."""
     fields = fields | {"stream": True, "stream_options": {"include_usage": True}}
     async with frontend() as (_made, app):
         *whole, done = _events(await post(app, path, **fields))
@@ -54,6 +62,7 @@ async def test_a_stream_goes_on_behind_any_event(
     assert len(set(names)) == len(names) > 3
     said = _together(whole)
     for number, choice in said["choices"].items():
+        assert len(choice["prompts"]) == ("prompt_logprobs" in fields)
         assert (choice["ends"], choice["tokens"]) == (1, _tokens(names[-1])[number])
     several = fields.get("n", 1) > 1
     texts = [choice["text"] for choice in said["choices"].values()]
@@ -130,6 +139,7 @@ def _together(events: list[Event]) -> dict[str, Any]:
             continue
         [one] = said["choices"]
         new = {"text": "", "ids": [], "logprobs": [], "calls": {}, "roles": 0, "ends": 0}
+        new["prompts"] = []
         choice = choices.setdefault(one["index"], new)
         delta = one.get("delta", {})
         choice["roles"] += "role" in delta
@@ -146,6 +156,7 @@ def _together(events: list[Event]) -> dict[str, Any]:
                 choice["calls"][part["index"]] = [function["name"], ""]
             else:
                 choice["calls"][part["index"]][1] += function["arguments"]
+        choice["prompts"] += [one["prompt_logprobs"]] if "prompt_logprobs" in one else []
         choice["ends"] += one["finish_reason"] is not None
     for choice in choices.values():
         choice["tokens"] = len(choice["ids"]) or len(choice["logprobs"])

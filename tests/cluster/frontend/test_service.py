@@ -70,6 +70,19 @@ async def test_every_sequence_is_the_one_of_a_call_of_its_own(
             assert stream or len(deltas) == 1
 
 
+async def test_a_server_with_a_seed_samples_with_it_what_names_none() -> None:
+    async with frontend(config=CONFIG.model_copy(update={"seed": 2**63 - 2})) as made:
+        call = replace(CALL, seed=None)
+        first, again = await answers(made.service, call), await answers(made.service, call)
+        ends = [first[index][-1].end for index in range(6)]
+        assert [end.seed for end in ends if end] == [2**63 - 2, 2**63 - 1, 0, 1, 2, 3]
+        for index, deltas in first.items():
+            assert text_and_tokens(deltas) == text_and_tokens(again[index])
+        named = await answers(made.service, replace(CALL, seed=5))
+        assert named[0][-1].end is not None
+        assert named[0][-1].end.seed == 5
+
+
 async def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     caller = Caller((f"Bearer {add(path, 'alice', tokens_per_minute=10**6, requests_max=4)}",))
