@@ -172,7 +172,7 @@ class ReplicaConfig(BaseModel):
     )
     prepack_weights: bool = Field(
         True,
-        description="Keep the large weights of joined layers a second time on a CPU, in float32, in"
+        description="Keep the weights of joined layers a second time on a CPU, in float32, in"
         " the layout that it multiplies fastest; not where `memory` is too short for it.",
     )
     graphs: Literal["auto", "on", "off"] = Field(

@@ -25,9 +25,8 @@ from replicas.memory import MemoryPlan, check_memory, plan_memory
 from replicas.memory.measure import measured_passes
 from replicas.models.build import build
 from replicas.models.load import PairRefused, resolve_device
-from replicas.models.paged_model import Model, Output, PagedModel, Wants
+from replicas.models.paged_model import Model, Output, PagedModel, Wants, fill
 from replicas.models.pair import Pair, load_pair, read_pair
-from replicas.models.prefill import fill
 from replicas.residents import Resident, Residents, Tally
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch

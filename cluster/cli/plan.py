@@ -96,7 +96,7 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     if counted.recorded:
         table.add_row("CUDA graphs", size(counted.recorded), "of steps, beside the passes")
     if counted.prepacked:
-        table.add_row("prepacked weights", size(counted.prepacked), "large ones again, for speed")
+        table.add_row("prepacked weights", size(counted.prepacked), "the same again, for speed")
     if counted.drafter:
         table.add_row("drafter's memory", size(counted.drafter), "what it remembers of outputs")
     table.add_row("slack", size(counted.slack), "held by the allocator")

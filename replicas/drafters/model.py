@@ -20,8 +20,7 @@ from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage
 from replicas.models.build import build
 from replicas.models.load import PairRefused, dtype_name, load_config, load_model, resolve
-from replicas.models.paged_model import ALL, Model, Wants
-from replicas.models.prefill import fill
+from replicas.models.paged_model import ALL, Model, Wants, fill
 from replicas.models.shapes import is_planted
 from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch

@@ -74,21 +74,15 @@ class Products:
         out: torch.Tensor,  # [items, queries, head_dim]
     ) -> Products:
         scores = torch.empty((*queries.shape[:2], keys.shape[1]))
+        products = cls(keys.transpose(1, 2), scores, [], [])
         at_once = arithmetic.query_unit if arithmetic.one_unit else queries.shape[1]
-        parts = [torch.split(each, at_once, 1) for each in (queries, scores, out)]
-        pieces = torch.split(values, arithmetic.piece, 1)
-        return cls(
-            keys.transpose(1, 2),
-            scores,
-            [(asking, its_scores) for asking, its_scores, _ in zip(*parts, strict=True)],
-            [
-                (
-                    result,
-                    list(zip(torch.split(weights, arithmetic.piece, 2), pieces, strict=True)),
-                )
-                for _, weights, result in zip(*parts, strict=True)
-            ],
-        )
+        value_pieces = torch.split(values, arithmetic.piece, 1)
+        for begin in range(0, queries.shape[1], at_once):
+            some = slice(begin, begin + at_once)
+            weights = torch.split(scores[:, some], arithmetic.piece, 2)
+            products.asked.append((queries[:, some], scores[:, some]))
+            products.answered.append((out[:, some], list(zip(weights, value_pieces, strict=True))))
+        return products
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ class Buffers:
     recorded: int
     """CUDA graphs of steps, whose memory nothing else uses."""
     prepacked: int
-    """Large weights once more, in the layout that a CPU multiplies fastest."""
+    """The weights once more, in the layout that a CPU multiplies fastest."""
     drafter: int
     """What the drafter remembers, where that is in the same memory."""
     slack: int

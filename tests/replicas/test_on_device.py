@@ -26,8 +26,7 @@ from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.models.attention import GatherBackend
 from replicas.models.attention.paged import FlexAttention, NotPaged, PagedBackend, VarlenAttention
 from replicas.models.decoder import JoinedDecoder
-from replicas.models.paged_model import ATTENTION, PagedModel
-from replicas.models.prefill import fill
+from replicas.models.paged_model import ATTENTION, PagedModel, fill
 from tests.tiny_pairs import ARCHITECTURES, random_model
 
 META, GPU = torch.device("meta"), torch.device("cuda")

@@ -25,8 +25,7 @@ from replicas.models.attention.paged import (
     PagedBackend,
     VarlenAttention,
 )
-from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Layout, PagedModel
-from replicas.models.prefill import fill
+from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Layout, PagedModel, fill
 
 AUTO, GATHER, FLEX, VARLEN = "auto", "gather", "flex", "varlen"
 
