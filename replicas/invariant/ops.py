@@ -101,7 +101,8 @@ class Product:
         return self(x).add_(residual)
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is None:
+        if self.packed is None or x.dtype is not self.packed.dtype:
+            # A model's own layers are held against the same in a finer dtype.
             return linear(x, self.weight, self.bias)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self.packed, self.bias, "none", [], ""
