@@ -171,9 +171,17 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--references", type=int, default=2, help="Outputs of generate to compare.")
+    parser.add_argument("--sampled", action="store_true", help="Temperature 0.7, top-p 0.95.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     kinds = asked(args, tokenizer)
+    if args.sampled:
+        args.references = 0  # transformers draws other noise
+        for requests in kinds.values():
+            requests[:] = [
+                replace(one, sampling=SamplingParams(temperature=0.7, top_p=0.95, seed=number))
+                for number, one in enumerate(requests)
+            ]
     oracle: OracleDrafter | None = None
     replicas = {
         PLAIN: replica_of(args, {"method": "none"}),
@@ -224,6 +232,7 @@ def main() -> None:
                 print(
                     f"{kind}, batch {batch}, {name}: {compared.median:.2f} of plain"
                     f" ({one.speed:.1f} tokens/s), {way.committed_per_step:.2f} tokens a step,"
+                    f" {way.overhead:.1%} outside forward passes,"
                     f" identical {one.identical} of {one.prompts}",
                     flush=True,
                 )
@@ -233,7 +242,8 @@ def main() -> None:
     plainly = generated(args.target, few)
     same = sum(one == other for one, other in zip(plainly, drafted, strict=True))
     figures["identical to generate"] = [same, len(few)]
-    print(f"identical to transformers' generate: {same} of {len(few)}")
+    if few:
+        print(f"identical to transformers' generate: {same} of {len(few)}")
     figures |= suffix_alone([*outputs, *(one.prompt for one in few)])
     print(
         f"suffix alone: {figures['suffix_us']:.1f} us per row and step at 10,000 tokens,"

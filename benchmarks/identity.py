@@ -4,9 +4,9 @@
 
 Questions are asked with the target's chat template. Greedy outputs are compared with transformers'
 `generate` at batch 1, run now; sampled ones, and JSON by a schema, with plain decoding at batch 1.
-Drafters: none, suffix, an oracle of acceptance 0.7 with ragged drafts, a random EAGLE-3 head which
-is never right. No time counts, so it may run beside other work; a row that is in the file already
-is not run again.
+Drafters: none, suffix, an oracle of acceptance 0.7 with ragged drafts, an EAGLE-3 checkpoint of
+random weights, which lies beside the file. No time counts, so it may run beside other work; a row
+that is in the file already is not run again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonschema import Draft202012Validator
-from transformers import AutoTokenizer
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.drafters import asked, generated, question_parser, replica_config
 from benchmarks.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
 from replicas.decoding import grammar_of
-from replicas.drafters.eagle3.planted import PLANTED_HEAD
+from replicas.drafters.eagle3.planted import planted_head, planted_tensors
 from replicas.models.load import resolve
 from replicas.models.pair import load_pair
 from replicas.replica import Replica
@@ -86,11 +88,20 @@ def documents_of(outputs: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, 
     return {"asked": len(outputs), "ended": len(ended), "valid": valid}
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
-    "suffix": {"method": "suffix"},
-    "head": {"method": "eagle3", "model": PLANTED_HEAD},
-}
+NONE = {"method": "none"}
+DRAFTERS = ("none", "suffix", "head", "oracle")
+
+
+def save_random_head(directory: Path, target: str) -> None:
+    """A checkpoint in the original format that drafts from a quarter of the target's tokens."""
+    config = planted_head(AutoConfig.from_pretrained(resolve(target)))
+    tensors = planted_tensors(config, torch.float32, torch.device("cpu"))
+    ids = torch.randperm(config.target_vocab)[: config.vocab_size].sort().values
+    tensors["d2t"] = ids - torch.arange(config.vocab_size)
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    said = config.layer.to_dict() | {"draft_vocab_size": config.vocab_size}
+    (directory / "config.json").write_text(json.dumps(said))
 
 
 def replica_with(
@@ -99,9 +110,13 @@ def replica_with(
     """`name`: of a drafter; `known`: whole sequences, for the oracle."""
     if name == "none":
         return plain
-    if name in METHODS:
-        return Replica.load(replica_config(args, METHODS[name]))
-    config = replica_config(args, METHODS["none"])
+    if name == "suffix":
+        return Replica.load(replica_config(args, {"method": "suffix"}))
+    if name == "head":
+        head = Path(args.json).with_suffix(".head")
+        save_random_head(head, args.target)
+        return Replica.load(replica_config(args, {"method": "eagle3", "model": str(head)}))
+    config = replica_config(args, NONE)
     pair = load_pair(config)
     replica = Replica(pair, config, drafter=OracleDrafter(known, 0.7, pair.vocab_size))
     replica.grammars = plain.grammars
@@ -111,6 +126,7 @@ def replica_with(
 def main() -> None:
     parser = question_parser(__doc__, n=12, new_tokens=128, batches=[1, 8, 16])
     parser.add_argument("--draft-lens", nargs="+", default=["0", "2", "4", "chosen"])
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     args = parser.parse_args()
     if args.json is None:
         parser.error("--json: needed, for the rows one by one")
@@ -130,7 +146,7 @@ def main() -> None:
     if "generate" not in said:
         said["generate"] = generated(args.target, greedy)
         path.write_text(json.dumps(said))
-    plain = Replica.load(replica_config(args, METHODS["none"]))
+    plain = Replica.load(replica_config(args, NONE))
     if "sampled" not in said:
         said["sampled"] = answers(plain, sampled, 1, 0)
         path.write_text(json.dumps(said))
@@ -150,7 +166,7 @@ def main() -> None:
         for request, tokens in zip(requests, outputs, strict=True)
     ]
     rows = said.setdefault("identical", {})
-    for name in (*METHODS, "oracle"):
+    for name in args.drafters:
         replica = replica_with(name, args, plain, known)
         for batch in sorted(args.batches, reverse=True):
             for k in ("0",) if name == "none" else args.draft_lens:

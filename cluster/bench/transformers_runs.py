@@ -74,9 +74,12 @@ class Transformers:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Transformers:
-        """The models that `config` names; raises OSError for a name not found."""
-        draft = config.drafting.model
-        return cls(load_model(config, config.target), draft and load_model(config, draft, "draft"))
+        """The models that `config` names; raises OSError for a name not found. Only a draft model
+        can assist transformers' `generate`."""
+        drafting, draft = config.drafting, None
+        if drafting.method == "draft_model" and drafting.model is not None:
+            draft = load_model(config, drafting.model, "draft")
+        return cls(load_model(config, config.target), draft)
 
     @property
     def has_draft(self) -> bool:
