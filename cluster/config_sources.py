@@ -1,4 +1,4 @@
-"""Where settings come from beside the code: YAML files and the environment."""
+"""Where settings come from beside the code: YAML files, the environment, other servers' names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ import yaml
 
 from cluster.config import SECTIONS, ClusterConfig, ConfigError, ServerConfig, from_args
 
+ALIASES: Mapping[str, str] = {
+    "replica.context_len": "max_model_len",
+    "replica.gpu_share": "gpu_memory_utilization",
+    "replica.tensor_parallel": "tensor_parallel_size",
+    "scheduler.rows_max": "max_num_seqs",
+    "server.http_host": "host",
+    "server.http_port": "port",
+}
+"""Other servers' names for the same settings."""
 _DRAFTER = {"draft", "speculative"}
 
 

@@ -30,6 +30,7 @@ from scheduler.messages import (
     ReplicaSpec,
     Request,
     StepDone,
+    StepFailed,
     StepResult,
     Submit,
     Usage,
@@ -75,7 +76,10 @@ class LocalEngine:
         config: SchedulerConfig,
         clock: Callable[[], float] = monotonic,
         check: bool = False,
+        isolates: bool = False,
     ) -> None:
+        """`isolates`: a batch that raises fails the row that is to blame, as in a cluster; else
+        it raises to the caller."""
         self.scheduler = Scheduler(config)
         self.outputs: dict[str, Output] = {}
         self.results: list[StepResult] = []
@@ -83,6 +87,9 @@ class LocalEngine:
         self._runner = runner
         self._clock = clock
         self._check = check
+        self._isolates = isolates
+        self.error: Exception | None = None
+        """What the last batch raised that was told to the scheduler."""
         self._batches: deque[Batch] = deque()
         self._feed(ReplicaJoined(REPLICA_ID, runner.spec))
 
@@ -103,7 +110,15 @@ class LocalEngine:
         if not self._batches:
             return False
         batch = self._batches.popleft()
-        result = self._runner.step(batch)
+        try:
+            result = self._runner.step(batch)
+        except Exception as error:
+            if not self._isolates:
+                raise
+            self.error = error
+            said = f"{type(error).__name__}: {error}"
+            self._feed(StepFailed(batch.replica_id, batch.id, said))
+            return True
         self.results.append(result)
         self._feed(StepDone(result))
         return True

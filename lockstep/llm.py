@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig, ConfigError, from_args
+from cluster.config_sources import ALIASES
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import (
     ChatPrompt,
@@ -21,7 +22,6 @@ from cluster.frontend.calls import (
     Prompt,
     TextPrompt,
     TokenPrompt,
-    call_field,
     check_call,
 )
 from cluster.frontend.requests import drawn_seed, requests_of
@@ -29,9 +29,10 @@ from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.local_engine import LocalEngine, Output
+from replicas.models.names import with_revision
 from replicas.parallel.replica import load_replica
 from scheduler.decoding import TokenLogprobs
-from scheduler.errors import InvalidRequest
+from scheduler.errors import InvalidRequest, LockstepError
 from scheduler.messages import FinishReason, Request, Usage
 
 _TEN_YEARS_S = 3e8
@@ -105,6 +106,15 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs]
 
 
+class PromptFailed(LockstepError):
+    """A prompt could not be finished; the message names it and says why."""
+
+    def __init__(self, prompt: int, reason: str, completions: list[Completion | None]) -> None:
+        super().__init__(f"prompt {prompt}: {reason}")
+        self.completions = completions
+        """In the order of the prompts; None for each that failed."""
+
+
 class LLM:
     """A target and its drafter in this process. Not thread-safe."""
 
@@ -115,15 +125,24 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         rows_max: int | None = None,
         seed: int | None = None,
+        revision: str | None = None,
         **replica: Any,
     ) -> None:
-        """`model`: as `lockstep serve --target` takes it. `replica`: settings of the section
-        `replica`, as `dtype` or `context_len`. `rows_max`: rows of a step. `seed`: prompt i of a
-        call samples with seed + i where its `params` name none; without it each draws one.
+        """`model`: as `lockstep serve --target` takes it, `revision` too. `replica`: settings of
+        the section `replica`, as `dtype` or `context_len`, also by the names of other servers, as
+        `max_model_len`. `rows_max`: rows of a step. `seed`: prompt i of a call samples with
+        seed + i where its `sampling_params` name none; without it each draws one.
 
         Raises ConfigError, and what loading raises.
         """
-        sections: dict[str, Any] = {"seed": seed, "replica": {"target": model, **replica}}
+        for place, alias in ALIASES.items():
+            section, name = place.split(".")
+            if section == "replica" and alias in replica:
+                if name in replica:
+                    raise ConfigError(f"{alias}: also given as {name}")
+                replica[name] = replica.pop(alias)
+        target = model if revision is None else with_revision(model, revision)
+        sections: dict[str, Any] = {"seed": seed, "replica": {"target": target, **replica}}
         if speculative_config is not None:
             sections["replica"]["speculative"] = dict(speculative_config)
         # Nobody waits in a queue here, so nothing is refused for its length.
@@ -142,28 +161,29 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Completions in the order of the prompts, which are texts or token ids.
 
-        `params`: for all, or one for each. Raises InvalidRequest, which names the prompt.
+        `sampling_params`: for all, or one for each. Raises InvalidRequest, which names the prompt,
+        and PromptFailed.
         """
         given = [prompts] if isinstance(prompts, str) else prompts
         made = [TextPrompt(one) if isinstance(one, str) else TokenPrompt(one) for one in given]
-        return self._run(made, params, progress)
+        return self._run(made, sampling_params, progress)
 
     def chat(
         self,
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """The assistant's next turn of one conversation or of several, each a list of turns with
-        `role` and `content`. Raises InvalidRequest."""
+        `role` and `content`. Raises as `generate`."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         several: Any = [conversations] if one else conversations
-        return self._run([ChatPrompt(turns) for turns in several], params, progress)
+        return self._run([ChatPrompt(turns) for turns in several], sampling_params, progress)
 
     def _run(
         self,
@@ -171,24 +191,46 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Completion]:
-        single = params is None or isinstance(params, SamplingParams)
-        every = [params or SamplingParams()] * len(prompts) if single else list(params)  # type: ignore[arg-type]
+        if params is None or isinstance(params, SamplingParams):
+            every = [params or SamplingParams()] * len(prompts)
+        else:
+            every = list(params)
         if len(every) != len(prompts):
-            raise InvalidRequest("params", f"{len(every)} for {len(prompts)} prompts")
+            raise InvalidRequest("sampling_params", f"{len(every)} for {len(prompts)} prompts")
+        engine = LocalEngine(self._replica, self._config.scheduler, isolates=True)
+        try:
+            written = self._written(engine, prompts, every, progress)
+        finally:
+            # The next call's engine takes all blocks for free, and rows may be left: of an
+            # interrupt, or with a batch that was under way when a stop string ended them.
+            self._replica.release(self._replica.residents)
+        completions = [one.completion() for one in written]
+        if None in completions:
+            failed = completions.index(None)
+            reason = written[failed].output.message
+            raise PromptFailed(failed, reason, completions) from engine.error
+        return completions  # type: ignore[return-value]
+
+    def _written(
+        self,
+        engine: LocalEngine,
+        prompts: Sequence[Prompt],
+        every: Sequence[SamplingParams],
+        progress: bool,
+    ) -> list[_Writing]:
         written = []
         seed = drawn_seed(self._config)
         for index, (prompt, asked) in enumerate(zip(prompts, every, strict=True)):
-            call = replace(asked.to_call(prompt), drawn_seed=seed + index)  # type: ignore[union-attr]
             try:
+                call = replace(asked.to_call(prompt), drawn_seed=seed + index)
                 request = self._request(call, prompt)
+                output = engine.submit(request)
             except InvalidRequest as error:
-                name = f"prompt {index}: {call_field(error.field, call)}"
+                names = {"prompt": prompt.field, "max_new_tokens": "max_tokens"}
+                name = f"prompt {index}: {names.get(error.field, error.field)}"
                 raise InvalidRequest(name, error.reason) from None
             stream = TextStream(self._text.tokenizer, request.prompt, call.stop)
-            written.append(_Writing(request, stream, scores=call.max_new_tokens == 0))
-        engine = LocalEngine(self._replica, self._config.scheduler)
-        for one in written:
-            one.output = engine.submit(one.request)
+            written.append(_Writing(request, stream, output, scores=call.max_new_tokens == 0))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeRemainingColumn(), disable=not progress) as bar:
             task = bar.add_task("prompts", total=len(written))
@@ -196,7 +238,8 @@ class LLM:
             while left and engine.advance():
                 left = [one for one in left if not one.read(engine)]
                 bar.update(task, completed=len(written) - len(left))
-        return [one.completion() for one in written]
+        engine.check_finished()
+        return written
 
     def _request(self, call: GenerateCall, prompt: Prompt) -> Request:
         text = self._text
@@ -221,9 +264,9 @@ class _Writing:
 
     request: Request
     stream: TextStream
+    output: Output
     scores: bool = False
     """Only log-probabilities of the prompt are asked for."""
-    output: Output = field(default_factory=Output)
     text: str = ""
     tokens: int = 0
     """Those that the text has seen."""
@@ -241,10 +284,12 @@ class _Writing:
             return True
         return self.output.reason is not None
 
-    def completion(self) -> Completion:
+    def completion(self) -> Completion | None:
+        """None of one that failed."""
         reason = self.output.reason
         if self.stop is None:
-            assert reason in (FinishReason.STOP, FinishReason.LENGTH), reason
+            if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                return None
             piece = self.stream.finish()
             self.text, self.stop = self.text + piece.text, piece.stop
         return Completion(

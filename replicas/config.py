@@ -220,7 +220,7 @@ class ReplicaConfig(BaseModel):
             return given
         if isinstance(said, str):  # as a command line gives it
             try:
-                said = json.loads(said)
+                said = {"method": "none"} if said.lower() == "none" else json.loads(said)
             except ValueError as error:
                 raise ValueError(f"speculative: no JSON: {error}") from None
             given = {**given, "speculative": said}

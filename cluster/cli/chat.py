@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,14 @@ import grpc
 
 from cluster.cli.generate import figures
 from cluster.cli.terminal import failure
-from cluster.client import Client
+from cluster.client import Client, RetryPolicy
 from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb
 
+PATIENCE = RetryPolicy(give_up_s=10.0)
+"""Somebody sits there: a server that starts anew may take longer, but can be asked again."""
+_TELL_S = 1.0
+"""After so long without a server it is said that it is waited for."""
 HELP = "Ctrl-C stops an answer; /reset begins anew, /stats shows figures, /exit ends."
 
 
@@ -31,7 +36,7 @@ def chat(
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() edits lines with it)
-    with Client(server.address, server.api_key, server.tls) as client:
+    with Client(server.address, server.api_key, server.tls, PATIENCE) as client:
         try:
             status = client.status()
         except grpc.RpcError as error:
@@ -61,33 +66,39 @@ class Conversation:
         self._write = write
         self._ends: list[tuple[pb.End, float]] = []
         """How each answer ended, and its seconds."""
+        self._retries = 0
+        """Of the client, when a piece of an answer came last."""
         self.turns = list(self._first)
 
     def run(self, read: Callable[[str], str]) -> None:
         """Until /exit or the end of input."""
-        while True:
+        goes_on = True
+        while goes_on:
             try:
-                line = read("> ").strip()
+                goes_on = self._take(read("> ").strip())
             except EOFError:
                 self._write("\n")
                 return
             except KeyboardInterrupt:
                 self._write(f"\n{HELP}\n")
-                continue
-            match line:
-                case "":
-                    continue
-                case "/exit":
-                    return
-                case "/reset":
-                    self.turns = list(self._first)
-                    self._write("The conversation is forgotten.\n")
-                case "/stats":
-                    self._stats()
-                case _ if line.startswith("/"):
-                    self._write(f"{HELP}\n")
-                case _:
-                    self._ask(line)
+
+    def _take(self, line: str) -> bool:
+        """Whether the conversation goes on."""
+        match line:
+            case "":
+                pass
+            case "/exit":
+                return False
+            case "/reset":
+                self.turns = list(self._first)
+                self._write("The conversation is forgotten.\n")
+            case "/stats":
+                self._stats()
+            case _ if line.startswith("/"):
+                self._write(f"{HELP}\n")
+            case _:
+                self._ask(line)
+        return True
 
     def _ask(self, question: str) -> None:
         """Stream the answer. What came of it is kept; a question without any is forgotten."""
@@ -95,9 +106,13 @@ class Conversation:
         request = pb.GenerateRequest(messages=asked, **self._options)
         answer = ""
         begun_s = time.perf_counter()
+        self._retries = self._client.retries
+        ended = threading.Event()
         stream = self._client.stream(request)
         try:
+            threading.Thread(target=self._tell, args=(ended,), daemon=True).start()
             for chunk in stream:
+                self._retries = self._client.retries
                 answer += chunk.text
                 self._write(chunk.text)
                 if chunk.HasField("end"):
@@ -107,11 +122,19 @@ class Conversation:
         except grpc.RpcError as error:
             self._write(("\n" if answer else "") + failure(self._server, error))
         finally:
+            ended.set()
             # Cancels the call if it still runs.
             stream.close()  # type: ignore[attr-defined]
         self._write("\n")
         if answer:
             self.turns = [*asked, pb.ChatMessage(role="assistant", content=answer)]
+
+    def _tell(self, ended: threading.Event) -> None:
+        """Say once that the server does not answer, if it is asked again and again."""
+        while not ended.wait(_TELL_S):
+            if self._client.retries > self._retries:
+                self._write(f"\n{self._server.address} does not answer; waiting for the server.\n")
+                return
 
     def _stats(self) -> None:
         for what, ends in (("last answer", self._ends[-1:]), ("all answers", self._ends)):

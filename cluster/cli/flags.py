@@ -21,20 +21,11 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError, from_args
-from cluster.config_sources import api_key, from_file, overridden, server_address
+from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError, from_args, is_null
+from cluster.config_sources import ALIASES, api_key, from_file, overridden, server_address
 from cluster.sentences import joined
 
 Command = Callable[..., None]
-ALIASES: Mapping[str, str] = {
-    "replica.context_len": "--max-model-len",
-    "replica.gpu_share": "--gpu-memory-utilization",
-    "replica.tensor_parallel": "--tensor-parallel-size",
-    "scheduler.rows_max": "--max-num-seqs",
-    "server.http_host": "--host",
-    "server.http_port": "--port",
-}
-"""Other servers' flags for the same settings."""
 ENGINE = ("replica", "scheduler")
 """Sections of the config that say how one replica computes."""
 _SHORT = {place: short for short, place in SHORT_NAMES.items()}
@@ -60,7 +51,9 @@ class Flag:
         """What typer makes the option from; None where it is not given."""
         type_ = type_of(self.info)
         kind: Any = str
-        names = [self.name, *filter(None, [ALIASES.get(self.path)])]
+        names = [self.name]
+        if self.path in ALIASES:
+            names.append("--" + ALIASES[self.path].replace("_", "-"))
         metavar: str | None = self._metavar()
         if type_ is bool:
             kind, names, metavar = bool, [f"{self.name}/--no-{self.name.removeprefix('--')}"], None
@@ -75,9 +68,9 @@ class Flag:
         """
         if not isinstance(text, str):
             return text
-        if text.lower() in ("null", "none"):
+        if is_null(self.field, text):
             return None
-        if model_of(self.info) is not None:
+        if model_of(self.info) is not None and text.lower() != "none":
             try:
                 return json.loads(text)
             except json.JSONDecodeError as error:
@@ -108,16 +101,18 @@ class Flag:
 
 
 def flags_of(sections: Sequence[str], renamed: Mapping[str, str] | None = None) -> list[Flag]:
-    """A flag for each field of these sections; "" stands for the top of the config.
+    """A flag for each field of these sections, or of one field, as "scheduler.rows_max"; ""
+    stands for the top of the config.
 
     At the top the other sections are flags, too. `renamed`: names by the settings' paths.
     """
     flags = []
-    for section in sections:
+    for place in sections:
+        section, _, only = place.partition(".")
         model = model_of(ClusterConfig.model_fields[section]) if section else ClusterConfig
         assert model is not None, f"{section} is no section"
         for field, info in model.model_fields.items():
-            if not section and field in sections:
+            if (only and field != only) or (not section and field in sections):
                 continue
             name = _SHORT.get((section, field), field).replace("_", "-")
             if model_of(info) is not None:

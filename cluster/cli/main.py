@@ -72,13 +72,14 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
-    from cluster.cli.serve import at_revision, with_key
+    from cluster.cli.serve import at_revision, with_key, with_paths
     from cluster.frontend.admission.control import check_doors
     from cluster.frontend.admission.keys import read
 
     try:
         if revision is not None:
             settings = at_revision(settings, revision)
+        settings = with_paths(settings)
         if settings.replica.chat_template is not None:
             Path(settings.replica.chat_template).read_text(encoding="utf-8")
         settings = with_key(settings, api_key)
@@ -163,6 +164,7 @@ def verify(
 @main.command(cls=SectionedCommand)
 @with_settings(
     "replica",
+    "scheduler.draft_len_max",
     renamed={"replica.plan_rows": "rows", "replica.plan_draft_len": "draft-len"},
     model=True,
 )

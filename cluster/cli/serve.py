@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.cli.terminal import Terminal
 from cluster.client import Client
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import api_key, checked_key, overridden
 from cluster.frontend.admission.keys import hash_of
+from replicas.models.names import DEMO, SMOLLM2, TINY, ModelRefused, with_revision
 
 if TYPE_CHECKING:
     from cluster.app import ClusterRun
@@ -33,12 +36,38 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
 
 
 def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
-    """The settings with a revision of the target, which keeps its name for clients."""
-    given = {
-        "replica": {"target": f"{config.replica.target}@{revision}"},
-        "server": {"served_model_name": config.model_name},
-    }
-    return overridden(config, given)
+    """The settings with a revision of the target, which keeps its name for clients.
+
+    Raises ConfigError for a target that has none.
+    """
+    try:
+        target = with_revision(config.replica.target, revision)
+    except ModelRefused as error:
+        raise ConfigError(f"--{error}") from None
+    return _renamed(config, {"target": target})
+
+
+def with_paths(config: ClusterConfig) -> ClusterConfig:
+    """The settings with absolute paths for models that are here, the target keeping its name for
+    clients: a Ray that was begun elsewhere has another working directory."""
+    given: dict[str, Any] = {}
+    if target := _path_of(config.replica.target):
+        given["target"] = target
+    drafting = config.replica.drafting
+    if drafting.model is not None and (model := _path_of(drafting.model)):
+        given["speculative"] = drafting.model_dump(exclude_unset=True) | {"model": model}
+    return _renamed(config, given) if given else config
+
+
+def _path_of(model: str) -> str | None:
+    """Absolute; None where the name stands for no file or directory here."""
+    path = Path(model)
+    return str(path.resolve()) if model not in (DEMO, SMOLLM2, TINY) and path.exists() else None
+
+
+def _renamed(config: ClusterConfig, replica: dict[str, Any]) -> ClusterConfig:
+    name = {"served_model_name": config.model_name}
+    return overridden(config, {"replica": replica, "server": name})
 
 
 def with_key(config: ClusterConfig, given: str | None) -> ClusterConfig:
@@ -55,9 +84,25 @@ def with_key(config: ClusterConfig, given: str | None) -> ClusterConfig:
     return overridden(config, {"auth": {"api_key_sha256": hash_of(key)}})
 
 
+def hide_key() -> None:
+    """Take the key of --api-key out of this process's command line, which Ray keeps as that of its
+    job, and which others on the machine can read."""
+    shown = list(sys.orig_argv)
+    for at, word in enumerate(sys.orig_argv):
+        if word == "--api-key":
+            shown[at + 1 : at + 2] = ["***"]
+        elif word.startswith("--api-key="):
+            shown[at] = "--api-key=***"
+    if shown != sys.orig_argv:
+        import ray
+
+        ray._raylet.setproctitle(" ".join(shown))
+
+
 def _serve(config: ClusterConfig, terminal: Terminal) -> int:
     from cluster import app, serve_app
 
+    hide_key()
     told = threading.Event()
 
     def tell(_signal: int, _frame: FrameType | None) -> None:

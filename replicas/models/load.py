@@ -5,7 +5,6 @@ Knows nothing of what it is for: a target and what drafts for it are `models.pai
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.models.checkpoint import read_config, read_model
 from replicas.models.gguf import converted
-from replicas.models.names import TINY, ModelRefused, gguf_file
+from replicas.models.names import TINY, ModelRefused, gguf_file, hub_revision
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
 from replicas.models.shapes import BadPlantedName, is_planted, parse_planted
 from replicas.models.sharding import NotDivisible, shard
 
-_AT_REVISION = re.compile(r"[\w.-]+/[\w.-]+@[\w./-]+")
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""
 
@@ -49,8 +47,8 @@ def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
         raise PairRefused(f"{role}: {error}") from error
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
-    if _AT_REVISION.fullmatch(name) and not Path(name).is_dir():
-        repo, _, revision = name.partition("@")
+    if (found := hub_revision(name)) is not None:
+        repo, revision = found
         files = [*_FILES, "*.bin"] if role == "draft" else _FILES
         return snapshot_download(repo, revision=revision, allow_patterns=files)
     return name

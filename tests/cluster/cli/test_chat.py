@@ -1,4 +1,5 @@
-"""Proves: `lockstep chat` keeps the conversation over a stopped answer and says what is wrong.
+"""Proves: `lockstep chat` keeps the conversation over a stopped answer, says what is wrong, and
+does not wait in silence.
 
 Against a real gRPC server in this process, with lines of input from a list.
 """
@@ -10,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from grpc import StatusCode
 
+from cluster.cli import chat as cli_chat
 from cluster.cli.chat import HELP, chat
+from cluster.client import Client, RetryPolicy
 from cluster.client.channel import Server
 from tests.cluster.scripted import Running, run_server
 
@@ -111,6 +114,50 @@ def test_stats_tell_of_the_answers_and_the_server(running: Running) -> None:
     assert written.count("server: ") == 2
     assert "last answer: 7 tokens" in written
     assert "all answers: 14 tokens" in written
+
+
+def test_an_interrupt_of_the_figures_keeps_the_conversation(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = answer(running)
+    asked_for = []
+
+    def status(client: Client) -> object:
+        if asked_for:
+            raise KeyboardInterrupt
+        asked_for.append(client)
+        return ready(client)
+
+    ready = Client.status
+    monkeypatch.setattr(Client, "status", status)
+    _, _, asked = talk(running, ["hello", "/stats", "more", END])
+    assert asked[1] == [("user", "hello"), ("assistant", text), ("user", "more")]
+
+
+def test_a_server_that_has_stopped_is_waited_for_and_then_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert cli_chat.PATIENCE.give_up_s <= 10
+    monkeypatch.setattr(cli_chat, "PATIENCE", RetryPolicy(give_up_s=1))
+    monkeypatch.setattr(cli_chat, "_TELL_S", 0.2)
+    server = run_server()
+    running = next(server)
+    running.server.script.tokens = TOKENS
+    lines = ["hello", "more"]
+    written: list[str] = []
+
+    def read(_prompt: str) -> str:
+        if len(lines) == 1:
+            next(server, None)
+        if not lines:
+            raise END
+        return lines.pop(0)
+
+    assert chat(Server(running.address), None, {}, read, written.append) == 0
+    said = "".join(written)
+    assert said.count("waiting for the server") == 1
+    waits, sentence = said.index("waiting for the server"), said.index("No server answers at")
+    assert waits < sentence
 
 
 def test_without_a_server_it_says_how_to_start_one() -> None:

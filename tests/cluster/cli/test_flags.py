@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,49 @@ def test_a_revision_is_part_of_the_target_and_not_of_its_name(served: list[Clust
     (config,) = served
     assert (config.replica.target, config.model_name) == ("org/model@v1", "org/model")
 
+    assert RUN.invoke(main, ["serve", "word", "--revision", "v1"]).exit_code == 0
+    assert served[1].replica.target == "word@v1"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("folder", "./folder", "file.gguf", "org/model:file.gguf", "demo", "smollm2", "tiny"),
+        *("planted:tiny", "org/model@v2"),
+    ],
+)
+def test_only_what_the_hub_has_has_a_revision(
+    target: str, served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = RUN.invoke(main, ["serve", target, "--revision", "v1"])
+    assert (result.exit_code, served) == (2, [])
+    assert "--revision: '" in result.output
+
+
+def test_paths_that_are_here_are_found_from_elsewhere_too(
+    served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By Ray's processes; clients know the target by the name that was given."""
+    for name in ("models/a", "b", "tiny"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "template").touch()
+    monkeypatch.chdir(tmp_path)
+    config = {"method": "draft_model", "model": "b", "num_speculative_tokens": 3}
+    flags = ["--speculative-config", json.dumps(config), "--chat-template", "template"]
+    for args in (["models/a", *flags], ["tiny", "--draft", "b"], ["x/y", "--draft", "tiny"]):
+        assert RUN.invoke(main, ["serve", *args]).exit_code == 0
+    replicas = [one.replica for one in served]
+    assert [(one.target, one.drafting.model) for one in replicas] == [
+        (str(tmp_path / "models" / "a"), str(tmp_path / "b")),
+        ("tiny", str(tmp_path / "b")),
+        ("x/y", "tiny"),
+    ]
+    assert [one.model_name for one in served] == ["models/a", "tiny", "x/y"]
+    assert replicas[0].drafting.num_speculative_tokens == 3
+    assert replicas[0].chat_template == str(tmp_path / "template")
+
 
 def test_of_a_key_the_settings_have_the_hash(
     served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
@@ -113,6 +158,7 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--seed", "-1"], "--seed: must be at least 0"),
         (["--seed", str(2**63)], "--seed: must be below 9223372036854775808"),
         (["--api-key", "a b"], "--api-key: an API key is one word"),
+        (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
         (["--api-key", "a", "--allow-anyone"], "api_key_sha256 and allow_anyone contradict"),
     ],
 )
@@ -122,6 +168,19 @@ def test_a_wrong_value_is_a_sentence(
     result = RUN.invoke(main, ["serve", *flags])
     assert (result.exit_code, served) == (2, [])
     assert said in result.output
+
+
+def test_a_key_on_the_command_line_is_not_what_ray_keeps_of_it() -> None:
+    """Nor what others on this machine see in the list of processes."""
+    code = (
+        "from cluster.cli.serve import hide_key; hide_key()\n"
+        "from ray._private.utils import get_entrypoint_name; print(get_entrypoint_name())"
+    )
+    flags = ["serve", "x", "--api-key", "secret-1", "--api-key=secret-2", "--port", "8001"]
+    args = [sys.executable, "-c", code, *flags]
+    said = subprocess.run(args, capture_output=True, check=True, text=True).stdout
+    assert "secret" not in said
+    assert "serve x --api-key *** --api-key=*** --port 8001" in said
 
 
 def test_what_a_file_says_wrongly_is_named_by_its_place(tmp_path: Path) -> None:

@@ -147,6 +147,15 @@ def test_an_update_that_does_not_come_to_its_end_leaves_in_place_what_serves(
     assert (status, cluster.stopped) == (0, [False])
 
 
+def test_the_key_is_hidden_before_ray_reads_the_command_line(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(cli_serve, "hide_key", lambda: done.append("hidden"))
+    serve({}, deploy=lambda join_ray: done.append("Ray"))
+    assert done == ["hidden", "Ray"]
+
+
 def test_with_no_replica_to_wait_for_it_serves_when_the_frontend_is_up(serve: Serve) -> None:
     status, _ = serve(ZERO, ready=False, all_up=True)
     assert status == 0

@@ -1,0 +1,119 @@
+"""Proves: what drafts is said in the same words to every command that drafts, by a flag or by a
+file, and a wrong word is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cluster import verify
+from cluster.bench import session
+from cluster.cli import plan, serve
+from cluster.cli.main import main
+from replicas.config import ReplicaConfig, SpeculativeConfig
+from tests.cluster.bench.test_command import found
+
+COMMANDS = ("serve", "verify", "bench", "plan")
+Run = Callable[..., tuple[Result, list[ReplicaConfig]]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a command, up to where it would load the replica of these settings."""
+    used: list[ReplicaConfig] = []
+
+    def note(answer: Any, config: Any) -> Any:
+        used.append(getattr(config, "replica", config))
+        return answer
+
+    compared = verify.VerifyReport("nothing", 1, 1, 0, 0, ())
+    monkeypatch.setattr(serve, "serve_until_signal", lambda config, *_: note(0, config))
+    monkeypatch.setattr(verify, "verify", lambda _, config, *__: note(compared, config))
+    monkeypatch.setattr(
+        session, "run_on_engine", lambda _, config, __: note(iter([found()]), config)
+    )
+    monkeypatch.setattr(plan, "print_plan", lambda config, _: note(0, config))
+    (tmp_path / "prompts").write_text('{"prompt": "x"}\n')
+    more = {"verify": ["--prompts", str(tmp_path / "prompts")], "bench": ["--engine"]}
+
+    def invoke(command: str, *flags: str) -> tuple[Result, list[ReplicaConfig]]:
+        return CliRunner().invoke(main, [command, *more.get(command, []), *flags]), used
+
+    return invoke
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
+        {"method": "none"},
+        {"method": "eagle3", "model": "planted:head"},
+        {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 8},
+    ],
+)
+def test_a_method_is_what_a_command_drafts_by(command: str, said: dict[str, Any], run: Run) -> None:
+    result, used = run(
+        command, "--target", "planted:tiny", "--speculative-config", json.dumps(said)
+    )
+    assert result.exit_code == 0, result.output
+    assert [one.drafting for one in used] == [SpeculativeConfig(**said)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_says_it_likewise_and_a_flag_goes_before_it(
+    command: str, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("target: x/y\nspeculative: {method: suffix, num_speculative_tokens: 3}\n")
+    flag = ("--speculative-config", '{"method": "draft_model", "model": "tiny"}')
+    for flags in ((), flag):
+        assert run(command, "--config", str(path), *flags)[0].exit_code == 0
+    _, used = run("plan", "--config", str(path), "--draft", "null")
+    assert [(one.drafting.method, one.drafting.num_speculative_tokens) for one in used] == [
+        ("suffix", 3),
+        ("draft_model", None),
+        ("none", None),
+    ]
+
+
+def test_the_word_none_is_the_method_and_null_the_default(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    for text in ("speculative: none", "replica: {speculative: none}", "speculative: null"):
+        path.write_text(f"target: x/y\n{text}\n")
+        assert run("serve", "--config", str(path))[0].exit_code == 0
+    for word in ("none", "null"):
+        _, used = run("serve", "x/y", "--speculative-config", word)
+    assert [one.drafting.method for one in used] == ["none", "none", "suffix", "none", "suffix"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"method": "suffix", "num_speculative_tokens": 0}, "num_speculative_tokens: must be at"),
+        ({"method": "suffix", "num_speculative_tokens": -1}, "num_speculative_tokens: must be at"),
+        ({"method": "eagle3"}, "model: method eagle3 needs one"),
+    ],
+)
+def test_a_wrong_one_is_named(command: str, said: dict[str, Any], named: str, run: Run) -> None:
+    result, used = run(command, "--speculative-config", json.dumps(said))
+    assert (result.exit_code, used) == (2, [])
+    assert f"--speculative-config: {named}" in result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_more_tokens_than_are_drafted_by_default_need_one_more_flag(command: str, run: Run) -> None:
+    config = json.dumps({"method": "suffix", "num_speculative_tokens": 12})
+    result, _ = run(command, "--speculative-config", config)
+    assert result.exit_code == 2
+    assert "must be at most scheduler.draft_len_max (8), is 12" in result.output
+    result, used = run(command, "--speculative-config", config, "--draft-len-max", "12")
+    assert result.exit_code == 0, result.output
+    assert used[0].drafting.num_speculative_tokens == 12
