@@ -154,7 +154,9 @@ class ReplicaConfig(BaseModel):
     calibrate: bool = Field(
         True,
         description="Time a few steps and prefills when the replica has loaded, for the pool to"
-        " choose draft lengths and chunks by; without it the first requests show them.",
+        " choose draft lengths and chunks by, and warn of an EAGLE-3 head that is hardly ever right"
+        " in a few short texts, where memory has room for them; without it the first requests show"
+        " times, and nothing warns.",
     )
     torch_threads: int | None = Field(
         None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
