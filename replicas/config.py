@@ -213,6 +213,11 @@ class ReplicaConfig(BaseModel):
         model = TINY if self.draft == DEMO else self.draft
         return SpeculativeConfig(method="draft_model", model=model)
 
+    @property
+    def drafting_field(self) -> str:
+        """The setting that names the model that drafts, for messages."""
+        return "draft" if self.speculative is None else "speculative.model"
+
     @model_validator(mode="before")
     @classmethod
     def _one_drafter(cls, given: Any) -> Any:
