@@ -162,7 +162,9 @@ def measure(name: str, mode: Mode, args: argparse.Namespace, rates: Rates) -> di
     if name == TRANSFORMERS:
         keys, replica = [(GENERATE_BATCH, 0)], None
     else:
-        lens = args.draft_lens if name == USUAL else [args.draft_lens[len(args.draft_lens) // 2]]
+        lens = args.draft_lens
+        if name not in (USUAL, HEAD):
+            lens = [lens[len(lens) // 2]]
         keys = [
             (batch, k)
             for batch in args.batches
@@ -180,7 +182,7 @@ def measure(name: str, mode: Mode, args: argparse.Namespace, rates: Rates) -> di
                 run, outputs = generate(pair, rates, some)
             else:
                 run, outputs = lockstep(replica, pair, rates, some, batch, k)
-            print(f"{name:14} batch {batch:3}  k {k}  {run.tokens_per_s:8.0f} tokens/s", flush=True)
+            print(f"{name:18} batch {batch:3}  k {k}  {run.tokens_per_s:8.0f} tokens/s", flush=True)
             if number:
                 mode.rounds.setdefault((batch, k), []).append(run)
                 mode.outputs[batch, k] = outputs

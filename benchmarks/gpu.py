@@ -10,7 +10,7 @@ batch sizes with and without speculation, in one mode after the other:
     transformers' `generate`
     a planted head
     on a GPU: without CUDA graphs, and with each kind of attention that can be had there
-    the deterministic mode
+    the deterministic mode, with the draft model and with the head
 
 Each mode loads what it needs, and its draft lengths take turns on one replica. Modes are compared
 within one process, but not at one moment: a device that slows down shows in the ratios.
@@ -56,7 +56,7 @@ ATTENTIONS = {
     "varlen-256": ("varlen", 256),
 }
 """Modes that differ in the attention alone: its kind and KV positions per block."""
-EAGER, DETERMINISTIC = "eager", "deterministic"
+EAGER, DETERMINISTIC, DETERMINISTIC_HEAD = "eager", "deterministic", "deterministic head"
 TOLD = ("state", "attention", "unrecorded", "memory_gb", "message")
 """Of a mode, in the JSON file."""
 
@@ -145,6 +145,7 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
         changes[name] = {"attention": kind, "block_size": size, "kv_blocks": blocks(size)}
     if not args.no_deterministic:
         changes[DETERMINISTIC] = {"deterministic": True}
+        changes[DETERMINISTIC_HEAD] = {"deterministic": True, **head}
     given = config.model_dump(exclude_unset=True)
     return {name: Mode(ReplicaConfig(**{**given, **own})) for name, own in changes.items()}
 
@@ -156,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 8 16 64")
+    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 8 16 32 64")
     parser.add_argument("--draft-lens", type=int, nargs="+", help="default: 2 4 6")
-    parser.add_argument("--draft-batch-max", type=int, default=16, help="no speculation above it")
+    parser.add_argument("--draft-batch-max", type=int, default=64, help="no speculation above it")
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--rounds", type=int, help="after one that warms up; default: 2")
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, tiny = resolve_device(args.device), args.shape == "tiny"
     args.prompt_tokens = args.prompt_tokens or (24 if tiny else 256)
     args.new_tokens = args.new_tokens or (16 if tiny else 128)
-    args.batches = sorted(args.batches or ([1, 4] if tiny else [1, 8, 16, 64]))
+    args.batches = sorted(args.batches or ([1, 4] if tiny else [1, 8, 16, 32, 64]))
     args.draft_lens = args.draft_lens or ([3] if tiny else [2, 4, 6])
     args.rounds = args.rounds or (1 if tiny else 2)
     args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")

@@ -37,7 +37,7 @@ from cluster.pool.protocol import silence_s
 from cluster.pool.ray_pool import RayPool, log_to_stderr, open_pool, this_process
 from cluster.pool.stopping import stop_pools
 from cluster.serve_app import ServeApp, began_ray_here
-from cluster.worker.loading import UP, stage, tell_of_weights
+from cluster.worker.loading import stage, tell_of_weights, up
 from cluster.worker.ranks import RankProcess, RayRank, host_of
 from cluster.worker.resources import gpus_of, placement, replica_config, sharing_gpus
 from cluster.worker.worker import HostedReplica, Worker
@@ -116,8 +116,8 @@ class ReplicaDeployment:
             process=this_process(),
             shard=shard_of_rank(context.rank.rank, self._shards),
         )
-        await self._worker.start()
-        stage(UP)
+        spec = await self._worker.start()
+        up(spec.drafter)
         # A look at all that torch and the models brought along would hold up a step for 0.2 s.
         collect_seldom()
 

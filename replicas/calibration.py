@@ -166,7 +166,8 @@ def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
 
 def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[StepTiming]:
     spec = replica.spec
-    draft_lens = [k for k in DRAFT_LENS if k <= min(spec.draft_len_max, draft_len_max)]
+    longest = min(spec.draft_len_max, draft_len_max)
+    draft_lens = list(dict.fromkeys(min(k, longest) for k in DRAFT_LENS))
     each = STEPS + 1
     length_max = LENGTH + each * len(draft_lens) * (max(draft_lens) + 1)
     blocks = -(-length_max // spec.block_size)

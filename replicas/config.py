@@ -154,7 +154,9 @@ class ReplicaConfig(BaseModel):
     calibrate: bool = Field(
         True,
         description="Time a few steps and prefills when the replica has loaded, for the pool to"
-        " choose draft lengths and chunks by; without it the first requests show them.",
+        " choose draft lengths and chunks by, and warn of an EAGLE-3 head that is hardly ever right"
+        " in a few short texts, where memory has room for them; without it the first requests show"
+        " times, and nothing warns.",
     )
     torch_threads: int | None = Field(
         None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
@@ -210,6 +212,11 @@ class ReplicaConfig(BaseModel):
             return SpeculativeConfig(method="suffix")
         model = TINY if self.draft == DEMO else self.draft
         return SpeculativeConfig(method="draft_model", model=model)
+
+    @property
+    def drafting_field(self) -> str:
+        """The setting that names the model that drafts, for messages."""
+        return "draft" if self.speculative is None else "speculative.model"
 
     @model_validator(mode="before")
     @classmethod

@@ -44,7 +44,8 @@ class Report:
     servers: Mapping[str, Summary] = field(default_factory=dict)
     """Where several were asked: the figures of each, the first one's included."""
     notes: tuple[str, ...] = ()
-    """What is missing from the figures of the load, and why; sentences for people."""
+    """What is missing from the figures of the load, and why, and whose they are; sentences for
+    people."""
 
     @property
     def bin_s(self) -> float:

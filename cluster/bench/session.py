@@ -215,8 +215,11 @@ def run_on_openai(plan: Plan, urls: Sequence[str], key: str | None, note: Note) 
     several it has the figures of all. Raises BenchError where one cannot be asked."""
     loads = [asyncio.run(_through_openai(plan, url, key, note)) for url in urls]
     first, *_ = reports = [_report(plan, load) for load in loads]
-    servers = {url: each.summary for url, each in zip(urls, reports, strict=True)}
-    yield replace(first, servers=servers if len(urls) > 1 else {})
+    if len(urls) > 1:
+        servers = {url: each.summary for url, each in zip(urls, reports, strict=True)}
+        whose = f"all figures but those of the table of servers are of {urls[0]} alone"
+        first = replace(first, servers=servers, notes=(*first.notes, whose))
+    yield first
 
 
 async def _through_openai(plan: Plan, url: str, key: str | None, note: Note) -> _Load:

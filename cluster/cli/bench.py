@@ -105,6 +105,11 @@ def bench(
         raise typer.BadParameter("give one of --in-flight, --rate and --burst")
     if openai and (engine or compare or draft_len is not None):
         raise typer.BadParameter("--openai: not with --engine, --compare and --draft-len")
+    if openai and prompt_tokens is not None:
+        raise typer.BadParameter(
+            "--prompt-tokens: not with --openai, whose servers do not tell their vocabulary;"
+            " give --prompts"
+        )
     if not openai and (model is not None or endpoint == "chat"):
         raise typer.BadParameter("--model, --endpoint: only with --openai")
     if endpoint == "chat" and prompts is None:
@@ -212,7 +217,8 @@ def _run(
         notes.print(failure(server, error))
         return 1
     assert report is not None, "a run gives a report"
-    return 1 if report.summary.failed or report.not_compared or unwritten else 0
+    failed = any(each.failed for each in (report.summary, *report.servers.values()))
+    return 1 if failed or report.not_compared or unwritten else 0
 
 
 def _print_load(report: Report, out: Console) -> None:

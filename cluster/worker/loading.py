@@ -8,13 +8,22 @@ from typing import Any
 
 LOGGER = "lockstep.start"
 UP = "is up"
-"""The last stage."""
+"""The last stage. A terminal keeps all lines that end so, and of others the last one only."""
 _SHARES = 10
 
 
 def stage(text: str) -> None:
     """Says what the replica does next, as what follows its name in a sentence."""
     logging.getLogger(LOGGER).info(text)
+
+
+def up(drafter: str) -> None:
+    """Says that the replica is up, and before it what was found wrong with its drafter: what
+    `ReplicaSpec.drafter` says behind the method."""
+    _, _, wrong = drafter.partition(", ")
+    if wrong:
+        stage(f"drafts badly, {wrong} It serves all the same: it {UP}")
+    stage(UP)
 
 
 def tell_of_weights(tell: Callable[[int, int], None] | None = None) -> None:

@@ -119,8 +119,9 @@ class Worker:
         """That of the present membership."""
         self.replica_id = ""
 
-    async def start(self) -> None:
-        """Load the models, then serve until `close`. Raises what loading raises."""
+    async def start(self) -> ReplicaSpec:
+        """Load the models, then serve until `close`. Returns what was loaded, raises what loading
+        raises."""
         self._loop = asyncio.get_running_loop()
         loaded: Future[ReplicaSpec] = Future()
         self._thread = threading.Thread(
@@ -131,6 +132,7 @@ class Worker:
         self._member = self._loop.create_task(self._serve_forever())
         # Nothing is left to drain then.
         self._member.add_done_callback(lambda _task: self._drained.set())
+        return self._spec
 
     def move_to(self, shard: int) -> None:
         """Serve this shard from now on: finish the batches in hand, hand back the residents."""

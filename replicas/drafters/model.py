@@ -130,8 +130,8 @@ class ModelSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft")
-        of_model = load_config(path, config, "draft")
+        path = resolve(name, "draft", field=config.drafting_field)
+        of_model = load_config(path, config, config.drafting_field)
         vocab_size = _check_vocabularies(resolve(config.target), path, config)
         model = without_storage(of_model, config)
         return cls(name, model, min(vocab_size, of_model.vocab_size))
@@ -141,7 +141,7 @@ class ModelSource(DraftSource):
         return DraftMemory(weight_bytes(self.model), ModelShape.of(self.model.config))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> ModelSource:
-        path = resolve(self.name, "draft", dtype_name(config))
+        path = resolve(self.name, "draft", dtype_name(config), config.drafting_field)
         # A planted draft always follows the map: acceptance is the target's business.
         return replace(self, model=load_model(path, config, device, 1.0))
 

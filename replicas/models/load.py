@@ -5,6 +5,7 @@ Knows nothing of what it is for: a target and what drafts for it are `models.pai
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,22 +32,30 @@ class PairRefused(ValueError):
     """The models cannot be served together, or not exactly; the message says what differs."""
 
 
-def resolve(name: str, role: str = "target", weights: str | None = None) -> str:
+def resolve(
+    name: str, role: str = "target", weights: str | None = None, field: str | None = None
+) -> str:
     """The directory or hub name behind `name`, from which transformers loads.
 
     `REPO@REVISION` is a branch, tag or commit of a hub's model. Of a GGUF file it has config and
     tokenizer; with `weights`, the dtype to have them in, also those. Raises OSError for what can
-    only be a directory or file and is none, and PairRefused for a file that cannot be read.
+    only be a directory or file and is none, and PairRefused for a file that cannot be read; both
+    begin with `field`, the setting that names it, which is its role if it is not given.
     """
+    field = field or role
     if name == TINY:
         return str(TARGET_DIR if role == "target" else DRAFT_DIR)
     try:
         if not is_planted(name) and (file := gguf_file(name)) is not None:
             return str(converted(file, weights))
     except ModelRefused as error:
-        raise PairRefused(f"{role}: {error}") from error
+        raise PairRefused(f"{field}: {error}") from error
+    except OSError as error:
+        raise OSError(f"{field}: {error}") from error
+    if name.startswith("~"):
+        name = os.path.expanduser(name)
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise NotADirectoryError(f"{role}: {name!r} is no directory of this machine")
+        raise NotADirectoryError(f"{field}: {name!r} is no directory of this machine")
     if (found := hub_revision(name)) is not None:
         repo, revision = found
         files = [*_FILES, "*.bin"] if role == "draft" else _FILES
@@ -105,15 +114,17 @@ def take_part(target: PreTrainedModel, config: ReplicaConfig, rank: int) -> None
         raise PairRefused(f"tensor_parallel: {error}") from None
 
 
-def load_config(path: str, config: ReplicaConfig, role: str) -> Any:
+def load_config(path: str, config: ReplicaConfig, field: str) -> Any:
+    """Of the model that the setting `field` names. Raises PairRefused and OSError, which begin with
+    it."""
     if is_planted(path):
         return planted_config(parse_planted(path))
     try:
         loaded = read_config(path, config.trust_remote_code)
     except OSError as error:
-        raise OSError(f"{role}: {error}") from error
+        raise OSError(f"{field}: {error}") from error
     except ValueError as error:
-        raise PairRefused(f"{role}: {error}") from error
+        raise PairRefused(f"{field}: {error}") from error
     if getattr(loaded, "is_encoder_decoder", False):
         raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
     return loaded

@@ -44,8 +44,10 @@ def toy_source() -> DraftSource:
 
 
 @cache
-def head() -> str:
-    return save_head(Path(mkdtemp()), target_model("llama").config, said(True))
+def head(architecture: str) -> str:
+    """For this target; in the original format but for Llama."""
+    whole = said(speculators=architecture == "llama")
+    return save_head(Path(mkdtemp()), target_model(architecture).config, whole)
 
 
 def replica_of(
@@ -57,7 +59,7 @@ def replica_of(
     """`answered`: what an oracle knows."""
     pair = pair or tiny_pair("llama")
     if drafter == "eagle3":
-        return headed_replica(head(), pair, **settings)
+        return headed_replica(head(pair.target_name), pair, **settings)
     if drafter == "none":
         pair = replace(pair, draft=None)
     elif drafter == "suffix":

@@ -63,10 +63,13 @@ ASKS = (
     Decoding(0, grammar=of_tool("auto", ToolFormat.HERMES)),
 )
 RUNS = [
-    (drafter, rows, k)
-    for drafter in ("none", "model", "suffix", "eagle3", "half")
-    for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4), (8, None))
-    if drafter != "none" or k != 4
+    *(
+        (drafter, rows, k)
+        for drafter in ("none", "model", "suffix", "eagle3", "half")
+        for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4), (8, None))
+        if drafter != "none" or k != 4
+    ),
+    *((drafter, rows, 4) for drafter in ("never", "always") for rows in (1, 8)),
 ]
 
 

@@ -119,7 +119,7 @@ def world(hot: bool, architecture: str = "llama") -> tuple[list[Request], list[l
         *(
             (architecture, drafter, False, 8, "off")
             for architecture in ("qwen3", "glm4")
-            for drafter in ("model", *ORACLES)
+            for drafter in ("model", "eagle3", *ORACLES)
         ),
     ],
 )

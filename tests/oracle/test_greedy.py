@@ -18,7 +18,7 @@ from tests.tiny_pairs import ARCHITECTURES, target_model, tiny_replica
 
 RUNS = [
     *(("model", rows, k) for rows in (1, 3, 8, 16) for k in (0, 1, 3, 5, 8, None)),
-    *((name, 8, 5) for name in ORACLES),
+    *((name, rows, k) for name in ORACLES for rows, k in ((1, 5), (8, 5), (16, 8))),
 ]
 DEMO_RUNS = ((1, 5), (3, 0), (3, 8), (8, 3), (8, None), (16, 1), (16, 5))
 

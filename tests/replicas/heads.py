@@ -19,7 +19,7 @@ from replicas.replica import Replica
 from tests.tiny_pairs import tiny_pair
 
 WIDTH, TARGET_VOCAB, VOCAB = 32, 97, 61
-_OF_LAYER = {"attention_bias", "rope_theta"}
+_OF_LAYER = {"attention_bias", "rope_theta", "hidden_size"}
 
 
 def layer_config(kind: str, **changes: object) -> dict[str, Any]:

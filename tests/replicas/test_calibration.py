@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from replicas import calibration
-from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate
+from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate, calibrated
+from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.draft_length import LatencyTable
 from scheduler.messages import Batch, BatchKind, PrefillTiming, StepResult, StepTimes, StepTiming
-from tests.tiny_pairs import tiny_replica
+from tests.replicas.heads import TARGET_VOCAB, WIDTH, headed_replica, said, save_head
+from tests.tiny_pairs import tiny_pair, tiny_replica
 
 
 def steps_of(replica: Trial) -> list[StepTiming]:
@@ -77,6 +83,8 @@ def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
     assert {one.rows for one in steps_of(replica)} == {1, 2}
     replica.spec = replace(replica.spec, rows_max=1)
     assert {one.rows for one in steps_of(replica)} == {1}
+    replica.spec = replace(replica.spec, draft_len_max=2)
+    assert {one.draft_len for one in steps_of(replica)} == {0, 2}
     replica.spec = replace(replica.spec, context_len=32)
     assert (steps_of(replica), len(prefills_of(replica))) == ([], 1)
     replica.spec = replace(replica.spec, context_len=16)
@@ -149,3 +157,52 @@ def test_trials_that_fail_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) 
         calibrate(replica)
     assert replica.residents == ()
     replica.check_integrity()
+
+
+SURE = 1000
+"""A factor of logits beside which noise is nothing."""
+
+
+def counting_pair() -> tuple[Pair, torch.Tensor]:
+    """Its target says the next id, by the first half of the embedding; into the second its layers
+    write what no one reads. The directions of that half, [vocabulary, half]."""
+    pair = tiny_pair("llama")
+    target: Any = copy.deepcopy(pair.target)
+    half = WIDTH // 2
+    directions = torch.randn(2, TARGET_VOCAB, half, generator=torch.Generator().manual_seed(0))
+    directions /= directions.norm(dim=-1, keepdim=True)
+    with torch.no_grad():
+        target.get_input_embeddings().weight.copy_(torch.cat(tuple(directions), -1))
+        target.lm_head.weight.zero_()
+        target.lm_head.weight[:, :half] = SURE * directions[0].roll(1, 0)
+        for layer in target.model.layers:
+            for written in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+                written[:half] = 0
+                written[half:] *= 10
+    return replace(pair, target=target), directions[1]
+
+
+@pytest.mark.parametrize(("taps", "right"), [([0, 1, 2], True), ([2, 1, 0], False)])
+def test_a_right_head_is_not_warned_about_and_one_with_wrong_taps_is(
+    taps: list[int], right: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It knows a token by the second half of its embedding, which is whole in the first tap."""
+    pair, directions = counting_pair()
+    half = WIDTH // 2
+    seen, known = torch.zeros(WIDTH, 3 * WIDTH), torch.zeros(TARGET_VOCAB, WIDTH)
+    seen[half:, half:WIDTH] = torch.eye(half)
+    known[:, half:] = SURE * directions.roll(2, 0)
+    whole = said(True, draft_vocab_size=TARGET_VOCAB, eagle_aux_hidden_state_layer_ids=taps)
+    tensors = {
+        "fc.weight": seen,
+        "norm.weight": torch.ones(WIDTH),
+        "lm_head.weight": known,
+        "layers.0.self_attn.o_proj.weight": torch.zeros(WIDTH, WIDTH),
+        "layers.0.mlp.down_proj.weight": torch.zeros(WIDTH, 40),
+    }
+    replica = headed_replica(save_head(tmp_path, pair.target.config, whole, **tensors), pair)
+    spec = calibrated(replica, *replica.planned, replica.taps)
+    assert spec.acceptance is not None
+    assert (spec.acceptance > 0.9) == right, spec.acceptance
+    assert ("the wrong weights or taps?" in spec.drafter) == (not right)
+    assert bool(caplog.records) == (not right)

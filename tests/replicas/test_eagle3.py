@@ -106,6 +106,27 @@ def test_equal_vocabularies_need_no_map_and_a_head_may_bring_its_embedding(tmp_p
     assert drafts_of(replica, ["a"], 3)[0][0] == expected(path, prompt(7), 3)
 
 
+@pytest.mark.parametrize(
+    "whole",
+    [
+        said(True, hidden_size=24, target_hidden_size=32, fc_norm=True),
+        said(False, "qwen3", hidden_size=48, target_hidden_size=32, norm_before_fc=True),
+    ],
+    ids=["narrower", "wider"],
+)
+def test_a_head_may_have_another_width_than_its_target(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    path = save_head(tmp_path, TARGET, whole, own_embedding=True)
+    replica = headed_replica(path)
+    client = Client(replica)
+    client.prefill(a=prompt(7), b=prompt(12))
+    for k in (0, 3):
+        client.steps(k)
+        drafts, _ = drafts_of(replica, ["a", "b"], 3)
+        assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+
+
 def test_passes_of_fixed_shapes_draft_the_same(tmp_path: Path) -> None:
     """Also where the head's keys and values lie as on a GPU."""
     path = save_head(tmp_path, TARGET, said(True, "qwen3"))
@@ -254,6 +275,27 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     path = save_head(tmp_path, TARGET, said(speculators), **tensors)
     with pytest.raises(HeadRefused, match=message):
         load_head(path, read_head(path, TARGET), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b'"\xff"'),
+        ("model.safetensors", b""),
+        ("model.safetensors", None),
+    ],
+)
+def test_a_file_that_is_broken_is_refused_by_name(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    """None: it ends too early."""
+    path = save_head(tmp_path, TARGET, said(True))
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(HeadRefused, match=f"^{name}: "):
+        read_head(path, TARGET)
 
 
 def test_what_training_left_behind_is_ignored(tmp_path: Path) -> None:

@@ -180,15 +180,30 @@ def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(
     assert dtype_name(named.model_copy(update=fixed)) == "float16"
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_model_that_is_not_there_is_named_with_its_setting(role: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["target", "draft", "speculative.model"])
+def test_a_model_that_is_not_there_is_named_with_its_setting(field: str, tmp_path: Path) -> None:
+    def named(name: str) -> ReplicaConfig:
+        if field == "speculative.model":
+            return ReplicaConfig(speculative={"method": "draft_model", "model": name})
+        return ReplicaConfig(**{field: name})
+
     gone = str(tmp_path / "gone")
-    with pytest.raises(OSError, match=f"{role}: .*gone.* no directory"):
-        read_pair(ReplicaConfig(**{role: gone}))
-    with pytest.raises(OSError, match=f"{role}: "):
-        read_pair(ReplicaConfig(**{role: "no hub has such a name"}))
-    with pytest.raises(PairRefused, match=f"{role}: "):
-        read_pair(ReplicaConfig(**{role: str(tmp_path)}))  # nothing is in it
+    with pytest.raises(OSError, match=f"^{field}: .*gone.* no directory"):
+        read_pair(named(gone))
+    with pytest.raises(OSError, match=rf"^{field}: .*gone\.gguf: no such file"):
+        read_pair(named(f"{gone}.gguf"))
+    with pytest.raises(OSError, match=f"^{field}: "):
+        read_pair(named("no hub has such a name"))
+    with pytest.raises(PairRefused, match=f"^{field}: "):
+        read_pair(named(str(tmp_path)))  # nothing is in it
+
+
+def test_a_directory_may_be_named_from_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve("~/model") == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ class HeadSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft")
+        path = resolve(name, "draft", field=config.drafting_field)
         try:
             of_head = read_head(path, target)
         except HeadRefused as error:
@@ -188,7 +188,7 @@ class HeadSource(DraftSource):
         return DraftMemory(weights, ModelShape.of(config), len(config.taps))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> HeadSource:
-        path = resolve(self.name, "draft")
+        path = resolve(self.name, "draft", field=config.drafting_field)
         try:
             head = load_head(path, self.head.config, dtype_of(config), device)
         except HeadRefused as error:

@@ -9,7 +9,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from replicas.drafters.eagle3.config import LAYER, HeadConfig, HeadRefused, head_config
@@ -40,7 +40,13 @@ def read_head(name: str, target: Any) -> HeadConfig:
     """
     if name == PLANTED_HEAD:
         return planted_head(target)
-    said = json.loads(Path(cached_file(name, "config.json")).read_text())
+    file = Path(cached_file(name, "config.json"))
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HeadRefused(f"config.json: no JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise HeadRefused("config.json: no object")
     return head_config(said, _read_tensors(name, values=False).keys(), target)
 
 
@@ -49,12 +55,15 @@ def _read_tensors(name: str, values: bool = True) -> dict[str, torch.Tensor]:
     of safetensors are not read, and mean nothing."""
     file = cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
     if file is not None:
-        with safe_open(file, "pt") as opened:
-            empty = torch.empty(0)
-            found = {
-                key: opened.get_tensor(key) if values else empty
-                for key in opened.keys()  # noqa: SIM118, no mapping
-            }
+        empty = torch.empty(0)
+        try:
+            with safe_open(file, "pt") as opened:
+                found = {
+                    key: opened.get_tensor(key) if values else empty
+                    for key in opened.keys()  # noqa: SIM118, no mapping
+                }
+        except SafetensorError as error:
+            raise HeadRefused(f"model.safetensors: {error}") from None
     else:
         file = cached_file(name, "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
         if file is None:

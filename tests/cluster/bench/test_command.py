@@ -86,6 +86,17 @@ def test_a_comparison_that_fails_leaves_figures_and_files(
     assert (data["not_compared"], data["figures"]["new_tokens"]) == (WRONG, 12)
 
 
+def test_a_request_that_fails_on_any_server_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for last, status in ((found(), 0), (report(None), 1)):
+        servers = {"http://a": found().summary, "http://b": last.summary}
+        both = replace(found(), servers=servers)
+        monkeypatch.setattr(session, "run_on_openai", lambda *_given, both=both: iter([both]))
+        arguments = [part for url in servers for part in ("--openai", url)]
+        assert RUN.invoke(main, ["bench", *arguments]).exit_code == status
+
+
 def test_an_interrupted_comparison_leaves_them_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

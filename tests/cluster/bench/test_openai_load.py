@@ -55,6 +55,7 @@ async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -
         arguments = [
             *("bench", "--prompts", str(path), "--requests", "6", "--in-flight", "3"),
             *("--warm-up", "1", "--max-new-tokens", "20", "--json", str(tmp_path / "a.json")),
+            *("--html", str(tmp_path / "a.html")),
             *(part for url in urls for part in ("--openai", url)),
         ]
         result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
@@ -66,6 +67,10 @@ async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -
         assert figures["ttft_s"]["count"] == figures["token_s"]["count"] == 6
     assert data["settings"]["target"] == "tiny"
     assert "Servers" in result.output
+    whose = f"of {urls[0]} alone"
+    page = (tmp_path / "a.html").read_text()
+    assert all(whose in text for text in (result.output, page, *data["notes"][-1:]))
+    assert f"<h2>Load on {urls[0]}</h2>" in page
 
 
 def foreign(owner: str, asked: list[dict[str, Any]]) -> FastAPI:
@@ -131,6 +136,14 @@ async def test_a_foreign_server_is_asked_for_what_it_knows(
     assert all(one.get("messages", [turn]) == [turn] for one in asked)
     figures = json.loads((tmp_path / "a.json").read_text())["figures"]
     assert (figures["failed"], figures["new_tokens"]) == (0, 12)
+
+
+def test_random_tokens_are_refused_before_a_server_is_asked() -> None:
+    arguments = ["bench", "--prompt-tokens", "5", "--openai", "http://127.0.0.1:1"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "--prompt-tokens: not with --openai" in said
 
 
 def test_a_server_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

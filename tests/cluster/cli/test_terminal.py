@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from cluster.cli.terminal import Stages, Terminal
+from cluster.worker.loading import UP, up
 
 PREFIX = "\x1b[36m(ServeReplica:lockstep:replica pid={})\x1b[0m INFO 2030-01-01 12:00:00,000 "
 
@@ -73,3 +74,16 @@ def test_the_last_stage_of_each_replica_counts_and_other_lines_do_not() -> None:
         "replica 2 (pid 2) reads weights: 40 %"
     ]
     assert stages.up == 0
+
+
+@pytest.mark.parametrize(("drafter", "lines"), [("", 1), ("eagle3", 1), ("eagle3, 1 % right", 2)])
+def test_what_is_wrong_with_a_drafter_stays_on_the_terminal(
+    drafter: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lockstep.start"):
+        up(drafter)
+    stages = Stages()
+    said = stages.read("".join(line("1", f"{one.name} {one.message}") for one in caplog.records))
+    assert (len(said), stages.up) == (lines, 1)
+    assert all(one.endswith(UP) for one in said)
+    assert lines == 1 or "1 % right" in said[0]
