@@ -69,6 +69,8 @@ class FrontendService:
         return self._text
 
     def start(self) -> None:
+        # Later all streams would stand still for the second that it takes.
+        _ = self._text.grammars
         self._router.start()
 
     def check(self) -> None:
