@@ -173,7 +173,9 @@ class FrontendService:
         # Without a pause in between: they are submitted together.
         try:
             for request, text, seen in begun:
-                tools = ToolReader(form, call.tools.names) if call.tools and form else None
+                tools = None
+                if call.tools and form:
+                    tools = ToolReader(form, call.tools.names, call.tools.parallel)
                 answer.submit(request, text, seen, tools)
         except BaseException:
             answer.cancel()

@@ -33,6 +33,8 @@ class Written:
     """Of each prompt token but the first, where they were asked for."""
     skip: Place
     """What the client has of an earlier stream."""
+    called: bool = False
+    """Whether it has called a tool; at first in its committed tokens."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Written:
 
     def add_calls(self, delta: Delta) -> None:
         self.calls += [call.whole for call in delta.calls if call.whole is not None]
+        self.called |= bool(self.calls)
 
     def go_on(self, tokens: int = 0, said: int = 0, called: int = 0) -> Place:
         """Move on by so much; how much of it the client has already."""
@@ -287,7 +290,7 @@ class OpenAIAnswer:
         self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: Written
     ) -> dict[str, Any]:
         reason = None if end is None else _FINISH_REASONS.get(end.reason)
-        if reason == "stop" and one.calls:
+        if reason == "stop" and one.called:
             reason = "tool_calls"
         return {"index": index, **said, "finish_reason": reason}
 
