@@ -112,7 +112,7 @@ class FrontendService:
         arrived_s = self._clock()
         with self.refusals(call):
             check_number(call, self.config)
-            admitted = self._admission.admit(call.caller, call.sequences)
+            admitted = self._admission.admit(call.caller, call.sequences, call.number_field)
             try:
                 answer = await self._submit(call, admitted, arrived_s)
             except BaseException:
