@@ -176,6 +176,7 @@ class _CallResponse(Response):
                 answer.prompt_logprobs(index),
                 skips[index],
                 answer.called(index),
+                self._shape.echo(index, answer.prompt(index)),
             )
             for index in range(count)
         ]
