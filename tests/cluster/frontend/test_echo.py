@@ -1,5 +1,6 @@
-"""Proves: an answer repeats its prompt, also with stop strings, several prompts and choices; text,
-tokens and their offsets agree where special tokens stand in the prompt or in the answer.
+"""Proves: an answer repeats its prompt, also with stop strings, several prompts and choices, and
+tells of it without any new token; text, tokens and their offsets agree where special tokens stand
+in the prompt or in the answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tests.cluster.frontend.test_chat import TEXT
 from tests.cluster.frontend.test_openai import events, post, served
 from tests.cluster.frontend.test_openai_decoding import served as served_tiny, text
 from tests.cluster.frontend.test_tokens_api import beginning
+from tests.cluster.frontend.test_tools import ASKED, HERMES_TEMPLATE, served_with
 
 BEGIN = "<s>"
 """That token has the id 0; a text becomes tokens with one before it."""
@@ -62,6 +64,31 @@ async def test_whole_answers_to_several_prompts_each_repeat_their_own() -> None:
         first = TEXT.tokenizer.decode(PROMPT_IDS[:1])
         for echo, one, other in zip([PROMPT] * 2 + [first] * 2, alone, echoed, strict=True):
             assert other == one | {"text": echo + one["text"]}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": ASKED})],
+)
+async def test_an_answer_without_new_tokens_tells_of_its_prompt(
+    path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    async with served_with(HERMES_TEMPLATE) as (_made, app):
+        plain = await post(app, path, **fields, prompt_logprobs=1, max_tokens=1)
+        [expected] = [one["prompt_logprobs"] for one in plain.json["choices"]]
+        asked = fields | {"prompt_logprobs": 1, "max_tokens": 0, "n": 2, "stream": stream}
+        asked |= {"stream_options": {"include_usage": True}} if stream else {}
+        answer = await post(app, path, **asked)
+        parts = events(answer) if stream else [answer.json]
+        assert parts[-1]["usage"]["completion_tokens"] == 0
+        choices = [choice for part in parts for choice in part["choices"]]
+        for index in range(2):
+            own = [choice for choice in choices if choice["index"] == index]
+            assert [one["prompt_logprobs"] for one in own if "prompt_logprobs" in one] == [expected]
+            said = [one.get("message") or one.get("delta") or one for one in own]
+            assert not any(one.get("content") or one.get("text") for one in said)
+            assert own[-1]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("stream", [True, False])
