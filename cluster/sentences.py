@@ -56,7 +56,7 @@ def validated(model: type[_M], fields: dict[str, Any]) -> _M:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        said = sentences(error, model)
+        said = joined(problems(error, model, given=fields))
         field, colon, reason = said.partition(": ")
         raise InvalidRequest(field if colon else "request", reason or said) from None
 
@@ -77,16 +77,36 @@ def problems(
     model: type[BaseModel],
     more: Iterable[str] = (),
     values: bool = True,
+    given: dict[str, Any] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """The place of each error, as "replica.dtype", and what is wrong there.
 
     `model`: what was validated, or a list of it. `more`: names that are allowed at the top beside
-    its own. `values`: whether a wrong value is shown.
+    its own. `values`: whether a wrong value is shown. `given`: what was validated, needed where a
+    place may hold one of several kinds of value: pydantic names the kind among the place's parts.
     """
-    return tuple(
-        (".".join(map(str, item["loc"])), _reason(dict(item), model, more, values))
-        for item in error.errors()
-    )
+    found = []
+    for item in error.errors():
+        place = item["loc"] if given is None else _place(item["loc"], model, given)
+        found.append((".".join(map(str, place)), _reason(dict(item), place, model, more, values)))
+    return tuple(found)
+
+
+def _place(loc: Sequence[str | int], model: type[BaseModel], given: Any) -> tuple[str | int, ...]:
+    """Of these parts those that are a number, a field or a name that was given."""
+    place: list[str | int] = []
+    for part in loc:
+        if (
+            isinstance(part, int)
+            or (isinstance(given, dict) and part in given)
+            or part in _fields(model, place)
+        ):
+            place.append(part)
+            try:
+                given = given[part]
+            except (TypeError, LookupError):
+                given = None
+    return tuple(place)
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
@@ -95,8 +115,13 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _reason(item: dict[str, Any], model: type[BaseModel], more: Iterable[str], values: bool) -> str:
-    place: Sequence[str | int] = item["loc"]
+def _reason(
+    item: dict[str, Any],
+    place: Sequence[str | int],
+    model: type[BaseModel],
+    more: Iterable[str],
+    values: bool,
+) -> str:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
         names = list(_fields(model, place[:-1]))
@@ -138,4 +163,4 @@ def _fields(model: type[BaseModel], place: Sequence[str | int]) -> Iterable[str]
         if not inner:
             return ()
         model = inner[0]
-    return model.model_fields
+    return [field.alias or name for name, field in model.model_fields.items()]

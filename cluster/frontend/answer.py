@@ -45,6 +45,8 @@ class _Sequence:
     """Tokens of `live` that the text has seen."""
     tools: ToolReader | None = None
     """Where it may call some."""
+    called: bool = False
+    """Whether its committed tokens hold a whole call of one."""
     stop: str | None = None
     """The stop string that was found."""
 
@@ -82,9 +84,11 @@ class Answer:
         assert request.timeout_s is not None
         live = self._router.submit(request, request.timeout_s)
         taken = len(request.committed)
-        if tools is not None:
-            tools.push(seen.text)
-        self._sequences.append(_Sequence(len(self._sequences), live, text, taken, tools, seen.stop))
+        calls = [] if tools is None else tools.push(seen.text)[1]
+        called = any(call.whole is not None for call in calls)
+        self._sequences.append(
+            _Sequence(len(self._sequences), live, text, taken, tools, called, seen.stop)
+        )
         if seen.stop is not None:
             self._router.cancel(live)
 
@@ -92,6 +96,10 @@ class Answer:
         """Of a sequence that is sampled."""
         sampling = self._sequences[index].live.request.sampling
         return sampling.seed if self.call.sampled else None
+
+    def called(self, index: int) -> bool:
+        """Whether the committed tokens of a sequence hold a whole call of a tool."""
+        return self._sequences[index].called
 
     def prompt(self, index: int) -> Sequence[int]:
         """Token ids of a sequence's prompt."""

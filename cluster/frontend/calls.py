@@ -110,6 +110,11 @@ class GenerateCall:
         return len(self.prompts) * self.choices
 
     @property
+    def number_field(self) -> str:
+        """The field that makes the sequences so many."""
+        return "n" if self.choices > 1 else self.prompts[0].field
+
+    @property
     def sampled(self) -> bool:
         return self.temperature > 0
 
@@ -155,7 +160,9 @@ def check_number(call: GenerateCall, config: ClusterConfig) -> None:
     if call.choices < 1:
         raise InvalidRequest("n", f"must be at least 1, is {call.choices}")
     if call.sequences > most:
-        raise InvalidRequest("n", f"{call.sequences} sequences asked for, at most {most} allowed")
+        raise InvalidRequest(
+            call.number_field, f"{call.sequences} sequences asked for, at most {most} allowed"
+        )
 
 
 def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> None:

@@ -69,6 +69,8 @@ class FrontendService:
         return self._text
 
     def start(self) -> None:
+        # Later all streams would stand still for the second that it takes.
+        _ = self._text.grammars
         self._router.start()
 
     def check(self) -> None:
@@ -110,7 +112,7 @@ class FrontendService:
         arrived_s = self._clock()
         with self.refusals(call):
             check_number(call, self.config)
-            admitted = self._admission.admit(call.caller, call.sequences)
+            admitted = self._admission.admit(call.caller, call.sequences, call.number_field)
             try:
                 answer = await self._submit(call, admitted, arrived_s)
             except BaseException:
@@ -171,7 +173,9 @@ class FrontendService:
         # Without a pause in between: they are submitted together.
         try:
             for request, text, seen in begun:
-                tools = ToolReader(form, call.tools.names) if call.tools and form else None
+                tools = None
+                if call.tools and form:
+                    tools = ToolReader(form, call.tools.names, call.tools.parallel)
                 answer.submit(request, text, seen, tools)
         except BaseException:
             answer.cancel()

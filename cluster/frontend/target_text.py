@@ -127,27 +127,34 @@ class TargetText:
         return end_of_turn_ids(self.encoder, self.eos_token_ids)
 
     @cached_property
-    def grammars(self) -> Grammars:
-        """Made when the first one is asked for: it takes a second."""
+    def grammars(self) -> Grammars | None:
+        """None for a tokenizer that llguidance cannot read, of which the replicas warn. To make
+        them takes a second."""
         from replicas.decoding import Grammars
 
         vocab = max(self.embedding_size, self.spec.vocab_size)
-        return Grammars(self.tokenizer, self.end_of_turn_ids, vocab)
+        try:
+            return Grammars(self.tokenizer, self.end_of_turn_ids, vocab)
+        except ValueError:
+            return None
 
     def grammar(self, structure: Structure, committed: Sequence[int] = ()) -> str:
         """As a replica wants it. Raises InvalidRequest, also where it does not allow what is
         `committed`."""
         from replicas.decoding import GrammarError, grammar_of
 
+        grammars = self.grammars
+        if grammars is None:
+            raise InvalidRequest(structure.kind, "llguidance cannot read the target's tokenizer")
         try:
             grammar = grammar_of(structure.kind, structure.texts)
-            self.grammars.check(grammar)
+            grammars.check(grammar)
         except GrammarError as error:
             raise InvalidRequest(structure.kind, str(error)) from None
         # A token that is none is refused later, like one of a call without a grammar.
         if all(0 <= token < self.spec.vocab_size for token in committed):
             try:
-                self.grammars.match(grammar, committed)
+                grammars.match(grammar, committed)
             except GrammarError:
                 reason = f"{structure.kind} does not allow these tokens"
                 raise InvalidRequest("committed_token_ids", reason) from None
@@ -161,4 +168,10 @@ class TargetText:
 
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to a text: maybe part of a character."""
-        return self.grammars.token_bytes(token)
+        if self.grammars is not None:
+            return self.grammars.token_bytes(token)
+        # A decoder may drop a space at the beginning of a text, and only there.
+        once, twice = (
+            self.tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2)
+        )
+        return twice.removeprefix(once).encode()

@@ -35,7 +35,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._special = _special_ids(tokenizer)
+        self._special = special_ids(tokenizer)
         self._settled: list[int]
         """Tokens before those held back: the last ones whose text was given out, or the prompt."""
         self._held: list[int]
@@ -96,7 +96,7 @@ class Detokenizer:
 
 
 @lru_cache(maxsize=16)
-def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that have no text in an answer."""
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(token for token, of in added.items() if of.special)

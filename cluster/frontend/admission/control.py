@@ -176,13 +176,14 @@ class AdmissionControl:
             raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
         return entry
 
-    def admit(self, caller: Caller, sequences: int = 1) -> Admitted:
-        """So many more requests in flight. Raises Unauthenticated, NotAllowed and Overloaded."""
+    def admit(self, caller: Caller, sequences: int = 1, field: str = "n") -> Admitted:
+        """So many more requests in flight; `field` says how many. Raises Unauthenticated,
+        NotAllowed and Overloaded."""
         entry = self.check(caller)
         use = self._of_address(caller.address) if entry is None else self._of_key(entry)
         if sequences > use.requests_max:
             most = use.requests_max
-            raise NotAllowed("n", f"{sequences} sequences asked for, at most {most:.0f} at once")
+            raise NotAllowed(field, f"{sequences} sequences asked for, at most {most:.0f} at once")
         if use.in_flight + sequences > use.requests_max:
             raise Overloaded(
                 f"{use.in_flight} requests of this "

@@ -14,6 +14,7 @@ from cluster.frontend.calls import Delta, SequenceEnd
 from cluster.frontend.http_api.event_id import Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.target_text import TargetText
+from cluster.frontend.text import special_ids
 from cluster.frontend.tools.reader import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FinishReason, Usage
@@ -33,6 +34,10 @@ class Written:
     """Of each prompt token but the first, where they were asked for."""
     skip: Place
     """What the client has of an earlier stream."""
+    called: bool = False
+    """Whether it has called a tool; at first in its committed tokens."""
+    echo: str = ""
+    """The prompt as its text repeats it."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -51,6 +56,7 @@ class Written:
 
     def add_calls(self, delta: Delta) -> None:
         self.calls += [call.whole for call in delta.calls if call.whole is not None]
+        self.called |= bool(self.calls)
 
     def go_on(self, tokens: int = 0, said: int = 0, called: int = 0) -> Place:
         """Move on by so much; how much of it the client has already."""
@@ -90,9 +96,7 @@ class OpenAIAnswer:
         for index in sorted(ends):
             one, end = written[index], ends[index]
             told = [*self._of_prompt(one), *zip(one.tokens, one.logprobs, strict=False)]
-            text = one.text
-            if self.asked.echoes:
-                text = self._echo(index, one.prompt) + text
+            text = one.echo + one.text
             said = self._said(text, told, one, whole=True)
             if one.calls:
                 said["message"]["content"] = text or None
@@ -108,18 +112,24 @@ class OpenAIAnswer:
     def events(self, delta: Delta, one: Written) -> Iterator[dict[str, Any]]:
         """Of one sequence. What the client has already is left out."""
         index, end = delta.index, delta.end
+        first: dict[str, Any] = {}
         if one.place == Place():
-            opening = self._opening(index, one)
-            if not one.go_on(said=1).said and opening is not None:
-                yield self._chunk(index, opening, None, one)
+            opening = self._opening(one)
+            if not one.go_on(said=1).said:
+                if self.asked.return_token_ids:
+                    first = {"prompt_token_ids": list(one.prompt)}
+                if opening is not None:
+                    yield self._chunk(index, opening | first, None, one)
+                    first = {}
         seen = one.go_on(len(delta.tokens), len(delta.text))
         if seen.tokens and self.asked.top_logprobs_wanted is not None:
-            one.chars += sum(len(self._name(token)) for token in delta.tokens[: seen.tokens])
+            names = ((token, self._name(token)) for token in delta.tokens[: seen.tokens])
+            one.chars += sum(self._width(*token, one) for token in names)
         told = list(zip(delta.tokens, delta.logprobs, strict=False))[seen.tokens :]
         text, tokens = delta.text[seen.said :], delta.tokens[seen.tokens :]
         said, new = self._said(text, told, one, whole=False), bool(text or tokens)
         if self.asked.return_token_ids:
-            said["token_ids"] = list(tokens)
+            said |= first | {"token_ids": list(tokens)}
         one.add_calls(delta)
         for call in delta.calls:
             for part in _call_parts(call, one):
@@ -164,14 +174,13 @@ class OpenAIAnswer:
                 costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
         return costs
 
-    def _opening(self, index: int, one: Written) -> dict[str, Any] | None:
+    def _opening(self, one: Written) -> dict[str, Any] | None:
         """What a stream begins with, before the first new token."""
         told = self.asked.prompt_logprobs is not None
         if self._chat:
             said: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
         elif self.asked.echoes or told:
-            echo = self._echo(index, one.prompt) if self.asked.echoes else ""
-            said = self._said(echo, self._of_prompt(one), one, whole=False)
+            said = self._said(one.echo, self._of_prompt(one), one, whole=False)
         else:
             return None
         return said | ({"prompt_logprobs": self._prompt_logprobs(one)} if told else {})
@@ -212,7 +221,7 @@ class OpenAIAnswer:
             name = self._name(token)
             tokens.append(name)
             offsets.append(one.chars)
-            one.chars += len(name)
+            one.chars += self._width(token, name, one)
             own.append(None if said is None else said.logprob)
             if said is None:
                 tops.append(None)
@@ -269,9 +278,20 @@ class OpenAIAnswer:
     def _name(self, token: int) -> str:
         return self._text.token_bytes(token).decode(errors="replace")
 
-    def _echo(self, index: int, prompt: Sequence[int]) -> str:
+    def _width(self, token: int, name: str, one: Written) -> int:
+        """Characters of the text that the token there stands for: a special one for none in an
+        answer, and in a prompt only where it was given itself."""
+        shown = token not in special_ids(self._text.tokenizer)
+        return len(name) if shown or one.echo.startswith(name, one.chars) else 0
+
+    def echo(self, index: int, prompt: Sequence[int]) -> str:
+        """What the text of a sequence repeats of its prompt."""
+        if not self.asked.echoes:
+            return ""
         given = self.asked.prompt_text(index // self.asked.n)
-        return self._text.tokenizer.decode(list(prompt)) if given is None else given
+        if given is not None:
+            return given
+        return self._text.tokenizer.decode(list(prompt), skip_special_tokens=False)
 
     @property
     def _chunk_kind(self) -> str:
@@ -287,7 +307,7 @@ class OpenAIAnswer:
         self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: Written
     ) -> dict[str, Any]:
         reason = None if end is None else _FINISH_REASONS.get(end.reason)
-        if reason == "stop" and one.calls:
+        if reason == "stop" and one.called:
             reason = "tool_calls"
         return {"index": index, **said, "finish_reason": reason}
 

@@ -171,7 +171,13 @@ class _CallResponse(Response):
         count = self._call.sequences
         skips = [Place()] * count if self._last is None else self._last.places
         return [
-            Written(answer.prompt(index), answer.prompt_logprobs(index), skips[index])
+            Written(
+                answer.prompt(index),
+                answer.prompt_logprobs(index),
+                skips[index],
+                answer.called(index),
+                self._shape.echo(index, answer.prompt(index)),
+            )
             for index in range(count)
         ]
 

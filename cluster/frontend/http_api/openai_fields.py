@@ -11,6 +11,22 @@ from cluster.frontend.structure import Structure
 from cluster.frontend.tools.use import CallTurn
 from cluster.sentences import Strict
 
+_OWN_NULLS = {"parameters", "schema", "json", "chat_template_kwargs", "logit_bias"}
+"""Objects whose names are the client's own: there a null is a value."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Clients send fields that they leave unset as null, and turns back with all their fields."""
+    if isinstance(value, list):
+        return [without_nulls(one) if isinstance(one, dict | list) else one for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: inner if name in _OWN_NULLS else without_nulls(inner)
+        for name, inner in value.items()
+        if inner is not None
+    }
+
 
 class StreamOptions(Strict):
     include_usage: bool = False

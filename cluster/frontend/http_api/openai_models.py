@@ -15,6 +15,7 @@ from cluster.frontend.http_api.openai_fields import (
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
+    without_nulls,
 )
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
@@ -277,19 +278,11 @@ AnyRequest = CompletionRequest | ChatRequest
 
 def parse_request(model: type[AnyRequest], fields: dict[str, Any]) -> AnyRequest:
     """Raises InvalidRequest, which names the parameter."""
-    given = {}
     for name, value in fields.items():
-        neutral = UNSUPPORTED.get(name)
-        if neutral is not None and value is not None and value not in neutral:
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
             raise InvalidRequest(name, "not supported")
-        if neutral is None and value is not None:
-            given[name] = value
-    for turn in given["messages"] if isinstance(given.get("messages"), list) else ():
-        if isinstance(turn, dict):
-            # Clients send an assistant's turn back with all its fields.
-            for name in [name for name, value in turn.items() if value is None]:
-                del turn[name]
-    return validated(model, given)
+    given = {name: value for name, value in fields.items() if name not in UNSUPPORTED}
+    return validated(model, without_nulls(given))
 
 
 def _is_id(value: Any) -> bool:

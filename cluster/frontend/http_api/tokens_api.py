@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import version
 from typing import Any, Self, TypeVar
 
@@ -15,7 +14,7 @@ from pydantic import model_validator
 from cluster.frontend.calls import ChatPrompt, TextPrompt, check_prompt
 from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import check_model, checked_caller
-from cluster.frontend.http_api.openai_fields import Message
+from cluster.frontend.http_api.openai_fields import Message, without_nulls
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.tools.use import Tool, ToolUse, tool_format
@@ -82,7 +81,7 @@ def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
         return JSONResponse({"version": version("lockstep")})
 
     async def read(request: Request, kind: type[_A]) -> _A:
-        asked = await bodies.read(request, partial(validated, kind))
+        asked = await bodies.read(request, lambda given: validated(kind, without_nulls(given)))
         if asked.model is not None:
             check_model(service, asked.model)
         return asked

@@ -48,7 +48,9 @@ class ToolReader:
     a call is dropped.
     """
 
-    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
+    def __init__(self, form: ToolFormat, names: frozenset[str], parallel: bool = True) -> None:
+        """`parallel`: whether calls behind the first one are given out."""
+        self._parallel = parallel
         self._hermes = hermes = form is ToolFormat.HERMES
         self._key = "arguments" if hermes else "parameters"
         self._tag = CALL_BEGIN if hermes else ""
@@ -86,7 +88,7 @@ class ToolReader:
             else:
                 said, going_on = "", self._in_call(self._object, self._object.call, calls, ended)
             content += said
-        return content, calls
+        return content, [call for call in calls if self._parallel or not call.index]
 
     def _outside(self, ended: bool) -> tuple[str, bool]:
         """Content, and whether there is more to read."""

@@ -1,8 +1,8 @@
 """Sends drawn requests to a frontend with the tiny pair behind it, and counts the answers.
 
 `python -m tests.cluster.frontend.fuzz_http --requests 20000 --well-formed 2000 --disconnects 1000`
-ends with status 1 where an answer is a 5xx, does not come or is an error in another shape than
-OpenAI's, or a sequence is left.
+ends with status 1 where an answer is a 5xx or ends as one, does not come or is an error in another
+shape than OpenAI's, or a sequence is left.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from grpc import StatusCode
+from hypothesis import strategies as st
 
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
@@ -30,8 +31,8 @@ from cluster.frontend.http_api.openai_models import ChatRequest, CompletionReque
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
-from tests.cluster.frontend import fuzz_requests as draw
-from tests.cluster.frontend.rig import CONFIG, Context, frontend
+from tests.cluster.frontend import fuzz_messages, fuzz_requests as draw
+from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream
 from tests.cluster.frontend.test_http import http
 from tests.cluster.frontend.test_openai_decoding import PAIR, text
 from tests.cluster.frontend.test_tools import HERMES_TEMPLATE
@@ -91,7 +92,7 @@ async def each(asked: Sequence[T], ask: Callable[[T], Coroutine[Any, Any, str]])
             except Exception as error:
                 said = f"raises {type(error).__name__}"
         told[said] += 1
-        if said.startswith(("5", "hangs", "raises", "400 ")):
+        if said.startswith(("5", "hangs", "raises", "400 ", "INVALID_ARGUMENT ")):
             print(said, request, file=sys.stderr)
 
     async with asyncio.TaskGroup() as group:
@@ -127,21 +128,31 @@ def long_streams(kind: draw.Kind) -> Any:
 
 
 async def over_http(app: FastAPI, asked: draw.Asked, named: bool = False) -> str:
-    """The status; of a stream that ends with an error, also that; `named`: of a 400 the field."""
+    """The status; of a stream that ends with an error, its code; `named`: of a 400 the field."""
     headers = dict(asked.headers)
     answer = await http(app, asked.body, asked.path, headers, method=asked.method)
     if answer.status < 400:
-        broken = b'data: {"error"' in answer.body
-        return f"{answer.status}" + (" then an error" if broken else "")
+        if b'data: {"error"' not in answer.body:
+            return f"{answer.status}"
+        code = json.loads(answer.body.rpartition(b"data: ")[2])["error"]["code"]
+        return ("5xx" if StatusCode[code] in FAULTS else f"{answer.status}") + f" then {code}"
     param = answer.error["param"]
     return f"{answer.status}" + (f" {param}" if named else "")
 
 
-async def over_grpc(made: GrpcApi, request: pb.GenerateRequest) -> str:
+async def over_grpc(
+    made: GrpcApi, asked: tuple[pb.GenerateRequest, bool], named: bool = False
+) -> str:
+    """The status of the request, in a stream or not; `named`: of a refusal the field."""
+    request, streamed = asked
     context = Context()
-    await made.Generate(request, context)
+    if streamed:
+        await stream(made, request, context)
+    else:
+        await made.Generate(request, context)
     code = context.code or StatusCode.OK
-    return f"5xx {code.name}" if code in FAULTS else code.name
+    said = f"5xx {code.name}" if code in FAULTS else code.name
+    return f"{said} {context.details.partition(':')[0]}" if named else said
 
 
 async def left_early(app: FastAPI, asked: draw.Asked) -> str:
@@ -194,7 +205,11 @@ async def fuzz(
     told = await rounds(asked, lambda made, app, one: left_early(app, one))
     report("disconnects", told, fine, begun_s)
     begun_s = time.monotonic()
-    messages = draw.drawn(draw.GRPC, grpc, seed)
+    messages = draw.drawn(st.tuples(fuzz_messages.WELL_FORMED, st.booleans()), well_formed, seed)
+    told = await rounds(messages, lambda made, app, one: over_grpc(made, one, named=True))
+    report("well-formed over gRPC", told, lambda said: said.strip() == "OK", begun_s)
+    begun_s = time.monotonic()
+    messages = draw.drawn(st.tuples(fuzz_messages.ANY, st.booleans()), grpc, seed)
     told = await rounds(messages, lambda made, app, one: over_grpc(made, one))
     report("any values over gRPC", told, fine, begun_s)
     begun_s = time.monotonic()
@@ -212,7 +227,7 @@ async def fuzz(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="broken, over HTTP")
-    parser.add_argument("--well-formed", type=int, default=2_000)
+    parser.add_argument("--well-formed", type=int, default=2_000, help="over each API")
     parser.add_argument("--odd", type=int, default=2_000, help="of any path and headers")
     parser.add_argument("--grpc", type=int, default=2_000, help="of any values, over gRPC")
     parser.add_argument("--disconnects", type=int, default=1_000)

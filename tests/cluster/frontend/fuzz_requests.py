@@ -1,4 +1,4 @@
-"""Requests of both APIs drawn by hypothesis from the schemas that the server itself checks by.
+"""HTTP requests drawn by hypothesis from the schemas that the server itself checks by.
 
 *Well-formed*: within the ranges that a schema does not state, and sound as a whole. *Broken*: a
 drawn request in which something is replaced, left out, added or cut off, or in another encoding, or
@@ -8,11 +8,10 @@ any JSON, or any bytes. *Odd*: any method, path and headers. These may still be 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import hypothesis
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from cluster.frontend.http_api.openai_models import (
@@ -23,7 +22,6 @@ from cluster.frontend.http_api.openai_models import (
 )
 from cluster.frontend.http_api.tokens_api import Detokenize, Tokenize
 from cluster.sentences import validated
-from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -48,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def drawn(values: st.SearchStrategy[T], count: int, seed: int) -> list[T]:
-    """At most `count` of them, the same for the same seed."""
+    """So many of them, the same for the same seed."""
     found: list[T] = []
 
     @hypothesis.seed(seed)
@@ -64,6 +62,7 @@ def drawn(values: st.SearchStrategy[T], count: int, seed: int) -> list[T]:
         found.append(one)
 
     take()
+    assert len(found) >= count, f"{len(found)} of {count} could be drawn"
     return found[:count]
 
 
@@ -141,10 +140,7 @@ RANGES: Mapping[str, Values] = {
 """What the schema says no more of than a type, or a server's limits make narrower."""
 
 
-NOT_WITH_A_STRUCTURE = (
-    *("ignore_eos", "committed_token_ids", "min_tokens", "bad_words"),
-    *("stop_token_ids", "logit_bias"),
-)
+NOT_WITH_A_STRUCTURE = ("ignore_eos", "committed_token_ids", "min_tokens", "bad_words")
 
 
 def of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
@@ -297,39 +293,3 @@ def odd() -> st.SearchStrategy[Asked]:
     body = st.sampled_from([b"", b"{}", streamed])
     every = st.fixed_dictionaries({}, optional={**_READ, **_CHECKED})
     return streams | st.builds(Asked, paths, body, st.sampled_from(_METHODS), every)
-
-
-# --------------------------------------------------------------------------- gRPC
-
-_NUMBERS: Mapping[int, Values] = {
-    FieldDescriptor.TYPE_STRING: st.text(max_size=12),
-    FieldDescriptor.TYPE_DOUBLE: st.floats(-2, 2) | st.floats(),
-    FieldDescriptor.TYPE_BOOL: st.booleans(),
-    FieldDescriptor.TYPE_INT32: st.integers(0, 8) | st.integers(-(2**31), 2**31 - 1),
-    FieldDescriptor.TYPE_INT64: st.integers(0, 8) | st.integers(-(2**63), 2**63 - 1),
-    FieldDescriptor.TYPE_UINT32: st.integers(2, 250) | st.integers(0, 2**32 - 1),
-    FieldDescriptor.TYPE_ENUM: st.integers(0, 3),
-}
-
-
-def _message(kind: Descriptor, make: Callable[..., T]) -> st.SearchStrategy[T]:
-    """Messages with some of their fields, each with any value that its type can hold."""
-    fields = {field.name: _field(field) for field in kind.fields}
-    return st.sets(st.sampled_from(sorted(fields)), max_size=8).flatmap(
-        lambda names: st.fixed_dictionaries({name: fields[name] for name in names}).map(
-            lambda given: make(**given)
-        )
-    )
-
-
-def _field(field: FieldDescriptor) -> Values:
-    kind = field.message_type
-    if kind is not None and kind.GetOptions().map_entry:
-        key, value = (_field(kind.fields_by_name[name]) for name in ("key", "value"))
-        return st.dictionaries(key, value, max_size=4)
-    one = _NUMBERS[field.type] if kind is None else _message(kind, getattr(pb, kind.name))
-    return st.lists(one, max_size=4) if field.is_repeated else one
-
-
-GRPC = _message(pb.GenerateRequest.DESCRIPTOR, pb.GenerateRequest)
-"""Requests of any values, mostly broken."""

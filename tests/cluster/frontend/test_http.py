@@ -282,6 +282,20 @@ async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answ
             assert set(exposed) >= {"x-request-id", "retry-after"}
 
 
+async def test_no_page_may_read_an_answer_unless_it_is_named() -> None:
+    wanted = {"access-control-request-method": "POST"}
+    async with frontend() as made:
+        app = http_app(made.service)
+        for origin, status in (("http://localhost:8000", 200), ("https://page.example", 403)):
+            headers = {"host": "localhost:8000", "origin": origin}
+            answer = await http(app, BODY, headers=headers)
+            assert answer.status == status
+            asked = await http(app, method="OPTIONS", headers=headers | wanted)
+            assert asked.status >= 400
+            for one in (answer, asked):
+                assert not any(name.startswith("access-control-") for name in one.headers)
+
+
 async def test_the_one_key_and_the_name_of_the_model() -> None:
     auth = {"api_key_sha256": hash_of("ours")}
     config = from_args({"auth": auth, "server": {"served_model_name": "name"}})

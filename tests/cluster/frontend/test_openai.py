@@ -173,6 +173,7 @@ async def test_an_answer_of_one_sequence_says_how_speculation_went() -> None:
 
 
 SCHEMA = {"name": "a", "schema": {"type": "thing"}}
+OF_FORMAT = "response_format.json_schema"
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 WRONG = [
     {"logprobs": 21},
@@ -204,6 +205,7 @@ WRONG = [
     {"prompt": [1, "x"]},
     {"prompt": [True]},
     {"prompt": [[9999]]},
+    {"prompt": ["x"] * 129},
     {"prompt": None},
     {"stream_options": {}},
 ]
@@ -217,11 +219,15 @@ WRONG_CHAT = [
     {"top_logprobs": 2},
     {"logprobs": True, "top_logprobs": 21},
     {"max_completion_tokens": 10**6},
+    {"tool_choice": "sometimes"},
 ]
 INNER = [
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": IMAGE}, "messages.0.content"),
     ({"tools": [{}]}, "tools.0.type"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, f"{OF_FORMAT}.schema"),
+    ({"logit_bias": {"5": None}}, "logit_bias.5"),
 ]
 """And the place in it that is wrong."""
 
@@ -242,6 +248,15 @@ async def test_a_wrong_parameter_is_named(stream: bool) -> None:
             assert answer.error["type"] == "invalid_request_error"
             assert answer.error["param"] == param, fields
             assert answer.error["message"].startswith(f"{param}: ")
+
+
+async def test_a_field_within_one_of_several_kinds_is_named() -> None:
+    async with served(replicas=0) as (_made, app):
+        named = {"type": "function", "functoin": {"name": "x"}}
+        answer = await post(app, "chat/completions", messages=TURNS_JSON, tool_choice=named)
+        said = answer.error["message"]
+        assert "tool_choice.functoin: unknown name; did you mean function?" in said
+        assert "tool_choice.function: must be given" in said
 
 
 async def test_what_asks_for_nothing_is_taken() -> None:

@@ -43,7 +43,7 @@ def slow() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
 CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
     "completion": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"echo": True}),
     "chat": (slow, CHAT, {"messages": TURNS_JSON} | TEXTS),
-    "greedy": (slow, CHAT, {"messages": TURNS_JSON} | TEXTS | {"temperature": 0}),
+    "greedy": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"temperature": 0}),
     "choices of two prompts": (served_tiny, COMPLETIONS, SEVERAL | TEXTS),
     "calls": (partial(served_with, HERMES_TEMPLATE), CHAT, {"messages": ASKED} | CALLS | LOGPROBS),
 }
@@ -63,6 +63,7 @@ async def test_a_stream_goes_on_behind_any_event(
     said = _together(whole)
     for number, choice in said["choices"].items():
         assert len(choice["prompts"]) == ("prompt_logprobs" in fields)
+        assert len(choice["prompt_ids"]) == ("return_token_ids" in fields)
         assert (choice["ends"], choice["tokens"]) == (1, _tokens(names[-1])[number])
     several = fields.get("n", 1) > 1
     texts = [choice["text"] for choice in said["choices"].values()]
@@ -139,7 +140,8 @@ def _together(events: list[Event]) -> dict[str, Any]:
             continue
         [one] = said["choices"]
         new = {"text": "", "ids": [], "logprobs": [], "calls": {}, "roles": 0, "ends": 0}
-        new["prompts"] = []
+        new |= {"prompts": [], "prompt_ids": []}
+        assert one["index"] not in choices or "prompt_token_ids" not in one, "in the first one"
         choice = choices.setdefault(one["index"], new)
         delta = one.get("delta", {})
         choice["roles"] += "role" in delta
@@ -157,6 +159,7 @@ def _together(events: list[Event]) -> dict[str, Any]:
             else:
                 choice["calls"][part["index"]][1] += function["arguments"]
         choice["prompts"] += [one["prompt_logprobs"]] if "prompt_logprobs" in one else []
+        choice["prompt_ids"] += [one["prompt_token_ids"]] if "prompt_token_ids" in one else []
         choice["ends"] += one["finish_reason"] is not None
     for choice in choices.values():
         choice["tokens"] = len(choice["ids"]) or len(choice["logprobs"])

@@ -96,13 +96,14 @@ async def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> No
         use = service._admission._tenants["alice"]
         assert use.bucket is not None
         assert use.bucket._level < 10**6 - 3 * 400
-        for choices, code in (
-            (2, StatusCode.RESOURCE_EXHAUSTED),
-            (5, StatusCode.PERMISSION_DENIED),
+        for number, choices, code, field in (
+            (1, 2, StatusCode.RESOURCE_EXHAUSTED, ""),
+            (1, 5, StatusCode.PERMISSION_DENIED, "n"),
+            (5, 1, StatusCode.PERMISSION_DENIED, "prompt"),
         ):
             with pytest.raises(Refused) as refused:
-                await answers(service, replace(call, choices=choices))
-            assert refused.value.refusal.code is code
+                await answers(service, replace(call, prompts=prompts * number, choices=choices))
+            assert (refused.value.refusal.code, refused.value.refusal.field) == (code, field)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert use.in_flight == 0

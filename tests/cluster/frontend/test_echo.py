@@ -1,0 +1,108 @@
+"""Proves: an answer repeats its prompt, also with stop strings, several prompts and choices, and
+tells of it without any new token; text, tokens and their offsets agree where special tokens stand
+in the prompt or in the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.frontend.http_api.app import http_app
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
+from tests.cluster.frontend.test_chat import TEXT
+from tests.cluster.frontend.test_openai import events, post, served
+from tests.cluster.frontend.test_openai_decoding import served as served_tiny, text
+from tests.cluster.frontend.test_tokens_api import beginning
+from tests.cluster.frontend.test_tools import ASKED, HERMES_TEMPLATE, served_with
+
+BEGIN = "<s>"
+"""That token has the id 0; a text becomes tokens with one before it."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "echo", "hidden"),
+    [
+        (PROMPT, PROMPT, 1),
+        (BEGIN + PROMPT, BEGIN + PROMPT, 1),
+        ([0, *PROMPT_IDS, 0], BEGIN + PROMPT + BEGIN, 0),
+    ],
+)
+async def test_an_echo_has_the_special_tokens_that_were_given(
+    prompt: str | list[int], echo: str, hidden: int
+) -> None:
+    """`hidden`: tokens that are not in the echo."""
+    async with frontend(text=replace(TEXT, encoder=beginning())) as made:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        [choice] = (await post(http_app(made.service), "completions", **asked)).json["choices"]
+        assert choice["text"] == echo
+        told = choice["logprobs"]
+        assert "".join(told["tokens"]) == BEGIN * hidden + echo
+        at = 0
+        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            assert offset == at
+            at += len(token) if echo.startswith(token, at) else 0
+        assert at == len(echo)
+
+
+async def test_special_tokens_of_an_answer_take_no_place_in_its_text() -> None:
+    async with served_tiny() as (_made, app):
+        asked: dict[str, Any] = {"prompt": "x = ", "max_tokens": 3, "logprobs": 0}
+        asked |= {"ignore_eos": True, "logit_bias": {str(text().eos_token_ids[0]): 100}}
+        [choice] = (await post(app, "completions", **asked)).json["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0, 0, 0])
+
+
+async def test_whole_answers_to_several_prompts_each_repeat_their_own() -> None:
+    fields: dict[str, Any] = {"prompt": [PROMPT, PROMPT_IDS[:1]], "n": 2, "echo": True}
+    fields |= {"max_tokens": 20, "temperature": 1, "seed": 5}
+    async with served() as (_made, app):
+        alone = (await post(app, "completions", **fields | {"echo": False})).json["choices"]
+        echoed = (await post(app, "completions", **fields)).json["choices"]
+        first = TEXT.tokenizer.decode(PROMPT_IDS[:1])
+        for echo, one, other in zip([PROMPT] * 2 + [first] * 2, alone, echoed, strict=True):
+            assert other == one | {"text": echo + one["text"]}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": ASKED})],
+)
+async def test_an_answer_without_new_tokens_tells_of_its_prompt(
+    path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    async with served_with(HERMES_TEMPLATE) as (_made, app):
+        plain = await post(app, path, **fields, prompt_logprobs=1, max_tokens=1)
+        [expected] = [one["prompt_logprobs"] for one in plain.json["choices"]]
+        asked = fields | {"prompt_logprobs": 1, "max_tokens": 0, "n": 2, "stream": stream}
+        asked |= {"stream_options": {"include_usage": True}} if stream else {}
+        answer = await post(app, path, **asked)
+        parts = events(answer) if stream else [answer.json]
+        assert parts[-1]["usage"]["completion_tokens"] == 0
+        choices = [choice for part in parts for choice in part["choices"]]
+        for index in range(2):
+            own = [choice for choice in choices if choice["index"] == index]
+            assert [one["prompt_logprobs"] for one in own if "prompt_logprobs" in one] == [expected]
+            said = [one.get("message") or one.get("delta") or one for one in own]
+            assert not any(one.get("content") or one.get("text") for one in said)
+            assert own[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_is_looked_for_behind_the_echo(stream: bool) -> None:
+    fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+    async with served() as (_made, app):
+        plain = (await post(app, "completions", **fields)).json["choices"][0]["text"]
+        for stop, said in (
+            (plain[20:23], plain[: plain.index(plain[20:23])]),
+            (PROMPT, plain),
+            (PROMPT[-1:] + plain[:2], plain),
+        ):
+            answer = await post(app, "completions", **fields, echo=True, stop=stop, stream=stream)
+            parts = events(answer) if stream else [answer.json]
+            choices = [part["choices"][0] for part in parts]
+            assert "".join(one["text"] for one in choices) == PROMPT + said
+            assert choices[-1]["finish_reason"] == ("length" if said == plain else "stop")
