@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from cluster.client import Client
 from protos import lockstep_pb2 as pb
 from tests.chaos.hosted import HostedCluster
-from tests.cluster.frontend.fuzz_requests import GRPC
+from tests.cluster.frontend.fuzz_messages import ANY
 from tests.integration.conftest import Expected
 
 pytestmark = pytest.mark.ray
@@ -94,13 +94,13 @@ CHEAP = pb.GenerateRequest(prompt="x", max_new_tokens=1).SerializeToString()
 
 CALLS = st.one_of(
     st.builds(Call, METHODS, st.binary(max_size=60)),
-    st.builds(lambda method, message: Call(method, message.SerializeToString()), GENERATE, GRPC),
+    st.builds(lambda method, message: Call(method, message.SerializeToString()), GENERATE, ANY),
     st.builds(
         lambda method, message, *change: Call(
             method, changed(message.SerializeToString(), *change)
         ),
         GENERATE,
-        GRPC,
+        ANY,
         st.integers(0, 10_000),
         st.integers(0, 255),
         st.integers(0, 8),

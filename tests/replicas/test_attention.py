@@ -251,8 +251,7 @@ def test_what_does_not_fit_is_refused_by_name_and_left_out_by_auto() -> None:
         FlexAttention(8, 3, 96, GPU)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize(("architecture", "graphs"), [("llama", "off"), ("qwen3", "on")])
 def test_output_is_the_same_by_paged_attention(architecture: str, graphs: str) -> None:
     replica = tiny_replica(architecture, attention="flex", graphs=graphs, plan_rows=5)
     assert replica.spec.attention == "flex"

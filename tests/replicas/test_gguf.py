@@ -214,9 +214,9 @@ def test_processes_that_start_at_once_read_it_once(file: Path, cache: Path) -> N
         "AutoModelForCausalLM.from_pretrained(resolve(sys.argv[1], weights='float32'))\n"
     )
     command = [sys.executable, "-c", code, str(file)]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     told = [process.communicate(timeout=300)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0], told
+    assert [process.returncode for process in started] == [0, 0], told
     assert "".join(told).count("reading weights") == 1
     AutoModelForCausalLM.from_pretrained(resolve(str(file), weights="float32"))
 

@@ -1,17 +1,15 @@
 """Proves: under the same load batches of near length serve more tokens per second than batches in
 order of arrival, and the slowest hundredth of the requests does not take longer.
 
-Two loads: Poisson arrivals above what order of arrival sustains and about what near lengths do, and
-a closed loop; of two seeds each, for in one run of this length nine requests are beyond the
-99th percentile. The same per token is not so at every load (docs/simulate.md).
+Poisson arrivals above what order of arrival sustains and about what near lengths do; of two seeds,
+for in one run of this length nine requests are beyond the 99th percentile. The same per token is
+not so at every load (docs/simulate.md).
 """
 
 from __future__ import annotations
 
 from random import Random
 from statistics import fmean
-
-import pytest
 
 from cluster.bench.figures import percentile
 from cluster.simulate import in_order_of_arrival
@@ -31,29 +29,24 @@ from scheduler.simulation import (
 
 REQUESTS = 900
 RATE = 17.0
-IN_FLIGHT = 64
+SEEDS = range(2)
 HARDWARE = Roofline(DEVICES["h100"], *PAIRS["qwen3-8b/0.6b"])
 SPEC = ReplicaSpec(kv_blocks=HARDWARE.kv_blocks(16), block_size=16, context_len=32768, vocab_size=2)
 
 
-def run(config: SchedulerConfig, in_flight: int | None, seed: int) -> Figures:
-    """As `lockstep simulate --replicas 2 --requests 900 --pool-cost none` with `--rate 17` or so
-    many in flight."""
-    setup = Setup(replicas=2, spec=SPEC, times=HARDWARE.times, config=config, in_flight=in_flight)
+def run(config: SchedulerConfig, seed: int) -> Figures:
+    """As `lockstep simulate --replicas 2 --requests 900 --rate 17 --pool-cost none`."""
+    setup = Setup(replicas=2, spec=SPEC, times=HARDWARE.times, config=config)
     rng = Random(seed)
-    arrivals = poisson(RATE, rng) if in_flight is None else None
     lengths = lognormal(200, 0.8), lognormal(200, 0.6)
-    requests = drawn(arrivals, REQUESTS, *lengths, ((0.7, 1.0),), rng)
+    requests = drawn(poisson(RATE, rng), REQUESTS, *lengths, ((0.7, 1.0),), rng)
     return Experiment(setup, requests, Random(f"{seed}/study")).run()
 
 
-@pytest.mark.parametrize(("in_flight", "seeds"), [(None, range(2)), (IN_FLIGHT, range(2))])
-def test_batches_of_near_length_beat_order_of_arrival_at_the_same_load(
-    in_flight: int | None, seeds: range
-) -> None:
+def test_batches_of_near_length_beat_order_of_arrival_at_the_same_load() -> None:
     config = SchedulerConfig(rows_max=8)
-    grouped = [run(config, in_flight, seed) for seed in seeds]
-    arrival = [run(in_order_of_arrival(config), in_flight, seed) for seed in seeds]
+    grouped = [run(config, seed) for seed in SEEDS]
+    arrival = [run(in_order_of_arrival(config), seed) for seed in SEEDS]
 
     def rate(runs: list[Figures]) -> float:
         return fmean(one.tokens_per_s() for one in runs)
@@ -64,6 +57,4 @@ def test_batches_of_near_length_beat_order_of_arrival_at_the_same_load(
     assert all(one.finished == REQUESTS for one in (*grouped, *arrival))
     assert rate(grouped) > rate(arrival)
     assert slowest(grouped, "latency_s") <= slowest(arrival, "latency_s")
-    if in_flight is None:
-        # In a closed loop of this length these are the requests that begin it, all at once.
-        assert slowest(grouped, "first_token_s") <= slowest(arrival, "first_token_s")
+    assert slowest(grouped, "first_token_s") <= slowest(arrival, "first_token_s")
