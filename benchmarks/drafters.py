@@ -237,12 +237,12 @@ def main() -> None:
                     flush=True,
                 )
     few = [one for requests in kinds.values() for one in requests[: args.references]]
-    config = SchedulerConfig(rows_max=8, draft_len=None)
-    drafted = FreshWay(replicas["suffix, k chosen"], config)(few)
-    plainly = generated(args.target, few)
-    same = sum(one == other for one, other in zip(plainly, drafted, strict=True))
-    figures["identical to generate"] = [same, len(few)]
     if few:
+        config = SchedulerConfig(rows_max=8, draft_len=None)
+        drafted = FreshWay(replicas["suffix, k chosen"], config)(few)
+        plainly = generated(args.target, few)
+        same = sum(one == other for one, other in zip(plainly, drafted, strict=True))
+        figures["identical to generate"] = [same, len(few)]
         print(f"identical to transformers' generate: {same} of {len(few)}")
     figures |= suffix_alone([*outputs, *(one.prompt for one in few)])
     print(
