@@ -29,8 +29,8 @@ demo: $(SETUP)  ## start a cluster, hold eight conversations, compare the answer
 serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 	$(BIN)/lockstep serve --replicas 2
 
-# Two processes share the tests, and those of a real Ray begin: they are the longest, and mostly
-# wait for processes that start, and for others to be missed.
+# Two processes share the tests, and the longest part begins first. Tests of a real Ray mostly wait:
+# for processes that start, and for others to be missed.
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
 KILLS := $(wildcard tests/integration/test_failures_*.py) \
@@ -47,7 +47,7 @@ endef
 FAST := test-steps test-schedules test-cluster test-rest
 
 test: $(SETUP)  ## all tests but the slow ones
-	$(call TESTS,test-kills test-serving $(FAST),slow (make test-slow))
+	$(call TESTS,test-kills $(FAST) test-serving,slow (make test-slow))
 
 test-fast: $(SETUP)  ## those of them that start no Ray
 	$(call TESTS,$(FAST),ray or slow (make test runs those of Ray, make test-slow the slow ones))
