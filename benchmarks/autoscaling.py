@@ -29,7 +29,8 @@ from cluster import app
 from cluster.bench.figures import percentile
 from cluster.bench.plots import Plot, line, to_svg
 from cluster.client import NO_RETRY, AsyncClient
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Request
 from scheduler.simulation import poisson, reference_output

@@ -26,7 +26,8 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.autoscaling import serve_autoscaling
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.metrics import FrontendMeter, ray_sink

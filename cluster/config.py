@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -336,35 +336,3 @@ class ConfigError(ValueError):
         made = cls(joined(found))
         made.problems = found
         return made
-
-
-def from_args(args: Mapping[str, Any]) -> ClusterConfig:
-    """Settings from a mapping of sections, of short names (`target`, `replicas`), or of both.
-
-    Values may be strings, as `serve run cluster.app:build target=... replicas=2` gives them;
-    "null" stands for none. Raises `ConfigError`.
-    """
-    nested: dict[str, Any] = {}
-    for key, value in args.items():
-        if key not in SHORT_NAMES:
-            nested[key] = dict(value) if isinstance(value, Mapping) else _scalar(key, value)
-    for key, (section, name) in SHORT_NAMES.items():
-        if key not in args:
-            continue
-        inner = nested.setdefault(section, {})
-        if not isinstance(inner, dict) or name in inner:
-            raise ConfigError(f"{key}: also given as {section}.{name}")
-        inner[name] = _scalar(name, args[key])
-    try:
-        return ClusterConfig.model_validate(nested)
-    except ValidationError as error:
-        raise ConfigError.of(error) from None
-
-
-def is_null(name: str, text: str) -> bool:
-    """Whether a setting's text stands for no value. `speculative: none` names a method."""
-    return text.lower() == "null" or (text.lower() == "none" and name != "speculative")
-
-
-def _scalar(name: str, value: Any) -> Any:
-    return None if isinstance(value, str) and is_null(name, value) else value

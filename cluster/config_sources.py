@@ -1,4 +1,4 @@
-"""Where settings come from beside the code: YAML files, the environment, other servers' names."""
+"""Where settings come from: arguments, YAML files, the environment, under which names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from cluster.config import SECTIONS, ClusterConfig, ConfigError, ServerConfig, from_args
+from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError, ServerConfig
 
 ALIASES: Mapping[str, str] = {
     "replica.context_len": "max_model_len",
@@ -21,6 +22,38 @@ ALIASES: Mapping[str, str] = {
 }
 """Other servers' names for the same settings."""
 _DRAFTER = {"draft", "speculative"}
+
+
+def from_args(args: Mapping[str, Any]) -> ClusterConfig:
+    """Settings from a mapping of sections, of short names (`target`, `replicas`), or of both.
+
+    Values may be strings, as `serve run cluster.app:build target=... replicas=2` gives them;
+    "null" stands for none. Raises `ConfigError`.
+    """
+    nested: dict[str, Any] = {}
+    for key, value in args.items():
+        if key not in SHORT_NAMES:
+            nested[key] = dict(value) if isinstance(value, Mapping) else _scalar(key, value)
+    for key, (section, name) in SHORT_NAMES.items():
+        if key not in args:
+            continue
+        inner = nested.setdefault(section, {})
+        if not isinstance(inner, dict) or name in inner:
+            raise ConfigError(f"{key}: also given as {section}.{name}")
+        inner[name] = _scalar(name, args[key])
+    try:
+        return ClusterConfig.model_validate(nested)
+    except ValidationError as error:
+        raise ConfigError.of(error) from None
+
+
+def is_null(name: str, text: str) -> bool:
+    """Whether a setting's text stands for no value. `speculative: none` names a method."""
+    return text.lower() == "null" or (text.lower() == "none" and name != "speculative")
+
+
+def _scalar(name: str, value: Any) -> Any:
+    return None if isinstance(value, str) and is_null(name, value) else value
 
 
 def overridden(config: ClusterConfig, given: Mapping[str, Any]) -> ClusterConfig:

@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cluster.config import ClusterConfig, ConfigError, from_args
-from cluster.config_sources import ALIASES
+from cluster.config import ClusterConfig, ConfigError
+from cluster.config_sources import ALIASES, from_args
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import (
     ChatPrompt,

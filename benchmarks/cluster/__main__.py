@@ -21,7 +21,8 @@ from benchmarks.cluster.load import WAYS
 from benchmarks.cluster.parts import measure_real, measure_synthetic
 from benchmarks.report import machine, table, write_json
 from benchmarks.synthetic import Speed
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 
 PARTS = ("real", "synthetic")
 HEADER = (

@@ -21,8 +21,16 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError, from_args, is_null
-from cluster.config_sources import ALIASES, api_key, from_file, overridden, server_address
+from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError
+from cluster.config_sources import (
+    ALIASES,
+    api_key,
+    from_args,
+    from_file,
+    is_null,
+    overridden,
+    server_address,
+)
 from cluster.sentences import joined
 
 Command = Callable[..., None]

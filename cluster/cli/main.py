@@ -20,7 +20,8 @@ from cluster.cli.flags import (
     with_settings,
 )
 from cluster.cli.simulate import simulate
-from cluster.config import ConfigError, from_args
+from cluster.config import ConfigError
+from cluster.config_sources import from_args
 
 main = typer.Typer(
     name="lockstep",

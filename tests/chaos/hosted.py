@@ -25,7 +25,8 @@ import grpc
 
 from benchmarks.processes import Process, cluster_processes
 from cluster.client import Client
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig

@@ -16,7 +16,8 @@ from ray.serve._private import constants as serve_constants
 from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
 
 from cluster import app, serve_app
-from cluster.config import ConfigError, from_args
+from cluster.config import ConfigError
+from cluster.config_sources import from_args
 from cluster.serve_app import StartFailed
 from cluster.worker import resources
 

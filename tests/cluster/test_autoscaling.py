@@ -20,8 +20,7 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
-from cluster.config import from_args
-from cluster.config_sources import from_file
+from cluster.config_sources import from_args, from_file
 from cluster.pool.protocol import PoolView, merged_view
 from cluster.worker import resources
 from scheduler.messages import ReplicaSpec

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError, from_args
-from cluster.config_sources import from_file, overridden, server_address
+from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError
+from cluster.config_sources import from_args, from_file, overridden, server_address
 from cluster.frontend.admission.control import check_doors
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import from_args
-from cluster.config_sources import from_file
+from cluster.config_sources import from_args, from_file
 from cluster.frontend.metrics import METRICS, Kind
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

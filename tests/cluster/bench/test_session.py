@@ -20,7 +20,7 @@ from cluster.bench.session import Plan
 from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Workload
 from cluster.cli.main import main
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from protos import lockstep_pb2 as pb
 from replicas.models.names import TINY
 from replicas.replica import Replica

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import main
 from cluster.cli.plan import planned_of, size
-from cluster.config import from_args
-from cluster.config_sources import from_file
+from cluster.config_sources import from_args, from_file
 from cluster.worker import resources
 from replicas import replica as replica_module
 from replicas.memory import MemoryPlan, plan_memory

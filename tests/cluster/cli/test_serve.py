@@ -11,7 +11,7 @@ import pytest
 from cluster import app
 from cluster.cli import serve as cli_serve
 from cluster.cli.terminal import Terminal
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.serve_app import StartFailed
 
 LOOKS = 5

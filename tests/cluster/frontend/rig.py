@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 from grpc import StatusCode
 
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText

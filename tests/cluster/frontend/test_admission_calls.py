@@ -15,7 +15,8 @@ import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app

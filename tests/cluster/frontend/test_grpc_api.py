@@ -14,7 +14,7 @@ import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.handlers import Unparsed
 from cluster.frontend.grpc_api.health import SERVICE
 from cluster.frontend.status_codes import CODES, MEANINGS

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add, hash_of
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.body import _parsed

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_models import UNSUPPORTED

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from tests.cluster.frontend.rig import CONFIG, PROMPT
 from tests.cluster.frontend.test_http import Answer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.admission.keys import add
 from cluster.frontend.calls import Delta, GenerateCall, TextPrompt, TokenPrompt

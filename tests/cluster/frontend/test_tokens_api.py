@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.frontend.http_api.app import http_app
 from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend

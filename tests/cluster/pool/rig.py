@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from cluster.config import ClusterConfig, from_args
+from cluster.config import ClusterConfig
+from cluster.config_sources import from_args
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.session import PoolSession
 from cluster.pool.shard_router import ShardRouter

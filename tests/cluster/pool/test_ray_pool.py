@@ -23,7 +23,7 @@ from ray.exceptions import (
     RpcError,
 )
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import FRONTEND, WORKER, PoolUnreachable
 from cluster.pool.ray_pool import RayPool, open_pool

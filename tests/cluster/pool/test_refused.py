@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from scheduler.messages import Action, Event, Reject, RejectCode, Submit
 from tests.cluster.pool.rig import CONFIG, MOVE_S, PROMPTS, Cluster, check, shards
 from tests.cluster.wire import Wire, kill, until

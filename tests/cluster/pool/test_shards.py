@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.status import to_status
 from cluster.pool import shard_router
 from cluster.pool.in_flight import InFlightRequest

@@ -18,7 +18,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from ray.exceptions import GetTimeoutError, RayError
 
-from cluster.config import from_args
+from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
