@@ -28,7 +28,7 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     """Settings from a mapping of sections, of short names (`target`, `replicas`), or of both.
 
     Values may be strings, as `serve run cluster.app:build target=... replicas=2` gives them;
-    "null" stands for none. Raises `ConfigError`.
+    "null" stands for no value, as `is_null` says. Raises `ConfigError`.
     """
     nested: dict[str, Any] = {}
     for key, value in args.items():
