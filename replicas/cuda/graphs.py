@@ -13,16 +13,17 @@ On a CPU the same passes run padded through the same tensors, which is how they 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from replicas.cuda.recording import record, warm_up
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow
-from replicas.models.paged_model import ALL, Layout, Output, PagedModel, Wants
+from replicas.models.paged_model import ALL, AttentionBackend, Layout, Output, Wants
 
 KV_SHARES = (16, 4, 1)
 """Buckets of KV positions: the context divided by each."""
@@ -49,17 +50,33 @@ def buckets(most: int) -> list[int]:
     return [*sizes, most]
 
 
+class Recordable(Protocol):
+    """A PagedModel, or a head, which takes hidden states beside tokens."""
+
+    backend: AttentionBackend
+    cache: PagedCache
+    device: torch.device
+    vocab: int
+
+    @property
+    def forward(self) -> Callable[..., Output]:
+        """(tokens, layout, wants, *hidden)."""
+        ...
+
+
 class GraphedModel:
-    """A PagedModel on a device whose steps run in a few shapes."""
+    """A model on a device whose steps run in a few shapes."""
 
     def __init__(
         self,
-        model: PagedModel,
+        model: Recordable,
         rows_most: int,
         widths: list[int],
         taps: tuple[int, ...] = (),
+        hidden_size: int = 0,
     ) -> None:
-        """Records now, on rows that all lie in the scrap block; `widths` are tokens per row."""
+        """Records now, on rows that all lie in the scrap block; `widths` are tokens per row,
+        `hidden_size` the numbers per token of what a head takes beside tokens."""
         shape = model.backend.shape
         self.backend, self.device, self.vocab = model.backend, model.device, model.vocab
         self.model = model
@@ -72,7 +89,7 @@ class GraphedModel:
         # From the largest to the smallest: what it takes serves all others.
         kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
         for kind in sorted((Kind(*one) for one in kinds), reverse=True):
-            self._passes[kind] = _FixedPass(model, shape, kind, taps, pool)
+            self._passes[kind] = _FixedPass(model, shape, kind, taps, pool, hidden_size)
         self._kinds = sorted(self._passes)
 
     @property
@@ -85,13 +102,14 @@ class GraphedModel:
         tokens: torch.Tensor,  # [tokens], int64
         layout: Layout,
         wants: Wants = ALL,
+        *hidden: torch.Tensor,  # [tokens, hidden_size], of a head
     ) -> Output:
-        """As `PagedModel.forward`; the result is valid until the next pass."""
+        """As the model's own; the result is valid until the next pass."""
         kind = self._kind(layout, wants)
         if kind is None:
-            return self.model.forward(tokens, layout, wants)
+            return self.model.forward(tokens, layout, wants, *hidden)
         assert isinstance(layout, DeviceWindow)
-        out = self._passes[kind].run(tokens, layout)
+        out = self._passes[kind].run(tokens, layout, *hidden)
         assert out.logits is not None
         logits = _cut(out.logits, kind, layout)
         if isinstance(wants.logits, torch.Tensor):
@@ -116,13 +134,23 @@ class _FixedPass:
     """One kind of pass over standing tensors."""
 
     def __init__(
-        self, model: PagedModel, shape: CacheShape, kind: Kind, taps: tuple[int, ...], pool: Any
+        self,
+        model: Recordable,
+        shape: CacheShape,
+        kind: Kind,
+        taps: tuple[int, ...],
+        pool: Any,
+        hidden_size: int = 0,
     ) -> None:
         device = model.device
         self._kind = kind
         self._tokens = torch.zeros((kind.rows, kind.width), dtype=torch.int64, device=device)
         self._starts = torch.zeros(kind.rows, dtype=torch.int64, device=device)
         self._table = torch.full((kind.rows, kind.blocks), SCRAP_BLOCK, device=device)
+        self._hidden: list[torch.Tensor] = []
+        if hidden_size:
+            cells = kind.rows, kind.width, hidden_size
+            self._hidden = [torch.zeros(cells, dtype=model.cache.dtype, device=device)]
         self._held: torch.Tensor | None = None
         """Whose table the standing one holds: mostly that of all passes of a batch."""
         self._graph: Any = None
@@ -131,7 +159,8 @@ class _FixedPass:
         def run() -> Output:
             layout = DeviceLayout(self._table, self._starts, kind.width, shape, reach)
             window = layout.window(0, kind.width)
-            return model.forward(self._tokens.reshape(-1), window, Wants(taps=taps))
+            hidden = [one.flatten(0, 1) for one in self._hidden]
+            return model.forward(self._tokens.reshape(-1), window, Wants(taps=taps), *hidden)
 
         self._run = run
         if device.type == "cuda":
@@ -146,8 +175,10 @@ class _FixedPass:
     def recorded(self) -> bool:
         return self._graph is not None
 
-    def run(self, tokens: torch.Tensor, window: DeviceWindow) -> Output:
+    def run(self, tokens: torch.Tensor, window: DeviceWindow, *hidden: torch.Tensor) -> Output:
         rows, width = window.rows, window.width
+        for standing, given in zip(self._hidden, hidden, strict=True):
+            standing[:rows, :width] = given.view(rows, width, -1)
         self._tokens.zero_()
         self._tokens[:rows, :width] = tokens.view(rows, width)
         self._starts.zero_()

@@ -127,10 +127,14 @@ def test_a_head_may_have_another_width_than_its_target(
         assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
 
 
-def test_passes_of_fixed_shapes_draft_the_same(tmp_path: Path) -> None:
+def test_passes_of_fixed_shapes_draft_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the head's keys and values lie as on a GPU."""
     path = save_head(tmp_path, TARGET, said(True, "qwen3"))
     replica = headed_replica(path, graphs="on", plan_rows=2, plan_draft_len=3)
+    # Passes that are not replayed would run here.
+    monkeypatch.setattr(replica._drafter._passes, "model", None)  # type: ignore[union-attr]
     client = Client(replica)
     client.prefill(a=prompt(7), b=prompt(12))
     for k in (0, 2, 3):
@@ -181,6 +185,21 @@ def test_a_shared_block_is_one_whose_next_token_is_the_same_too(
     assert found == (shared - 1) // 4 * 4
     drafts, _ = drafts_of(replica, ["a", "b"], 4)
     assert drafts == [expected(path, first, 4), expected(path, second, 4)]
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_row_that_cannot_draft_keeps_what_it_has_beside_one_that_does(
+    tmp_path: Path, graphs: str
+) -> None:
+    path = save_head(tmp_path, TARGET, said(True))
+    replica = headed_replica(path, graphs=graphs, plan_rows=2, plan_draft_len=3)
+    client = Client(replica)
+    client.prefill(new=60, a=prompt(9), b=prompt(4))
+    with failing_pass(replica, 2):
+        client.steps(3, 3, ["a"])
+    assert [row.draft_tokens for row in client.steps(3).rows] == [0, 3]
+    drafts, _ = drafts_of(replica, ["a", "b"], 4)
+    assert drafts == [expected(path, client.contents[name], 4) for name in "ab"]
 
 
 def test_rows_of_unequal_drafts_show_the_head_what_was_accepted(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from replicas.cuda.graphs import Kind, _FixedPass
+from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.eagle3.layer import HeadLayer
+from replicas.drafters.eagle3.weights import Head
 from replicas.invariant.device import chunked_attention
 from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import Arithmetic
@@ -27,6 +30,7 @@ from replicas.models.attention import GatherBackend
 from replicas.models.attention.paged import FlexAttention, NotPaged, PagedBackend, VarlenAttention
 from replicas.models.decoder import JoinedDecoder
 from replicas.models.paged_model import ATTENTION, PagedModel, fill
+from tests.replicas.heads import TARGET_VOCAB, said
 from tests.tiny_pairs import ARCHITECTURES, random_model
 
 META, GPU = torch.device("meta"), torch.device("cuda")
@@ -182,6 +186,25 @@ def test_so_can_passes_with_attention_in_place(attention: str, join: bool) -> No
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_so_can_deterministic_passes(architecture: str) -> None:
     record(model_on_meta(architecture, torch.bfloat16, tiled=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_so_can_passes_of_a_head(kind: str) -> None:
+    target = random_model("llama").config
+    config = head_config(said(True, kind, draft_vocab_size=TARGET_VOCAB), set(), target)
+    with META:
+        tensors = {name: torch.empty(shape) for name, shape in config.tensors.items()}
+        embeddings = torch.empty(TARGET_VOCAB, config.target_width)
+    shape = CacheShape(16, CONTEXT, 4, 2, 8)
+    cache = PagedCache(1, 2, 8, BLOCKS, 16, torch.float32, META)
+    head = Head(config, tensors, None)
+    layer = HeadLayer(head, embeddings, cache, shape, GatherBackend(cache, shape), False)
+    one = _FixedPass(layer, shape, Kind(ROWS, 1, 5), (), None, config.width)
+    with recordable():
+        out = one._run()
+    assert out.logits is not None
+    assert out.logits.shape == (ROWS, TARGET_VOCAB)
+    assert [tap.shape for tap in out.taps] == [(ROWS, config.width)]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Drafts by an EAGLE-3 head: it sees what the target has computed, and goes on from its own output.
 
 Its KV of a position needs the target's hidden states there, also those of steps without drafts.
-They are kept and taken in together, when the row drafts next or after TOGETHER of them. To take
-them in is half of the layer; the other half is computed for one position of a row, when the row
-drafts. Between steps a row carries what that takes. A batch that failed takes it away; the next
-step of such a row is a plain one, which brings it back.
+They are kept and taken in together, when the row drafts next or after TOGETHER of them. Those of a
+row's last position are kept longer: its first draft token comes from there. If a batch that failed
+takes them away, the next step of the row is a plain one, which brings new ones.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
+from replicas.cuda.graphs import GraphedModel
 from replicas.cuda.transfers import upload
 from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.layer import HeadLayer
@@ -26,12 +26,12 @@ from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.invariant.backend import HostBackend
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache import CacheShape, PagedCache
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape
 from replicas.models.attention import GatherBackend
 from replicas.models.build import computes_on_host
 from replicas.models.load import PairRefused, dtype_of, resolve
-from replicas.models.paged_model import AttentionBackend
+from replicas.models.paged_model import ALL, AttentionBackend
 from replicas.sampling.choice import guess
 from replicas.stopwatch import Stopwatch
 
@@ -43,8 +43,8 @@ TOGETHER = 16
 class _Row:
     valid: int
     """KV positions."""
-    carry: tuple[torch.Tensor, torch.Tensor] | None = None
-    """What has entered the layer at position `valid` - 1; see `HeadLayer.enter`."""
+    last: list[torch.Tensor] | None = None  # each [1, hidden]
+    """The hidden states at position `valid` - 1, by tap."""
     tokens: list[int] = field(default_factory=list)
     """What follows on each position from `valid` on that was seen and not taken in."""
     taps: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
@@ -56,11 +56,12 @@ class _Row:
 
 
 class Eagle3Drafter:
-    def __init__(self, layer: HeadLayer, name: str) -> None:
+    def __init__(self, layer: HeadLayer, passes: HeadLayer | GraphedModel, name: str) -> None:
+        """`passes` run the layer over one position of each row."""
         self.name = name
         self.taps = tuple(sorted(set(layer.config.taps)))
         self._order = [self.taps.index(tap) for tap in layer.config.taps]
-        self._layer = layer
+        self._layer, self._passes = layer, passes
         self._rows: dict[str, _Row] = {}
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
@@ -75,87 +76,93 @@ class Eagle3Drafter:
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for id, length in zip(rows, lengths, strict=True):
             row = self._rows[id]
-            row.carry, row.valid = None, min(row.valid, length - 1)
+            if row.valid > length - 1:
+                row.valid, row.last = length - 1, None
             count = length - 1 - row.valid
             row.tokens = row.tokens[:count]
             row.taps = [[tap[:count] for tap in _joined(row.taps)]] if row.tokens else []
 
     def observe(self, seen: Seen) -> None:
         first = 0
+        drafted = seen.drafted or [0] * len(seen.ids)
         for index, (content, (begin, end)) in enumerate(
             zip(seen.contents, seen.ranges, strict=True)
         ):
             row = self._rows[seen.ids[index]]
             assert len(row) == begin, "it sees every position once"
+            if drafted[index]:  # which took in the last position
+                row.valid, row.last, row.tokens, row.taps = begin, None, [], []
             # Of a check all next tokens are new, of a prefill none is.
             new = seen.committed[index] if seen.committed else content[begin + 1 : end + 1]
             row.tokens += new
-            row.taps.append([tap[first : first + end - begin] for tap in seen.taps])
+            if new:
+                row.taps.append([tap[first : first + end - begin] for tap in seen.taps])
             first += end - begin
-        drafting = seen.drafted is None or any(seen.drafted)
+        drafting = seen.drafted is None or any(drafted)
         if drafting or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):
             self._take_in(seen.ids, seen.table)
 
-    def _take_in(
-        self,
-        ids: Sequence[str],  # all with positions to take in
-        table: torch.Tensor,  # [rows, blocks], int64
-    ) -> None:
+    def _take_in(self, ids: Sequence[str], table: torch.Tensor) -> None:  # [rows, blocks], int64
+        """All that was seen of rows that are more than one position behind."""
+        behind = [at for at, id in enumerate(ids) if len(self._rows[id].tokens) > 1]
+        if not behind:
+            return
+        if len(behind) < len(ids):
+            ids = [ids[at] for at in behind]
+            table = table.index_select(0, upload(behind, torch.int64, table.device))
         rows = [self._rows[id] for id in ids]
         fed = upload([token for row in rows for token in row.tokens], torch.int64, table.device)
         taps = _joined([part for row in rows for part in row.taps])
         hidden = self._layer.fused([taps[index] for index in self._order])
         layout = self._layer.backend.ranges_layout(table, [(row.valid, len(row)) for row in rows])
-        last = [end - 1 for end in accumulate(len(row.tokens) for row in rows)]
-        entered, residual = self._layer.enter(fed, hidden, layout)
-        carries = zip(entered[last], residual[last], strict=True)
-        for id, row, carry in zip(ids, rows, carries, strict=True):
-            self._rows[id] = _Row(len(row), carry)
+        self._layer.enter(fed, hidden, layout)
+        last = list(accumulate(len(row.tokens) for row in rows))
+        for id, row, end in zip(ids, rows, last, strict=True):
+            # A copy: a part of a prompt would keep all of it.
+            self._rows[id] = _Row(len(row), [tap[end - 1 : end].clone() for tap in taps])
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
-        behind = [at for at, id in enumerate(ask.ids) if self._rows[id].tokens]
-        if behind:
+        if any(len(self._rows[id].tokens) > 1 for id in ask.ids):
             with watch.section("catch_up"):
-                self._take_in([ask.ids[at] for at in behind], ask.table[behind])
-        rows = [self._rows[row] for row in ask.ids]
-        lens = [
-            0 if row.carry is None or row.valid != len(content) - 1 else most
-            for row, content, most in zip(rows, ask.contents, ask.draft_lens, strict=True)
+                self._take_in(ask.ids, ask.table)
+        rows = [self._rows[id] for id in ask.ids]
+        last = [
+            None if len(row) != len(content) - 1 else row.taps[0] if row.taps else row.last
+            for row, content in zip(rows, ask.contents, strict=True)
         ]
-        k = max(lens)
-        if k == 0:
+        lens = [0 if one is None else most for one, most in zip(last, ask.draft_lens, strict=True)]
+        if not any(lens):
             none = torch.empty((0, len(rows)), dtype=torch.int64, device=ask.table.device)
             return Proposal(none, lens)
         with watch.section("draft"):
-            spare = next(row.carry for row in rows if row.carry is not None)
-            carries = [spare if one.carry is None else one.carry for one in rows]
-            entered, residual = (torch.stack(parts) for parts in zip(*carries, strict=True))
-            return self._draft(ask, lens, k, entered, residual)
+            return self._draft(ask, lens, last)
 
     def _draft(
-        self,
-        ask: Ask,
-        lens: list[int],
-        k: int,
-        entered: torch.Tensor,  # [rows, heads + 2 * kv_heads, head_dim]
-        residual: torch.Tensor,  # [rows, width]
+        self, ask: Ask, lens: list[int], last: Sequence[list[torch.Tensor] | None]
     ) -> Proposal:
-        layer, ids = self._layer, self._layer.ids
-        device = ask.table.device
+        """`last`: the hidden states at each row's last position, by tap, if they are there."""
+        ids, shift, table = self._layer.ids, self._layer.shift, ask.table
+        k, spare = max(lens), next(one for one in last if one is not None)
+        if None in last:  # such a row is computed in the scrap block: what it has stays
+            absent = upload([one is None for one in last], torch.bool, table.device)
+            table = table.masked_fill(absent[:, None], SCRAP_BLOCK)
+        taps = _joined([one or spare for one in last])
+        x = self._layer.fused([taps[index] for index in self._order])
         starts = [len(content) - 2 for content in ask.contents]
-        layout = layer.backend.step_layout(ask.table, starts, k)
-        tokens = torch.empty((k, len(lens)), dtype=torch.int64, device=device)
+        layout = self._layer.backend.step_layout(table, starts, k)
+        token = upload([content[-1] for content in ask.contents], torch.int64, table.device)
+        tokens = []
         for j in range(k):
-            logits, x = layer.logits(layer.leave(entered, residual, layout.window(j, j + 1)))
-            token = guess(logits, ask.sampling, ask.noise, j, ids)
-            if layer.shift is not None:
-                before = tokens[j - 1] if j else torch.tensor([one[-1] for one in ask.contents])
-                tokens[j] = (before.to(device) + layer.shift) % ask.token_most
+            out = self._passes.forward(token, layout.window(j, j + 1), ALL, x)
+            assert out.logits is not None
+            (x,) = out.taps
+            guessed = guess(out.logits, ask.sampling, ask.noise, j, ids)
+            if shift is not None:
+                token = (token + shift) % ask.token_most
             else:
-                tokens[j] = token if ids is None else ids[token]
-            if j + 1 < k:
-                entered, residual = layer.enter(tokens[j], x, layout.window(j + 1, j + 2))
-        return Proposal(tokens, lens)
+                token = guessed if ids is None else ids[guessed]
+            tokens.append(token)
+        return Proposal(torch.stack(tokens), lens)
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,10 @@ class HeadSource(DraftSource):
             backend = HostBackend(cache, shape, Arithmetic())
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, cache, shape, backend, plan.prepack)
-        return Eagle3Drafter(layer, self.name)
+        passes: HeadLayer | GraphedModel = layer
+        if config.fixed_shapes(device):
+            passes = GraphedModel(layer, plan.work.rows, [1], hidden_size=self.head.config.width)
+        return Eagle3Drafter(layer, passes, self.name)
 
 
 def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:  # each [tokens, hidden]

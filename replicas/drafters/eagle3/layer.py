@@ -17,7 +17,7 @@ from replicas.drafters.eagle3.config import LAYER
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant.ops import Product
 from replicas.kv_cache import CacheShape, PagedCache
-from replicas.models.paged_model import AttentionBackend
+from replicas.models.paged_model import AttentionBackend, Output, Wants
 
 
 class HeadLayer:
@@ -34,11 +34,11 @@ class HeadLayer:
     ) -> None:
         self.config = config = head.config
         self.ids, self.shift = head.ids, head.shift
-        self.backend = backend
+        self.backend, self.device, self.vocab = backend, embeddings.device, config.vocab_size
         tensors = head.tensors
         self._norms = {key: value for key, value in tensors.items() if "norm" in key}
         self._embeddings = tensors.get("embed_tokens.weight", embeddings)
-        self._cache = cache
+        self.cache = cache
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = config.head_dim
         self._scaling = self._dim**-0.5
@@ -78,8 +78,8 @@ class HeadLayer:
         hidden: torch.Tensor,  # [tokens, width]
         layout: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values. Returns what `leave` needs of each token: queries, keys and
-        values, [tokens, heads + 2 * kv_heads, head_dim], and the residual, [tokens, width]."""
+        """Write keys and values. Returns queries, keys and values, [tokens, heads + 2 * kv_heads,
+        head_dim], and the residual, [tokens, width]."""
         embedded = embedding(tokens.clamp(max=self._embeddings.shape[0] - 1), self._embeddings)
         embedded = self._norm(embedded, LAYER + "input_layernorm")
         normed = self._norm(hidden, LAYER + "hidden_norm")
@@ -94,23 +94,24 @@ class HeadLayer:
         cos, sin = self._cos[layout.positions], self._sin[layout.positions]
         both = _rotated(torch.cat((queries, keys), 1), cos, sin)
         x = torch.cat((both, values), 1)
-        self._cache.write(0, layout.slots, x[:, heads:].view(-1, 2, self._kv_heads, self._dim))
+        self.cache.write(0, layout.slots, x[:, heads:].view(-1, 2, self._kv_heads, self._dim))
         return x, residual
 
-    def leave(
-        self, entered: torch.Tensor, residual: torch.Tensor, layout: Any
-    ) -> torch.Tensor:  # [tokens, width]
-        """The layer's output, before the last norm, of tokens that have entered."""
+    def forward(
+        self,
+        tokens: torch.Tensor,  # [tokens], int64, as in `enter`
+        layout: Any,
+        wants: Wants,
+        hidden: torch.Tensor,  # [tokens, width]
+    ) -> Output:
+        """All logits of the layer's output, and as a tap what the next position sees of it."""
+        entered, residual = self.enter(tokens, hidden, layout)
         attention = self.backend.begin(layout, entered.shape[1])
         x = self._out.added(attention(0, entered, self._scaling), residual)
         gate, up = self._gate_up(self._norm(x, LAYER + "post_attention_layernorm")).chunk(2, -1)
-        return self._down.added(silu(gate).mul_(up), x)
-
-    def logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the layer's output, [tokens, width]: logits, [tokens, vocab], and what the next
-        position sees of it."""
+        x = self._down.added(silu(gate).mul_(up), x)
         normed = self._norm(x, "norm")
-        return self._lm_head(normed), normed if self.config.norm_output else x
+        return Output(self._lm_head(normed), [normed if self.config.norm_output else x])
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight = self._norms[f"{name}.weight"]
