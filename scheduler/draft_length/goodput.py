@@ -1,7 +1,8 @@
 """The goodput of each draft length: expected tokens over expected time.
 
-With acceptance a of a row, k draft tokens commit 1 + a + ... + a^k tokens of it. Every k from 0 to
-the most has its own figure, because times rise in steps and so goodput has several peaks.
+Where a row's first draft token is accepted with chance a and each later one with b, k draft tokens
+commit 1 + a + a b + ... + a b^(k - 1) tokens of it. Every k from 0 to the most has its own figure,
+because times rise in steps and so goodput has several peaks.
 
 Pure arithmetic; knows no sequence and no replica.
 """
@@ -13,14 +14,14 @@ from operator import mul
 
 
 def likelihoods(
-    acceptances: Sequence[float], limits: Sequence[int], most: int
+    first: Sequence[float], later: Sequence[float], limits: Sequence[int], most: int
 ) -> list[list[float]]:
     """Of each draft position up to `most`: how likely it is accepted in each row.
 
-    `acceptances` and `limits` (most draft tokens) are those of each row.
+    `first` and `later` (acceptances) and `limits` (most draft tokens) are those of each row.
     """
     least = min(limits, default=most)
-    likely: list[float] = list(acceptances)
+    likely: list[float] = list(first)
     found = []
     for position in range(most):
         if position >= least:
@@ -28,7 +29,7 @@ def likelihoods(
                 one if position < limit else 0.0 for one, limit in zip(likely, limits, strict=True)
             ]
         found.append(likely)
-        likely = list(map(mul, likely, acceptances))
+        likely = list(map(mul, likely, later))
     return found
 
 
