@@ -7,23 +7,24 @@ that changes how many tokens a step commits, never which.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
 from scheduler.messages import (
     Batch,
     BatchKind,
+    FinishReason,
     PrefillRow,
     Release,
     ReplicaSpec,
+    Request,
     RowResult,
     StepResult,
     StepRow,
     StepTimes,
 )
 from scheduler.simulation.hardware import Times
-from scheduler.simulation.reference import content_hash, next_token
 from scheduler.state import PrefixSet, block_keys
 from scheduler.validation import blocks_needed
 
@@ -258,3 +259,31 @@ def _draw_accepted(acceptance: float, draft_len: int, rng: Random) -> int:
     if acceptance >= 1:
         return draft_len
     return min(int(math.log(1.0 - rng.random()) / math.log(acceptance)), draft_len)
+
+
+def reference_output(request: Request, vocab_size: int) -> tuple[tuple[int, ...], FinishReason]:
+    """All new tokens of a request, carried ones included, and why it ends if nothing else ends it.
+
+    It depends on the content and the seed alone. The next token is a hash of all content so far, so
+    one wrong, missing or doubled token changes nearly every token after it.
+    """
+    tokens = list(request.committed)
+    state = content_hash(request.prompt + request.committed)
+    while not (tokens and tokens[-1] in request.stop_token_ids):
+        if len(tokens) >= request.max_new_tokens:
+            return tuple(tokens), FinishReason.LENGTH
+        tokens.append(next_token(state, request.sampling.seed, vocab_size))
+        state = content_hash(tokens[-1:], state)
+    return tuple(tokens), FinishReason.STOP
+
+
+def content_hash(tokens: Iterable[int], state: int = 0) -> int:
+    """The hash of a content whose hash was `state` before these tokens."""
+    for token in tokens:
+        state = hash((state, token))
+    return state
+
+
+def next_token(state: int, seed: int, vocab_size: int) -> int:
+    """The target's choice after a content with this hash."""
+    return (state ^ seed) % vocab_size
