@@ -23,15 +23,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.batching.batches import prefill_batch, speculate_batch
-from scheduler.batching.cutting import part_of
-from scheduler.batching.grouping import batches_per_round, choose_rows, is_due, may_step, row_behind
+from scheduler.batching.grouping import (
+    batches_per_round,
+    choose_rows,
+    is_due,
+    may_step,
+    part_of,
+    row_behind,
+)
 from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
 from scheduler.batching.prefill import budget_for_waiting, chunks, oldest_partial
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy, StepPlan
 from scheduler.faults import excluded
-from scheduler.messages import Action, Batch, BatchKind, Dispatch, Interrupt, Release
+from scheduler.messages import (
+    Action,
+    Batch,
+    BatchKind,
+    Dispatch,
+    Interrupt,
+    PrefillRow,
+    Release,
+    StepRow,
+)
 from scheduler.state import Pool, Replica, Sequence
 from scheduler.validation import blocks_needed
 
@@ -176,10 +190,10 @@ class Dispatcher:
             if sequence.reservation is not None:
                 self.touch(sequence.reservation)
             self._pool.place(sequence, replica, self._now_s)
-        batch_id = self._new_batch_id()
-        self._pool.fill(replica, given, batch_id)
-        rows = [sequence for sequence, _, _ in given]
-        self._send(replica, prefill_batch(batch_id, replica.id, given), rows)
+        prefill = tuple(_prefill_row(*chunk) for chunk in given)
+        batch = Batch(self._new_batch_id(), replica.id, BatchKind.PREFILL, prefill=prefill)
+        self._pool.fill(given, batch.id)
+        self._send(replica, batch, [sequence for sequence, _, _ in given])
 
     def _next_rows(self, replica: Replica) -> list[Sequence]:
         """Ready rows of near length. Of rows that lie too far apart to be read together only a
@@ -226,7 +240,21 @@ class Dispatcher:
             return True
         batch_id = self._new_batch_id()
         self._pool.step(replica, rows, lacking, batch_id)
-        self._send(replica, speculate_batch(batch_id, replica.id, rows, plan), rows)
+        step_rows = tuple(
+            [
+                StepRow(one.id, one.length, draft_len, one.blocks)
+                for one, draft_len in zip(rows, plan.draft_lens, strict=True)
+            ]
+        )
+        batch = Batch(
+            batch_id,
+            replica.id,
+            BatchKind.SPECULATE,
+            rows=step_rows,
+            draft_len=plan.draft_len,
+            steps=plan.steps,
+        )
+        self._send(replica, batch, rows)
         return True
 
     def _send(self, replica: Replica, batch: Batch, rows: list[Sequence]) -> None:
@@ -252,6 +280,22 @@ class Dispatcher:
     def _new_batch_id(self) -> int:
         self._batch_id += 1
         return self._batch_id
+
+
+def _prefill_row(sequence: Sequence, begin: int, until: int) -> PrefillRow:
+    """One that begins at 0 is new to the replica and comes with all its content."""
+    return PrefillRow(
+        sequence_id=sequence.id,
+        tokens=() if begin else sequence.content(),
+        tokens_left=sequence.tokens_left,
+        sampling=sequence.request.sampling,
+        stop_token_ids=sequence.request.stop_token_ids,
+        blocks=sequence.blocks,
+        begin=begin,
+        until=until,
+        salt="" if begin else sequence.salt,
+        decoding=None if begin else sequence.request.decoding,
+    )
 
 
 def _lacking(

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import mul
 
-from scheduler.draft_length.estimates import Latency
 from scheduler.messages import PrefillTiming, StepTiming
 
 CELLS_MAX = 128
@@ -46,6 +45,15 @@ def bucket(tokens: int) -> int:
     below = max(tokens - 1, 0)
     octave = max(below.bit_length() - 4, 0)
     return 8 * octave + (below >> octave)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One row of a latency table: work of about so many tokens, without reading KV."""
+
+    tokens: float
+    seconds: float
+    """At the machine's usual speed."""
 
 
 @dataclass(slots=True)

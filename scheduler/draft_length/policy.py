@@ -13,10 +13,8 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.acceptance import Acceptance
-from scheduler.draft_length.estimates import CostEstimates
-from scheduler.draft_length.goodput import goodputs, likelihoods
-from scheduler.draft_length.latency import LatencyTable
+from scheduler.draft_length.acceptance import Acceptance, goodputs, likelihoods
+from scheduler.draft_length.latency import Latency, LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence
 
@@ -52,6 +50,33 @@ class StepPlan:
     def draft_len(self) -> int:
         """k of the batch."""
         return max(self.draft_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class CostEstimates:
+    """What a policy expects of one replica, and chose last; times in seconds."""
+
+    draft_len: int = 0
+    """k as it was chosen last; probes and what requests ask for themselves are left out."""
+    steps: int = 1
+    """Of the last batch."""
+    step_s: float = 0.0
+    """Expected time of such a step with the rows of the last batch; 0 while nothing is known."""
+    round_trip_s: float = 0.0
+    """What a batch takes beside its run: messages and the pool's own time."""
+    acceptance_greedy: float = 0.0
+    """Probability that one more draft token is accepted, lately and over all sequences."""
+    acceptance_sampled: float = 0.0
+    apart_positions: float = math.inf
+    """See `DraftPolicy.apart`."""
+    slowdown: float = 1.0
+    """What steps take now over what they take usually."""
+    draft: tuple[Latency, ...] = ()
+    """One draft pass, by rows."""
+    step: tuple[Latency, ...] = ()
+    """The rest of a step, by tokens checked."""
+    prefill: tuple[Latency, ...] = ()
+    """One prefill batch, by positions filled."""
 
 
 @dataclass(slots=True)

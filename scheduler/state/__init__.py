@@ -1,11 +1,14 @@
 """The records of a pool: sequences, replicas, what may happen to them, and the invariants."""
 
 from scheduler.state.invariants import check_pool as check_pool
-from scheduler.state.pipeline import InFlight as InFlight, Pipeline as Pipeline
 from scheduler.state.pool import Pool as Pool
 from scheduler.state.prefixes import PrefixSet as PrefixSet, block_keys as block_keys
 from scheduler.state.ready_rows import ReadyRows as ReadyRows, Row as Row
-from scheduler.state.replica import BatchFigures as BatchFigures, Replica as Replica
+from scheduler.state.replica import (
+    BatchFigures as BatchFigures,
+    InFlight as InFlight,
+    Replica as Replica,
+)
 from scheduler.state.sequence import (
     Answer as Answer,
     Chunk as Chunk,

@@ -5,10 +5,11 @@ It keeps the books (reservations, indexes, deadlines) consistent and decides not
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
+from itertools import takewhile
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
@@ -17,7 +18,6 @@ from scheduler.state.rate import RateMeter
 from scheduler.state.replica import Replica
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
 
-_HEAP_SLACK = 64
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
 
@@ -36,7 +36,7 @@ class Pool:
         self._open: list[tuple[int, str]] | None = None
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
-        """A heap of (deadline, sequence number, id); finished ones go when they come up."""
+        """(deadline, number, id) of the live sequences that have one, the first due first."""
         self.limit_left = 0
         """Tokens that live sequences may still commit."""
         self.expected_share = 1.0
@@ -63,8 +63,7 @@ class Pool:
         self.limit_left += sequence.tokens_left
         if request.timeout_s is not None:
             sequence.deadline_s = now_s + request.timeout_s
-            heapq.heappush(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
-            self._compact_deadlines()
+            insort(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
         return sequence
 
     def expected(self, limit: int) -> int:
@@ -123,7 +122,7 @@ class Pool:
         replica.blocks_most += replica.blocks_limit(sequence)
         self._open = None
 
-    def fill(self, replica: Replica, given: list[Chunk], batch_id: int) -> None:
+    def fill(self, given: list[Chunk], batch_id: int) -> None:
         """A prefill batch takes these placed sequences."""
         for sequence, _, until in given:
             self.move(sequence, Move.PREFILL)
@@ -211,6 +210,8 @@ class Pool:
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
             self.drop_reservation(sequence)
+        if sequence.deadline_s is not None:
+            del self.deadlines[bisect_left(self.deadlines, (sequence.deadline_s, sequence.number))]
         self.limit_left -= sequence.tokens_left
         self.move(sequence, Move.FINISH)
         self.finished[reason] += 1
@@ -296,23 +297,6 @@ class Pool:
     # ----------------------------------------------------------------- deadlines
 
     def overdue(self, now_s: float) -> list[Sequence]:
-        """Live sequences with a deadline that has come; each is returned once."""
-        due = []
-        while self.deadlines and self.deadlines[0][0] <= now_s:
-            _, number, sequence_id = heapq.heappop(self.deadlines)
-            sequence = self.sequences.get(sequence_id)
-            # The id may belong to a later request by now; the number never does.
-            if sequence is not None and sequence.number == number and sequence.live:
-                due.append(sequence)
-        return due
-
-    def _compact_deadlines(self) -> None:
-        """Drops finished requests once they are the larger part: O(1) per request on average."""
-        if len(self.deadlines) <= 2 * len(self.sequences) + _HEAP_SLACK:
-            return
-        self.deadlines = [
-            (sequence.deadline_s, sequence.number, sequence.id)
-            for sequence in self.sequences.values()
-            if sequence.deadline_s is not None and sequence.live
-        ]
-        heapq.heapify(self.deadlines)
+        """Live sequences with a deadline that has come."""
+        due = takewhile(lambda key: key[0] <= now_s, self.deadlines)
+        return [self.sequences[sequence_id] for _, _, sequence_id in due]
