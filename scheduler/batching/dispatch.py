@@ -32,7 +32,7 @@ from scheduler.batching.grouping import (
     row_behind,
 )
 from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
-from scheduler.batching.prefill import budget_for_waiting, chunks, oldest_partial
+from scheduler.batching.prefill import chunks_of_begun, oldest_partial
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy, StepPlan
 from scheduler.faults import excluded
@@ -134,15 +134,14 @@ class Dispatcher:
         # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
         if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
             tokens = self.chunk(replica)
-            budget = budget_for_waiting(replica, tokens, self._config)
-            placement = next_placement(replica, self._pool, budget)
+            placement = next_placement(replica, self._pool, tokens)
             for sequence in placement.left:
                 sequence.left += 1
             if placement.reserve is not None:
                 self._pool.reserve(placement.reserve, replica)
                 return True
             # Now, or after the next step.
-            prompts_wait = bool(placement.rows or replica.partial)
+            prompts_wait = bool(placement.chunks or replica.partial)
             if prompts_wait and not (ready and pipeline.last_kind is BatchKind.PREFILL):
                 self._prefill(replica, placement, tokens)
                 return True
@@ -185,8 +184,12 @@ class Dispatcher:
         """Chunks of the chosen rows and of those that were begun."""
         for sequence, count in placement.overtaken:
             sequence.overtaken += count
-        given = chunks(replica, placement.rows, tokens, self._config)
-        for sequence in placement.rows:
+        given = placement.chunks
+        if not (given and given[0][0].quarantined):
+            places = self._config.prefill_rows_max - len(given) - 1
+            begun = chunks_of_begun(replica, places, tokens, placement.tokens_left)
+            given = given + begun
+        for sequence, _, _ in placement.chunks:
             if sequence.reservation is not None:
                 self.touch(sequence.reservation)
             self._pool.place(sequence, replica, self._now_s)

@@ -32,11 +32,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from scheduler.batching.prefill import PrefillBudget
+from scheduler.batching.prefill import first_half, least_part
 from scheduler.config import SchedulerConfig
 from scheduler.faults import excluded
 from scheduler.messages import BatchKind
-from scheduler.state import Pool, Replica, Sequence
+from scheduler.state import Chunk, Pool, Replica, Sequence
 
 CANDIDATES_MAX = 16
 """Replicas, lightest first, that are compared for one sequence."""
@@ -53,9 +53,11 @@ SKIPS_FACTOR = 16
 class Placement:
     """What a replica takes next; nothing has been changed yet."""
 
-    rows: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    tokens_left: int = 0
+    """What these leave of the batch for rows that were begun."""
     overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Sequences that do not fit here, and how many of `rows` were behind them."""
+    """Sequences that do not fit here, and how many that were behind them are placed."""
     left: list[Sequence] = field(default_factory=list)
     """Sequences that other replicas have the prefix of."""
     reserve: Sequence | None = None
@@ -96,14 +98,15 @@ def best_replica(sequence: Sequence, pool: Pool) -> Replica | None:
     return best
 
 
-def next_placement(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement:
-    """What this replica takes next: rows in quarantine before all others."""
+def next_placement(replica: Replica, pool: Pool, tokens: int) -> Placement:
+    """What this replica takes next for a prefill batch of so many tokens: rows in quarantine before
+    all others."""
     unsound = BatchKind.PREFILL in replica.pipeline.failed
     placement = _next_quarantined(replica, pool, again=not unsound)
-    if placement.rows or placement.reserve is not None:
+    if placement.chunks or placement.reserve is not None:
         return placement
-    placement = _next_rows(replica, pool, budget)
-    if unsound and not (placement.rows or placement.reserve is not None or replica.partial):
+    placement = _next_rows(replica, pool, tokens)
+    if unsound and not (placement.chunks or placement.reserve is not None or replica.partial):
         placement = _next_quarantined(replica, pool, again=True)
     return placement
 
@@ -112,7 +115,7 @@ def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
     """Waiting rows in quarantine that go here by themselves. `again`: also those that failed on
     this replica, if no other could hold them."""
     placement = Placement()
-    config, rows = pool.config, placement.rows
+    config, chunks = pool.config, placement.chunks
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
     taken = taken_most = tokens = 0
     for sequence in pool.waiting.quarantined():
@@ -124,39 +127,44 @@ def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
         tokens += sequence.fill
-        fits = len(rows) < rows_most and replica.has_blocks(sequence, taken, taken_most)
-        if rows and (not fits or tokens > config.prefill_tokens_max):
+        fits = len(chunks) < rows_most and replica.has_blocks(sequence, taken, taken_most)
+        if chunks and (not fits or tokens > config.prefill_tokens_max):
             break
         if replica.pipeline.batches or not fits:
             if replica.reserved_for is None and sequence.reservation is None:
                 placement.reserve = sequence
             break
-        rows.append(sequence)
+        chunks.append((sequence, 0, sequence.fill))
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
     return placement
 
 
-def _next_rows(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement:
+def _next_rows(replica: Replica, pool: Pool, tokens: int) -> Placement:
     """Other rows that this replica takes from the front of the queue for one prefill batch.
 
     SCAN_MAX sequences at most are looked at, not counting SKIPS_FACTOR times as many that
-    an empty replica of this spec could not hold. `budget` is what the batch has for them: a row
-    that is begun with what is left ends the batch, and so does one for which nothing is left.
+    an empty replica of this spec could not hold. A row that is begun with what is left of the batch
+    ends it, and so does one for which too little is left.
     """
-    placement = Placement()
     config = pool.config
-    rows = placement.rows
-    rows_most = min(budget.rows, config.residents_max - replica.load)
+    left = tokens - first_half(replica, tokens)
+    placement = Placement(tokens_left=left)
+    chunks = placement.chunks
+    rows_most = min(
+        # One place is for a row that was begun, if there is more than one.
+        max(config.prefill_rows_max - bool(replica.partial), 1),
+        config.residents_max - replica.load,
+    )
     if replica.draining or rows_most <= 0:
         return placement
     taken = taken_most = looked_at = 0
     passed_over: list[tuple[Sequence, int]] = []
     # Asked once: the load of other replicas does not change while this one chooses.
     others = _others(replica, pool)
-    reserved_for = replica.reserved_for
+    reserved_for, least = replica.reserved_for, least_part(tokens)
     for seen, sequence in enumerate(_as_far_as(reserved_for, pool.waiting.values())):
-        if len(rows) >= rows_most or looked_at == SCAN_MAX:
+        if len(chunks) >= rows_most or looked_at == SCAN_MAX:
             break
         if seen >= SKIPS_FACTOR * SCAN_MAX:
             break
@@ -164,29 +172,30 @@ def _next_rows(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement
             continue
         looked_at += 1
         if not replica.has_blocks(sequence, taken, taken_most):
-            passed_over.append((sequence, len(rows)))
+            passed_over.append((sequence, len(chunks)))
             if sequence.reservation is None and reserved_for is None:
                 passes_left = config.passes_max - sequence.overtaken
                 if passes_left <= 0:
                     placement.reserve = sequence
                     break
-                rows_most = min(rows_most, len(rows) + passes_left)
+                rows_most = min(rows_most, len(chunks) + passes_left)
             continue
-        tokens = budget.takes(sequence)
-        load = replica.load + len(rows)
-        if tokens < 0 or _is_lighter(others, sequence, load, config):
+        part = min(sequence.fill, left)
+        load = replica.load + len(chunks)
+        if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
             break
         if _has_rival(replica, others, sequence, load, config):
             placement.left.append(sequence)
             continue
-        rows.append(sequence)
+        chunks.append((sequence, 0, part))
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
-        if tokens < sequence.fill:
+        left -= part
+        if part < sequence.fill:
             break
-        budget = budget.less(tokens)
+    placement.tokens_left = left
     placement.overtaken = [
-        (sequence, len(rows) - before) for sequence, before in passed_over if len(rows) > before
+        (sequence, len(chunks) - before) for sequence, before in passed_over if len(chunks) > before
     ]
     return placement
 

@@ -218,8 +218,6 @@ class LatencyTable:
         self.prefill = Latencies()
         self.slowdown = 1.0
         """Seconds now over usual seconds."""
-        self.version = 0
-        """Changes whenever the table is interpolated anew."""
         self._costs: dict[tuple[int, int], StepCosts] = {}
         self._rated = 0
         """Times that the factor has seen."""
@@ -312,7 +310,6 @@ class LatencyTable:
 
     def _fit(self) -> None:
         self._waiting = 0
-        self.version += 1
         self._costs.clear()
         for one in (self.step, self.draft, self.prefill):
             one.fit(self._seen)

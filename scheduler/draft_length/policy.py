@@ -97,9 +97,6 @@ class _Known:
     round_trip_s: float | None = None
     credit_s: float = math.inf
     """Time saved up for probes."""
-    apart: float = math.inf
-    apart_version: int = 0
-    """The table's, when that was worked out."""
     filled_behind: int = 0
     """The most KV positions that a prefill batch filled up to."""
 
@@ -184,12 +181,7 @@ class DraftPolicy:
         """KV positions that a batch may read beyond its rows' own; with more, two steps take less
         time than one. Infinitely many where its rows need not read so far, or nothing is known."""
         known = self._replicas[replica_id]
-        if known.reads_apart:
-            return math.inf
-        if known.apart_version != known.table.version and known.planned[0]:
-            known.apart_version = known.table.version
-            known.apart = _positions_of_a_step(known)
-        return known.apart
+        return math.inf if known.reads_apart else _positions_of_a_step(known)
 
     def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
         """KV positions that the next prefill batch may fill, in [1, most], while so many rows are

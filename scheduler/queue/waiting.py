@@ -91,8 +91,7 @@ class _Class:
         del self.arrivals[bisect_left(self.arrivals, arrival)]
         if not tenant.due:
             del self.order[bisect_left(self.order, (tenant.served, tenant_name))]
-            self._forget(tenant_name)
-        self._forget_all_if_idle()
+        self._forget()
 
     def charge(self, tenant_name: str, tokens: int) -> None:
         """The tenant is served; no other request of it may wait."""
@@ -108,21 +107,20 @@ class _Class:
         if tenant.due:
             del self.order[bisect_left(self.order, (before, tenant_name))]
             insort(self.order, (tenant.served, tenant_name))
-        if len(self.tenants) > 2 * len(self.order) + _SLACK:
-            for name in list(self.tenants):
-                self._forget(name)
-        self._forget_all_if_idle()
+        self._forget()
 
-    def _forget(self, tenant_name: str) -> None:
-        tenant = self.tenants[tenant_name]
-        if not tenant.due and tenant.served <= self.served:
-            del self.tenants[tenant_name]
-
-    def _forget_all_if_idle(self) -> None:
-        """Where none waits none is owed anything."""
+    def _forget(self) -> None:
+        """Drops tenants that do not wait and were served no more than others, now and then."""
         if not self.arrivals and self.tenants:
+            # Where none waits none is owed anything.
             self.served = max(tenant.served for tenant in self.tenants.values())
             self.tenants.clear()
+        elif len(self.tenants) > 2 * len(self.order) + _SLACK:
+            self.tenants = {
+                name: tenant
+                for name, tenant in self.tenants.items()
+                if tenant.due or tenant.served > self.served
+            }
 
     def in_order(self) -> Iterator[str]:
         """Ids as they would be served, one after the other. O(log n) for each."""

@@ -105,15 +105,13 @@ class Pool:
     def place(self, sequence: Sequence, replica: Replica, now_s: float) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
         self.waiting.remove(sequence)
-        if not sequence.charged:
-            sequence.charged = True
-            self.waiting.charge(sequence)
         self.drop_reservation(sequence)
         sequence.overtaken = sequence.left = 0
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
         sequence.blocks = replica.blocks_for(sequence)
         if not sequence.replicas:
+            self.waiting.charge(sequence)
             sequence.queued_s = now_s - sequence.arrived_s
         if replica.id not in sequence.replicas:
             sequence.replicas.append(replica.id)

@@ -136,8 +136,6 @@ class Sequence:
     """The replica that takes nothing behind this sequence in the queue until it fits."""
     checked: bool = False
     """Whether a known replica could take it when it came, or an earlier pool's."""
-    charged: bool = False
-    """Whether its tenant was charged for it."""
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
     excluded_replicas: list[str] = field(default_factory=list)
