@@ -71,6 +71,12 @@ class Dispatcher:
         """The same, and before the others: it is to take what waits."""
         self._touched = {replica_id: None, **self._touched}
 
+    def offer(self, sequence: Sequence) -> None:
+        """It waits: the replica that it would go to has something new to do, if any has room."""
+        best = best_replica(sequence, self._pool)
+        if best is not None:
+            self.touch(best.id)
+
     def offer_to_all(self) -> None:
         """A sequence waits that could go anywhere."""
         self._offer_to_all = True
@@ -276,9 +282,7 @@ class Dispatcher:
         self._pool.preempted += 1
         victim.preempted = True
         self._out.append(Release(replica.id, (victim.id,)))
-        best = best_replica(victim, self._pool)
-        if best is not None:
-            self.touch(best.id)
+        self.offer(victim)
 
     def _new_batch_id(self) -> int:
         self._batch_id += 1

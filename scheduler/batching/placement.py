@@ -24,6 +24,10 @@ A sequence in quarantine (see `faults`) goes with others in quarantine only, to 
 nothing in flight, and not to one that is excluded for it. If it cannot go at once, it reserves the
 replica. Where no other replica could hold it, it lets all pass that did not fail here while the
 last prefill of this replica failed: if theirs does not, the replica is not at fault.
+
+A resident moves to a replica with fewer of them where that gains more than the prefill of its
+content costs. Batches take turns: with R residents a row steps once in ceil(R / rows_max) of them.
+The scheduler sends such rows back and lets the lighter replica take them first.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from scheduler.batching.grouping import batches_per_round
 from scheduler.batching.prefill import first_half, least_part
 from scheduler.config import SchedulerConfig
 from scheduler.faults import excluded
@@ -43,6 +48,8 @@ CANDIDATES_MAX = 16
 PREFIX_TOKENS_PER_ROW = 64
 """A shared prefix of so many tokens outweighs one resident more: about what their prefill costs, in
 steps, and what one row more costs over its life."""
+PREFILL_TOKENS_PER_STEP = 32
+"""About so many tokens are prefilled in the time in which a row commits one."""
 SCAN_MAX = 32
 """Waiting sequences looked at, from the front, when a replica has a place."""
 SKIPS_FACTOR = 16
@@ -250,3 +257,57 @@ def _has_rival(
         and has_room(other, sequence, config)
         for other in others
     )
+
+
+def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica | None:
+    """The replica that should take rows of this one, if the imbalance is large enough.
+
+    None while sequences wait, for those go first, or while it could not take rows at once.
+    """
+    if pool.waiting:
+        return None
+    most = config.batches_in_flight_max
+    takes = ((load, pool.replicas[replica_id]) for load, replica_id in pool.open)
+    load, target = next((one for one in takes if len(one[1].pipeline) < most), (0, None))
+    rows_max = config.rows_max
+    if target is None or replica.load - load <= rows_max:
+        return None
+    if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):
+        return None
+    if target.reserved_for is not None or target.partial:
+        return None
+    if target.quarantined or target.pipeline.quarantined:
+        return None
+    if target.ready and target.pipeline.last_kind is BatchKind.PREFILL:
+        return None
+    return target
+
+
+def rows_to_move(
+    replica: Replica, target: Replica, config: SchedulerConfig, chunk: int
+) -> list[Sequence]:
+    """Ready rows worth moving, those with the most to gain first: one, and of others what the
+    target fills with it in one chunk of so many tokens. What it left would go back."""
+    turns = batches_per_round(replica.load, config.rows_max)
+    turns_there = batches_per_round(target.load + config.prefill_rows_max, config.rows_max)
+    gains = [(_gain(one, turns, turns_there), one) for one in replica.ready]
+    most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
+    gains.sort(key=lambda pair: (-pair[0], pair[1].number))
+    rows: list[Sequence] = []
+    tokens = blocks = 0
+    for gain, sequence in gains:
+        if gain <= 0 or len(rows) == most:
+            break
+        tokens += sequence.length
+        if rows and tokens > chunk:
+            break
+        if target.could_hold(sequence) and target.has_blocks(sequence, blocks):
+            blocks += target.blocks_for(sequence)
+            rows.append(sequence)
+    return rows
+
+
+def _gain(sequence: Sequence, turns: int, turns_there: int) -> float:
+    """Tokens that it would commit earlier, less those that its prefill costs."""
+    saved = sequence.tokens_left * (1 - turns_there / turns)
+    return saved - sequence.length / PREFILL_TOKENS_PER_STEP

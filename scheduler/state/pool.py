@@ -7,19 +7,53 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import takewhile
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
 from scheduler.queue import WaitingQueue
-from scheduler.state.rate import RateMeter
 from scheduler.state.replica import Replica
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
 
+WINDOW_S = 10
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
+
+
+class RateMeter:
+    """Counts tokens in slots of one second; what is older than WINDOW_S is forgotten."""
+
+    def __init__(self) -> None:
+        self._slots: deque[list[int]] = deque()
+        """[second, tokens], rising."""
+        self._sum = 0
+        self._began_s = 0.0
+
+    def add(self, tokens: int, now_s: float) -> None:
+        second = int(now_s)
+        self._drop(second)
+        if not self._slots:  # the first ever, or after a pause
+            self._began_s = now_s
+        self._sum += tokens
+        if self._slots and self._slots[-1][0] == second:
+            self._slots[-1][1] += tokens
+        else:
+            self._slots.append([second, tokens])
+
+    def per_s(self, now_s: float) -> float:
+        """0 before the first token and after WINDOW_S without one."""
+        self._drop(int(now_s))
+        if not self._slots:
+            return 0.0
+        # In the first seconds the window is not full; a second is the least that means anything.
+        span_s = min(max(now_s - self._began_s, 1.0), float(WINDOW_S))
+        return self._sum / span_s
+
+    def _drop(self, second: int) -> None:
+        while self._slots and self._slots[0][0] <= second - WINDOW_S:
+            self._sum -= self._slots.popleft()[1]
 
 
 class Pool:
@@ -95,12 +129,6 @@ class Pool:
             ]
             self._open.sort()
         return self._open
-
-    @property
-    def free(self) -> list[tuple[int, str]]:
-        """The same for those of them that have a place for a batch."""
-        most = self.config.batches_in_flight_max
-        return [key for key in self.open if len(self.replicas[key[1]].pipeline) < most]
 
     def place(self, sequence: Sequence, replica: Replica, now_s: float) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
