@@ -3,9 +3,7 @@
 from scheduler.scaling.autoscaling import (
     AutoscalingConfig as AutoscalingConfig,
     CapacityMeter as CapacityMeter,
-    Load as Load,
     ScalingState as ScalingState,
-    pool_load as pool_load,
     unseen as unseen,
     wanted_replicas as wanted_replicas,
 )
