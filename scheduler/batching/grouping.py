@@ -7,8 +7,8 @@ replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
 
 1. The window. If a row is behind, take the tightest window around the one that is furthest behind;
    else around the shortest row. The oldest row is behind if it was passed over (w - 1.5) * G times;
-   or else a row that has committed nothing yet; or else the row with the greatest lag, if an equal
-   share is LAG steps more than it had: one that always waits a little longer ends much later.
+   or else the row with the greatest lag, if an equal share is LAG steps more than it had: one that
+   always waits a little longer ends much later. A row without a token is behind all others.
 2. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
    oldest before the others, and the window fills what is left of the batch.
 
@@ -62,9 +62,6 @@ def row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row |
     oldest = ready.oldest()
     if 2 * ready.passes(oldest) >= (2 * wait_rounds - 3) * per_round:
         return oldest
-    new = ready.oldest_new()
-    if new is not None:
-        return new
     lag, row = ready.most_behind()
     return row if lag >= LAG else None
 
