@@ -18,8 +18,7 @@ class ReplicaStatus:
     spec: ReplicaSpec
     draining: bool = False
     residents: int = 0
-    """Sequences with reserved blocks: prefilling (or between two chunks), ready, stepping and
-    leaving."""
+    """Sequences with reserved blocks: those being filled, ready, stepping and leaving."""
     batches_in_flight: int = 0
     kv_blocks_used: int = 0
     """Reserved blocks: what sequences own, and what is set aside for their next tokens."""

@@ -106,8 +106,7 @@ def best_replica(sequence: Sequence, pool: Pool) -> Replica | None:
 
 
 def next_placement(replica: Replica, pool: Pool, tokens: int) -> Placement:
-    """What this replica takes next for a prefill batch of so many tokens: rows in quarantine before
-    all others."""
+    """What this replica takes for a prefill batch of so many tokens, rows in quarantine first."""
     unsound = BatchKind.PREFILL in replica.pipeline.failed
     placement = _next_quarantined(replica, pool, again=not unsound)
     if placement.chunks or placement.reserve is not None:

@@ -42,13 +42,11 @@ class Acceptance:
     """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
 
     def __init__(self) -> None:
-        self._greedy = _Class()
-        self._sampled = _Class()
+        self._classes = {greedy: _Class() for greedy in (True, False)}
 
     def expect(self, acceptance: float) -> None:
-        """A drafter was right so often in a trial; it stands for classes of which nothing is known
-        yet."""
-        for known in (self._greedy, self._sampled):
+        """A drafter was right so often in a trial: what stands for classes not known yet."""
+        for known in self._classes.values():
             if known.tried == _GUESS_TRIES:
                 known.agreed = _GUESS_TRIES * acceptance
 
@@ -61,7 +59,7 @@ class Acceptance:
 
     def overall(self, greedy: bool) -> float:
         """The acceptance of a class lately."""
-        return (self._greedy if greedy else self._sampled).acceptance
+        return self._classes[greedy].acceptance
 
     def observe(self, answers: Iterable[Answer]) -> None:
         """Rows came back from a batch. Where one drafted nothing its past fades all the same, so
@@ -78,7 +76,7 @@ class Acceptance:
                 known.agreed = fade * (known.agreed + agreed)
 
     def _class_of(self, sequence: Sequence) -> _Class:
-        return self._sampled if sequence.request.sampling.temperature else self._greedy
+        return self._classes[sequence.request.sampling.temperature == 0]
 
 
 def likelihoods(acceptances: Rows[float], limits: Rows[int], most: int) -> list[list[float]]:

@@ -183,8 +183,7 @@ def _mean(values: list[float], weights: list[int]) -> float:
 
 
 def _slope(sets: Iterable[list[_Cell]]) -> float:
-    """Seconds per KV position, least squares of the relative error within sets of like tokens;
-    not negative."""
+    """Seconds per KV position, by least squares of relative errors; not negative."""
     above = below = 0.0
     for cells in sets:
         kv = sum(cell.kv for cell in cells) / len(cells)

@@ -243,8 +243,7 @@ class DraftPolicy:
     # ----------------------------------------------------------------- choices
 
     def _choose(self, known: _Known, rows: Rows[Sequence], kv: int) -> int | None:
-        """Makes the best choice the replica's. Returns the draft length of a probe, if one is due
-        instead."""
+        """Makes the best choice the replica's. Returns a probe's draft length, if one is due."""
         limits = [row_draft_len(one, known.most) for one in rows]
         table, most = known.table, max(limits)
         if most <= 0:

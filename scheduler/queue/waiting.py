@@ -143,31 +143,6 @@ class _Class:
                 heapq.heappush(ahead, (served, name, following, others))
 
 
-class _Scan:
-    """One class as a scan of the queue goes through it: what was given out is not again."""
-
-    def __init__(self, priority: Priority, one: _Class) -> None:
-        self.priority = priority
-        self._arrivals = iter(one.arrivals)
-        self._oldest = next(self._arrivals, None)
-        self._in_order = one.in_order()
-        self._given: set[str] = set()
-
-    def oldest(self) -> Key | None:
-        """The one that arrived first of those not given out."""
-        while self._oldest is not None and self._oldest[2] in self._given:
-            self._oldest = next(self._arrivals, None)
-        return self._oldest
-
-    def give(self, sequence_id: str) -> str:
-        self._given.add(sequence_id)
-        return sequence_id
-
-    def give_next(self) -> str:
-        """The one whose turn it is. Only while there is an oldest."""
-        return self.give(next(one for one in self._in_order if one not in self._given))
-
-
 class WaitingQueue(Mapping[str, Item]):
     """Waiting sequences by id; iterates in the order in which they are to be placed."""
 
@@ -194,15 +169,26 @@ class WaitingQueue(Mapping[str, Item]):
     def __iter__(self) -> Iterator[str]:
         for *_, sequence_id in self._first:
             yield sequence_id
-        classes = [(name, one) for name, one in self._classes.items() if one.arrivals]
-        scans = [_Scan(name, one) for name, one in classes]
-        while ranked := [(oldest, scan) for scan in scans if (oldest := scan.oldest())]:
-            oldest, scan = min(ranked, key=lambda pair: self._urgency(*pair))
-            if scan is ranked[0][1]:
-                yield scan.give_next()
+        classes = {name: one for name, one in self._classes.items() if one.arrivals}
+        by_turn = {name: one.in_order() for name, one in classes.items()}
+        by_age = {name: iter(one.arrivals) for name, one in classes.items()}
+        oldest = {name: next(arrivals) for name, arrivals in by_age.items()}
+        given: set[str] = set()
+        while oldest:
+            name = min(oldest, key=lambda one: (oldest[one][0] + self._age_s * one, one))
+            if name == min(oldest):
+                sequence_id = next(one for one in by_turn[name] if one not in given)
             else:
                 # It has waited long enough to pass a higher class; the rest of its class has not.
-                yield scan.give(oldest[2])
+                sequence_id = oldest[name][2]
+            given.add(sequence_id)
+            yield sequence_id
+            if oldest[name][2] in given:
+                del oldest[name]
+                for one in by_age[name]:
+                    if one[2] not in given:
+                        oldest[name] = one
+                        break
 
     def values(self) -> ValuesView[Item]:
         return ValuesView(self)
@@ -250,9 +236,6 @@ class WaitingQueue(Mapping[str, Item]):
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
         return (due_s, sequence.number, sequence.id, sequence.length_max)
-
-    def _urgency(self, oldest: Key, scan: _Scan) -> tuple[float, Priority]:
-        return (oldest[0] + self._age_s * scan.priority, scan.priority)
 
     def check_integrity(self) -> None:
         """Every waiting sequence is in exactly one place; for tests."""

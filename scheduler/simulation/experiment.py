@@ -83,8 +83,7 @@ class Figures:
     latency_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     per_token_s: list[float] = field(default_factory=list)
-    """From the first Emit to the last, over the tokens after the first Emit; of requests with
-    several of them."""
+    """From the first Emit to the last, over the tokens after the first, where there are some."""
     refusals: list[str] = field(default_factory=list)
     """Why requests were refused, one by one."""
     waiting_most: int = 0

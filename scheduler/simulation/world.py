@@ -63,8 +63,7 @@ class FaultPlan:
     lose: float = 0.0
     """Probability that a result never arrives."""
     late: float = 0.0
-    """Probability that a result arrives only when its replica has been declared lost and has joined
-    again."""
+    """Probability that a result arrives only when its replica was lost and has joined again."""
     fail: float = 0.0
     """Probability that a batch ends in StepFailed."""
     rows_max: int | None = None

@@ -101,8 +101,7 @@ class Pool:
         return sequence
 
     def expected(self, limit: int) -> int:
-        """Tokens that will be committed of so many that may be: most requests end before their
-        limit."""
+        """Tokens to expect of so many that may come: most requests end before their limit."""
         return math.ceil(limit * self.expected_share)
 
     @property

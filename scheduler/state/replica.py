@@ -24,8 +24,7 @@ class BatchFigures:
     """Sums over the batches that one replica, or several, have answered."""
 
     busy_s: float = 0.0
-    """Time in which they ran batches; committed_tokens over this is what is committed under
-    load."""
+    """Time in which they ran batches: committed_tokens over it is the speed under load."""
     batches: int = 0
     step_batches: int = 0
     """Those of steps; the others are prefills."""
@@ -109,8 +108,7 @@ class Pipeline:
 
     @property
     def quarantined(self) -> bool:
-        """Whether a batch of rows in quarantine is in flight. Nothing goes beside it, so it is the
-        one that was sent last."""
+        """Whether a batch of rows in quarantine is in flight: nothing goes beside it."""
         return self.last_quarantined and bool(self.batches)
 
     def send(self, batch: Batch, rows: list[Sequence], now_s: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Final
 
 from scheduler.messages import (
@@ -32,8 +33,7 @@ class State(StrEnum):
     PREFILLING = "prefilling"
     """In a prefill batch in flight; its blocks are reserved."""
     PARTIAL = "partial"
-    """A resident between two prefill batches: its KV cache is filled in part and no batch in flight
-    holds it."""
+    """A resident between two prefill batches, filled in part; no batch in flight holds it."""
     READY = "ready"
     """A resident, filled, that no batch in flight holds."""
     STEPPING = "stepping"
@@ -212,11 +212,8 @@ class Sequence:
         self.length += len(kept)
         self.draft_tokens += row.draft_tokens
         self.steps += row.steps
-        beyond = len(row.accepted_at) - len(self.accepted_at)
-        if beyond > 0:
-            self.accepted_at += [0] * beyond
-        for at, times in enumerate(row.accepted_at):
-            self.accepted_at[at] += times
+        both = zip_longest(self.accepted_at, row.accepted_at, fillvalue=0)
+        self.accepted_at = [before + now for before, now in both]
         if kept and self.record.rows_limit is not None:
             # New tokens beyond where it broke something speak for it.
             self.record = self.record.at(self.length)
