@@ -135,7 +135,6 @@ class Batch:
 
     @property
     def row_ids(self) -> list[str]:
-        """Ids of the sequences that it holds."""
         return [row.sequence_id for row in self.prefill or self.rows]
 
     @property

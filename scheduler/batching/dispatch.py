@@ -22,6 +22,7 @@ the blocks. A batch of several steps is interrupted as soon as other rows wait f
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 from scheduler.batching.grouping import (
     batches_per_round,
@@ -57,7 +58,7 @@ class Dispatcher:
         self._config = config
         self._pool = pool
         self._policy = policy
-        self._batch_id = 0
+        self._batch_ids = count(1)
         self._touched: dict[str, None] = {}
         self._offer_to_all = False
         self._out: list[Action] = []
@@ -107,7 +108,6 @@ class Dispatcher:
             long.interrupted = True
 
     def chunk(self, replica: Replica) -> int:
-        """Tokens of the next prefill batch."""
         begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,
@@ -188,8 +188,8 @@ class Dispatcher:
 
     def _prefill(self, replica: Replica, placement: Placement, tokens: int) -> None:
         """Chunks of the chosen rows and of those that were begun."""
-        for sequence, count in placement.overtaken:
-            sequence.overtaken += count
+        for sequence, passes in placement.overtaken:
+            sequence.overtaken += passes
         given = placement.chunks
         if not (given and given[0][0].quarantined):
             places = self._config.prefill_rows_max - len(given) - 1
@@ -200,7 +200,7 @@ class Dispatcher:
                 self.touch(sequence.reservation)
             self._pool.place(sequence, replica, self._now_s)
         prefill = tuple(_prefill_row(*chunk) for chunk in given)
-        batch = Batch(self._new_batch_id(), replica.id, BatchKind.PREFILL, prefill=prefill)
+        batch = Batch(next(self._batch_ids), replica.id, BatchKind.PREFILL, prefill=prefill)
         self._pool.fill(given, batch.id)
         self._send(replica, batch, [sequence for sequence, _, _ in given])
 
@@ -247,7 +247,7 @@ class Dispatcher:
                 return False
             self._preempt(replica)
             return True
-        batch_id = self._new_batch_id()
+        batch_id = next(self._batch_ids)
         self._pool.step(replica, rows, lacking, batch_id)
         step_rows = tuple(
             [
@@ -283,10 +283,6 @@ class Dispatcher:
         victim.preempted = True
         self._out.append(Release(replica.id, (victim.id,)))
         self.offer(victim)
-
-    def _new_batch_id(self) -> int:
-        self._batch_id += 1
-        return self._batch_id
 
 
 def _prefill_row(sequence: Sequence, begin: int, until: int) -> PrefillRow:

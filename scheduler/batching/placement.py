@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from scheduler.batching.grouping import batches_per_round
 from scheduler.batching.prefill import first_half, least_part
@@ -167,7 +166,7 @@ def _next_rows(replica: Replica, pool: Pool, tokens: int) -> Placement:
     taken = taken_most = looked_at = 0
     passed_over: list[tuple[Sequence, int]] = []
     # Asked once: the load of other replicas does not change while this one chooses.
-    others = _others(replica, pool)
+    others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
     reserved_for, least = replica.reserved_for, least_part(tokens)
     for seen, sequence in enumerate(_as_far_as(reserved_for, pool.waiting.values())):
         if len(chunks) >= rows_most or looked_at == SCAN_MAX:
@@ -212,12 +211,6 @@ def _as_far_as(last: str | None, queue: Iterable[Sequence]) -> Iterator[Sequence
         yield sequence
         if sequence.id == last:
             return
-
-
-def _others(replica: Replica, pool: Pool) -> list[Replica]:
-    """The lightest of the other replicas that take sequences."""
-    ids = (replica_id for _, replica_id in islice(pool.open, CANDIDATES_MAX))
-    return [pool.replicas[one] for one in ids if one != replica.id]
 
 
 def _is_lighter(

@@ -270,7 +270,6 @@ class LatencyTable:
         self._noted(self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen))
 
     def step_s(self, rows: int, draft_len: int, kv: int) -> float:
-        """Expected seconds of a step now."""
         tokens = rows * (draft_len + 1)
         return self.slowdown * (self.step(tokens, kv) + draft_len * self.draft(rows, kv))
 

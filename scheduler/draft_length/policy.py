@@ -147,7 +147,6 @@ class DraftPolicy:
             self._acceptance.expect(spec.acceptance)
 
     def lost(self, replica_id: str) -> None:
-        """That replica is gone for good."""
         del self._replicas[replica_id]
 
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:

@@ -118,7 +118,12 @@ def wanted_replicas(
     work = status.tokens_per_s / tokens_per_s
     enough = max(_whole(queue, config), least)
     if enough > wanted:
-        return _up(config, status.serving, enough, wanted, state, now_s)
+        since_s = now_s if state.high_since_s is None else state.high_since_s
+        # Without a low since: what was low before this must last its delay anew.
+        state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
+        if now_s - since_s >= config.up_delay_s:
+            wanted = max(wanted, min(enough, status.serving + config.starting_max))
+        return wanted, state
     state = replace(state, high_since_s=None)
     if partial:
         return wanted, state
@@ -137,22 +142,6 @@ def unseen(state: ScalingState, now_s: float) -> ScalingState:
     Neither a low load nor an idle pool has lasted while it was not seen.
     """
     return replace(state, low_since_s=None, low_most=0, live_s=now_s)
-
-
-def _up(
-    config: AutoscalingConfig,
-    serving: int,
-    enough: int,
-    wanted: int,
-    state: ScalingState,
-    now_s: float,
-) -> tuple[int, ScalingState]:
-    since_s = now_s if state.high_since_s is None else state.high_since_s
-    # Without a low since: what was low before this must last its delay anew.
-    state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
-    if now_s - since_s < config.up_delay_s:
-        return wanted, state
-    return max(wanted, min(enough, serving + config.starting_max)), state
 
 
 def _down(

@@ -33,7 +33,6 @@ class PoolTimes:
     """Any other event: a request that comes or goes."""
 
     def of(self, event: Event) -> float:
-        """Seconds for one event."""
         return self.batch_s if isinstance(event, StepDone) else self.other_s
 
 
@@ -110,7 +109,6 @@ class Figures:
 
     @property
     def elapsed_s(self) -> float:
-        """From the first arrival to the last end."""
         return self.samples[-1].at_s - self.samples[0].at_s
 
     def tokens_per_s(self) -> float:
@@ -183,7 +181,6 @@ class Experiment:
         return world
 
     def run(self) -> Figures:
-        """Until every request has ended."""
         for _ in range(self._setup.in_flight or 1):
             self._plan_next()
         self._clock.run()

@@ -52,13 +52,11 @@ class Model:
 
     @property
     def body(self) -> int:
-        """Parameters of all layers."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head(self) -> int:
-        """Parameters of the output head."""
         return self.vocab * self.hidden
 
     @property
@@ -162,7 +160,6 @@ class FittedTimes(BaseModel):
         return _step_times(draft_s, verify_s, self.overhead_s)
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks of this size that a replica has."""
         return max(self.kv_tokens // block_size, 1)
 
 

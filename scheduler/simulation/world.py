@@ -93,7 +93,6 @@ class VirtualClock:
         heapq.heappush(self._heap, (max(at_s, self.now_s), self._planned, happen))
 
     def after(self, delay_s: float, happen: Callable[[], None]) -> None:
-        """Plans a call so much later than now."""
         self.at(self.now_s + delay_s, happen)
 
     def run(self, until_s: float = float("inf")) -> None:

@@ -115,7 +115,6 @@ class Pool:
         return len(self.sequences) - leaving
 
     def takes_more(self, replica: Replica) -> bool:
-        """Whether it takes sequences at all."""
         return not replica.draining and replica.load < self.config.residents_max
 
     @property

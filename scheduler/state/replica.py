@@ -112,7 +112,6 @@ class Pipeline:
         return self.last_quarantined and bool(self.batches)
 
     def send(self, batch: Batch, rows: list[Sequence], now_s: float) -> None:
-        """The batch is in flight."""
         sent_s = None if self.batches else now_s
         self.batches[batch.id] = InFlight(batch, rows, sent_s)
         self.last_kind = batch.kind
@@ -172,8 +171,6 @@ class Replica:
         if not len(self.prefixes):
             return 0
         keys = sequence.block_keys(self.spec.block_size)
-        if not keys or keys[0] not in self.prefixes:
-            return 0
         return self.prefixes.shared(keys) * self.spec.block_size
 
     @property
@@ -241,7 +238,6 @@ class Replica:
         return self.blocks_for(sequence) <= self.blocks_free - taken
 
     def blocks_limit(self, sequence: Sequence) -> int:
-        """Blocks that it has at its limit."""
         return blocks_needed(sequence.length_max, self.spec.block_size)
 
     def could_hold(self, sequence: Sequence) -> bool:

@@ -13,15 +13,7 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Final
 
-from scheduler.messages import (
-    NO_FAILURES,
-    FailureRecord,
-    FinishReason,
-    Request,
-    RowResult,
-    StepResult,
-    Usage,
-)
+from scheduler.messages import FailureRecord, FinishReason, Request, RowResult, StepResult, Usage
 from scheduler.state.prefixes import Key, block_keys
 
 
@@ -110,7 +102,7 @@ class Sequence:
     """The batch in flight that holds the row, else None."""
     blocks: int = 0
     """Blocks reserved on its replica."""
-    record: FailureRecord = NO_FAILURES
+    record: FailureRecord = field(default_factory=FailureRecord)
     """Batches and replicas that broke with it; see `faults`."""
     steps: int = 0
     draft_tokens: int = 0
