@@ -211,10 +211,11 @@ class Dispatcher:
         rows_max = replica.rows_max(self._config.rows_max)
         per_round = batches_per_round(len(ready) + replica.stepping, rows_max)
         rows = choose_rows(ready, rows_max, per_round, wait_rounds)
-        apart = self._policy.apart(replica.id)
-        if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart:
+        padding = (rows[-1].length - rows[0].length) * (len(rows) - 1)
+        if not padding or is_due(ready, per_round, wait_rounds):
             return rows
-        if is_due(ready, per_round, wait_rounds):
+        apart = self._policy.apart(replica.id)
+        if padding <= apart:
             return rows
         # Of the parts the one of the row that is behind, or else of the oldest: they take turns.
         behind = row_behind(ready, per_round, wait_rounds)
