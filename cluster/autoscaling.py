@@ -27,7 +27,6 @@ from scheduler.scaling import (
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,
-    pool_load,
     unseen,
     wanted_replicas,
 )
@@ -105,16 +104,16 @@ class PoolPolicy:
     def _decide(self, view: PoolView, wanted: int) -> int:
         status = view.status
         shards = [shard.status for shard in view.shards] or [status]
-        load = pool_load(status, self._meter.look(*shards), partial=bool(view.silent))
+        tokens_per_s, partial = self._meter.look(*shards), bool(view.silent)
         number, self._state = wanted_replicas(
-            self._config, load, wanted, self._state, self._clock()
+            self._config, status, tokens_per_s, wanted, self._state, self._clock(), partial
         )
         if number != wanted:
             log.info(
                 "autoscaling: %d -> %d replicas; %d serve, %d tokens are outstanding, "
                 "%.0f/s are committed, one replica commits %.0f/s",
-                *(wanted, number, load.serving, load.outstanding_tokens),
-                *(load.committed_per_s, load.tokens_per_s),
+                *(wanted, number, status.serving, status.outstanding_tokens),
+                *(status.tokens_per_s, tokens_per_s),
             )
         return number
 

@@ -64,18 +64,14 @@ class FailureRecord:
         return replace(self, failures=0, attempts=0, rows_limit=limit)
 
 
-NO_FAILURES = FailureRecord()
-
-
 class Submit(Message, frozen=True):
     request: Request
     accepted_before: bool = False
-    """An earlier incarnation of the pool, or another pool, was sent it, so it is not refused for
-    load."""
+    """Another pool, or this one before a restart, was sent it: it is not refused for load."""
     checked: bool = False
     """Such a pool accepted it and knew replicas, so one can serve it. Which ones come back first
     after a restart is chance: it waits for one like those. Never a client's to say."""
-    record: FailureRecord = NO_FAILURES
+    record: FailureRecord = FailureRecord()
     """What that pool has found out about it. Never a client's to say."""
 
 

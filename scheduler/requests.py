@@ -47,8 +47,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
     draft_len: int | None = None
-    """Draft tokens per step, as far as the config's draft_len_max goes: None leaves it to the pool,
-    0 turns it off."""
+    """Draft tokens per step, the config's draft_len_max at most; 0: none. None: as is chosen."""
     timeout_s: float | None = None
     """Time from `Submit` to the deadline; None for no deadline."""
     committed: tuple[int, ...] = ()
@@ -132,12 +131,10 @@ class Batch:
     draft_len: int = 0
     """k of the batch: the largest draft_len of its rows."""
     steps: int = 1
-    """At most so many steps; the replica ends the batch early once a row has finished, or when it
-    is interrupted."""
+    """At most: the batch ends early once a row has finished, or when it is interrupted."""
 
     @property
     def row_ids(self) -> list[str]:
-        """Ids of the sequences that it holds."""
         return [row.sequence_id for row in self.prefill or self.rows]
 
     @property
@@ -168,8 +165,7 @@ class RowResult:
     so that accepted_at[j] / tried_at[j] is the chance that asking for it gains a token. A token
     that was asked for and not drafted counts."""
     asked_tokens: int = 0
-    """Draft tokens asked for: at most the row's draft length at every step, fewer near its limit.
-    """
+    """Draft tokens asked for: at most the row's draft length per step, fewer near its limit."""
     extras: tuple[TokenLogprobs, ...] = ()
     """What the request wants to be told of each of the tokens; of a prefill, of the prompt tokens
     after the positions that it has filled. The pool cuts them where it cuts tokens."""
@@ -250,8 +246,7 @@ class ReplicaSpec:
     draft_len_max: int = 32
     """Draft tokens per row and step that it can propose; 0 without a drafter."""
     draft_len: int | None = None
-    """Draft tokens of every row and step, for it was told to draft so many; None: as the scheduler
-    chooses."""
+    """Draft tokens of every row and step, if it was told so; None: the scheduler chooses."""
     drafter: str = ""
     """What drafts, for people: the method, and what was found wrong with it when it was loaded."""
     rows_max: int | None = None

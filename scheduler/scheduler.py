@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scheduler.admission import check_servable, refusal
-from scheduler.batching import Dispatcher, best_replica, lightest, rows_to_move
+from scheduler.batching import Dispatcher, lightest, rows_to_move
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy
 from scheduler.errors import InvalidRequest
@@ -70,7 +70,7 @@ class Scheduler:
             ReplicaLost: self._replica_lost,
             StepDone: self._step_done,
             StepFailed: self._step_failed,
-            Tick: self._tick,
+            Tick: lambda event, now_s: None,  # deadlines are enforced at every event
         }
         # What the event in hand has led to; empty between steps.
         self._out: list[Action] = []
@@ -136,9 +136,7 @@ class Scheduler:
         if reason is not None:
             self._finish(sequence, reason)
             return
-        replica = best_replica(sequence, pool)
-        if replica is not None:
-            self._dispatcher.touch(replica.id)
+        self._dispatcher.offer(sequence)
 
     def _cancel(self, event: Cancel, now_s: float) -> None:
         sequence = self._pool.sequences.get(event.request_id)
@@ -251,9 +249,6 @@ class Scheduler:
         self._send_back(replica, back)
         if replica.draining:
             self._hand_back(replica)
-
-    def _tick(self, event: Tick, now_s: float) -> None:
-        """Deadlines are enforced at every event, so there is nothing more to do."""
 
     # ----------------------------------------------------------------- parts of events
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler.draft_length import CostEstimates, DraftPolicy
 from scheduler.messages import FinishReason, ReplicaSpec
-from scheduler.state import BatchFigures, Pool, Replica
+from scheduler.state import BatchFigures, Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,7 @@ class ReplicaStatus:
     spec: ReplicaSpec
     draining: bool = False
     residents: int = 0
-    """Sequences with reserved blocks: prefilling (or between two chunks), ready, stepping and
-    leaving."""
+    """Sequences with reserved blocks: those being filled, ready, stepping and leaving."""
     batches_in_flight: int = 0
     kv_blocks_used: int = 0
     """Reserved blocks: what sequences own, and what is set aside for their next tokens."""
@@ -63,7 +62,19 @@ class PoolStatus:
 
 def pool_status(pool: Pool, rejected: int, now_s: float, policy: DraftPolicy) -> PoolStatus:
     """Takes O(replicas)."""
-    replicas = tuple(_replica_status(replica, policy) for replica in pool.replicas.values())
+    replicas = tuple(
+        ReplicaStatus(
+            id=replica.id,
+            spec=replica.spec,
+            draining=replica.draining,
+            residents=len(replica.residents),
+            batches_in_flight=len(replica.pipeline),
+            kv_blocks_used=replica.blocks_used,
+            figures=replace(replica.figures),
+            estimates=policy.estimates(replica.id),
+        )
+        for replica in pool.replicas.values()
+    )
     return PoolStatus(
         waiting=len(pool.waiting),
         live=pool.live_count(),
@@ -76,17 +87,4 @@ def pool_status(pool: Pool, rejected: int, now_s: float, policy: DraftPolicy) ->
         preempted=pool.preempted,
         moved=pool.moved,
         recovered=pool.recovered,
-    )
-
-
-def _replica_status(replica: Replica, policy: DraftPolicy) -> ReplicaStatus:
-    return ReplicaStatus(
-        id=replica.id,
-        spec=replica.spec,
-        draining=replica.draining,
-        residents=len(replica.residents),
-        batches_in_flight=len(replica.pipeline),
-        kv_blocks_used=replica.blocks_used,
-        figures=replace(replica.figures),
-        estimates=policy.estimates(replica.id),
     )

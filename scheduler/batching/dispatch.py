@@ -22,16 +22,31 @@ the blocks. A batch of several steps is interrupted as soon as other rows wait f
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
-from scheduler.batching.batches import prefill_batch, speculate_batch
-from scheduler.batching.cutting import part_of
-from scheduler.batching.grouping import batches_per_round, choose_rows, is_due, may_step, row_behind
+from scheduler.batching.grouping import (
+    batches_per_round,
+    choose_rows,
+    is_due,
+    may_step,
+    part_of,
+    row_behind,
+)
 from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
-from scheduler.batching.prefill import budget_for_waiting, chunks, oldest_partial
+from scheduler.batching.prefill import chunks_of_begun, oldest_partial
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy, StepPlan
 from scheduler.faults import excluded
-from scheduler.messages import Action, Batch, BatchKind, Dispatch, Interrupt, Release
+from scheduler.messages import (
+    Action,
+    Batch,
+    BatchKind,
+    Dispatch,
+    Interrupt,
+    PrefillRow,
+    Release,
+    StepRow,
+)
 from scheduler.state import Pool, Replica, Sequence
 from scheduler.validation import blocks_needed
 
@@ -43,7 +58,7 @@ class Dispatcher:
         self._config = config
         self._pool = pool
         self._policy = policy
-        self._batch_id = 0
+        self._batch_ids = count(1)
         self._touched: dict[str, None] = {}
         self._offer_to_all = False
         self._out: list[Action] = []
@@ -56,6 +71,12 @@ class Dispatcher:
     def touch_first(self, replica_id: str) -> None:
         """The same, and before the others: it is to take what waits."""
         self._touched = {replica_id: None, **self._touched}
+
+    def offer(self, sequence: Sequence) -> None:
+        """It waits: the replica that it would go to has something new to do, if any has room."""
+        best = best_replica(sequence, self._pool)
+        if best is not None:
+            self.touch(best.id)
 
     def offer_to_all(self) -> None:
         """A sequence waits that could go anywhere."""
@@ -87,7 +108,6 @@ class Dispatcher:
             long.interrupted = True
 
     def chunk(self, replica: Replica) -> int:
-        """Tokens of the next prefill batch."""
         begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,
@@ -120,15 +140,14 @@ class Dispatcher:
         # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
         if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
             tokens = self.chunk(replica)
-            budget = budget_for_waiting(replica, tokens, self._config)
-            placement = next_placement(replica, self._pool, budget)
+            placement = next_placement(replica, self._pool, tokens)
             for sequence in placement.left:
                 sequence.left += 1
             if placement.reserve is not None:
                 self._pool.reserve(placement.reserve, replica)
                 return True
             # Now, or after the next step.
-            prompts_wait = bool(placement.rows or replica.partial)
+            prompts_wait = bool(placement.chunks or replica.partial)
             if prompts_wait and not (ready and pipeline.last_kind is BatchKind.PREFILL):
                 self._prefill(replica, placement, tokens)
                 return True
@@ -169,17 +188,21 @@ class Dispatcher:
 
     def _prefill(self, replica: Replica, placement: Placement, tokens: int) -> None:
         """Chunks of the chosen rows and of those that were begun."""
-        for sequence, count in placement.overtaken:
-            sequence.overtaken += count
-        given = chunks(replica, placement.rows, tokens, self._config)
-        for sequence in placement.rows:
+        for sequence, passes in placement.overtaken:
+            sequence.overtaken += passes
+        given = placement.chunks
+        if not (given and given[0][0].quarantined):
+            places = self._config.prefill_rows_max - len(given) - 1
+            begun = chunks_of_begun(replica, places, tokens, placement.tokens_left)
+            given = given + begun
+        for sequence, _, _ in placement.chunks:
             if sequence.reservation is not None:
                 self.touch(sequence.reservation)
             self._pool.place(sequence, replica, self._now_s)
-        batch_id = self._new_batch_id()
-        self._pool.fill(replica, given, batch_id)
-        rows = [sequence for sequence, _, _ in given]
-        self._send(replica, prefill_batch(batch_id, replica.id, given), rows)
+        prefill = tuple(_prefill_row(*chunk) for chunk in given)
+        batch = Batch(next(self._batch_ids), replica.id, BatchKind.PREFILL, prefill=prefill)
+        self._pool.fill(given, batch.id)
+        self._send(replica, batch, [sequence for sequence, _, _ in given])
 
     def _next_rows(self, replica: Replica) -> list[Sequence]:
         """Ready rows of near length. Of rows that lie too far apart to be read together only a
@@ -188,10 +211,11 @@ class Dispatcher:
         rows_max = replica.rows_max(self._config.rows_max)
         per_round = batches_per_round(len(ready) + replica.stepping, rows_max)
         rows = choose_rows(ready, rows_max, per_round, wait_rounds)
-        apart = self._policy.apart(replica.id)
-        if (rows[-1].length - rows[0].length) * (len(rows) - 1) <= apart:
+        padding = (rows[-1].length - rows[0].length) * (len(rows) - 1)
+        if not padding or is_due(ready, per_round, wait_rounds):
             return rows
-        if is_due(ready, per_round, wait_rounds):
+        apart = self._policy.apart(replica.id)
+        if padding <= apart:
             return rows
         # Of the parts the one of the row that is behind, or else of the oldest: they take turns.
         behind = row_behind(ready, per_round, wait_rounds)
@@ -224,9 +248,23 @@ class Dispatcher:
                 return False
             self._preempt(replica)
             return True
-        batch_id = self._new_batch_id()
+        batch_id = next(self._batch_ids)
         self._pool.step(replica, rows, lacking, batch_id)
-        self._send(replica, speculate_batch(batch_id, replica.id, rows, plan), rows)
+        step_rows = tuple(
+            [
+                StepRow(one.id, one.length, draft_len, one.blocks)
+                for one, draft_len in zip(rows, plan.draft_lens, strict=True)
+            ]
+        )
+        batch = Batch(
+            batch_id,
+            replica.id,
+            BatchKind.SPECULATE,
+            rows=step_rows,
+            draft_len=plan.draft_len,
+            steps=plan.steps,
+        )
+        self._send(replica, batch, rows)
         return True
 
     def _send(self, replica: Replica, batch: Batch, rows: list[Sequence]) -> None:
@@ -245,13 +283,23 @@ class Dispatcher:
         self._pool.preempted += 1
         victim.preempted = True
         self._out.append(Release(replica.id, (victim.id,)))
-        best = best_replica(victim, self._pool)
-        if best is not None:
-            self.touch(best.id)
+        self.offer(victim)
 
-    def _new_batch_id(self) -> int:
-        self._batch_id += 1
-        return self._batch_id
+
+def _prefill_row(sequence: Sequence, begin: int, until: int) -> PrefillRow:
+    """One that begins at 0 is new to the replica and comes with all its content."""
+    return PrefillRow(
+        sequence_id=sequence.id,
+        tokens=() if begin else sequence.content(),
+        tokens_left=sequence.tokens_left,
+        sampling=sequence.request.sampling,
+        stop_token_ids=sequence.request.stop_token_ids,
+        blocks=sequence.blocks,
+        begin=begin,
+        until=until,
+        salt="" if begin else sequence.salt,
+        decoding=None if begin else sequence.request.decoding,
+    )
 
 
 def _lacking(

@@ -7,8 +7,8 @@ replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
 
 1. The window. If a row is behind, take the tightest window around the one that is furthest behind;
    else around the shortest row. The oldest row is behind if it was passed over (w - 1.5) * G times;
-   or else a row that has committed nothing yet; or else the row with the greatest lag, if an equal
-   share is LAG steps more than it had: one that always waits a little longer ends much later.
+   or else the row with the greatest lag, if an equal share is LAG steps more than it had: one that
+   always waits a little longer ends much later. A row without a token is behind all others.
 2. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
    oldest before the others, and the window fills what is left of the batch.
 
@@ -22,6 +22,7 @@ order in which they became ready, as in EQSPEC without grouping (arXiv 2510.2287
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from scheduler.state import ReadyRows, Row
@@ -61,9 +62,6 @@ def row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row |
     oldest = ready.oldest()
     if 2 * ready.passes(oldest) >= (2 * wait_rounds - 3) * per_round:
         return oldest
-    new = ready.oldest_new()
-    if new is not None:
-        return new
     lag, row = ready.most_behind()
     return row if lag >= LAG else None
 
@@ -71,6 +69,28 @@ def row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row |
 def is_due(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> bool:
     """Whether the oldest row is due (rule 2)."""
     return ready.passes(ready.oldest()) >= (wait_rounds - 1) * per_round
+
+
+def part_of(lengths: Sequence[int], at: int, apart: float) -> tuple[int, int]:
+    """(begin, end) of the rows that step together with row `at`, of rows by rising length.
+
+    Rows that read their KV cache as one read as far as the longest of them, and from some spread on
+    two steps take less time than one. The rows are cut where that saves most KV positions, if it
+    saves more than `apart`, those whose reading takes as long as one more step; and then so is the
+    part with the row. O(rows) for each cut.
+    """
+    begin, end = 0, len(lengths)
+    while True:
+        longest = lengths[end - 1]
+        saved, cut = 0, end
+        for first in range(begin + 1, end):
+            # The rows before it need not read as far as the longest.
+            less = (first - begin) * (longest - lengths[first - 1])
+            if less > saved:
+                saved, cut = less, first
+        if cut == end or saved <= apart:
+            return begin, end
+        begin, end = (begin, cut) if at < cut else (cut, end)
 
 
 def may_step(

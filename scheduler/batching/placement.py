@@ -24,25 +24,31 @@ A sequence in quarantine (see `faults`) goes with others in quarantine only, to 
 nothing in flight, and not to one that is excluded for it. If it cannot go at once, it reserves the
 replica. Where no other replica could hold it, it lets all pass that did not fail here while the
 last prefill of this replica failed: if theirs does not, the replica is not at fault.
+
+A resident moves to a replica with fewer of them where that gains more than the prefill of its
+content costs. Batches take turns: with R residents a row steps once in ceil(R / rows_max) of them.
+The scheduler sends such rows back and lets the lighter replica take them first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
-from scheduler.batching.prefill import PrefillBudget
+from scheduler.batching.grouping import batches_per_round
+from scheduler.batching.prefill import first_half, least_part
 from scheduler.config import SchedulerConfig
 from scheduler.faults import excluded
 from scheduler.messages import BatchKind
-from scheduler.state import Pool, Replica, Sequence
+from scheduler.state import Chunk, Pool, Replica, Sequence
 
 CANDIDATES_MAX = 16
 """Replicas, lightest first, that are compared for one sequence."""
 PREFIX_TOKENS_PER_ROW = 64
 """A shared prefix of so many tokens outweighs one resident more: about what their prefill costs, in
 steps, and what one row more costs over its life."""
+PREFILL_TOKENS_PER_STEP = 32
+"""About so many tokens are prefilled in the time in which a row commits one."""
 SCAN_MAX = 32
 """Waiting sequences looked at, from the front, when a replica has a place."""
 SKIPS_FACTOR = 16
@@ -53,9 +59,11 @@ SKIPS_FACTOR = 16
 class Placement:
     """What a replica takes next; nothing has been changed yet."""
 
-    rows: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    tokens_left: int = 0
+    """What these leave of the batch for rows that were begun."""
     overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Sequences that do not fit here, and how many of `rows` were behind them."""
+    """Sequences that do not fit here, and how many that were behind them are placed."""
     left: list[Sequence] = field(default_factory=list)
     """Sequences that other replicas have the prefix of."""
     reserve: Sequence | None = None
@@ -96,14 +104,14 @@ def best_replica(sequence: Sequence, pool: Pool) -> Replica | None:
     return best
 
 
-def next_placement(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement:
-    """What this replica takes next: rows in quarantine before all others."""
+def next_placement(replica: Replica, pool: Pool, tokens: int) -> Placement:
+    """What this replica takes for a prefill batch of so many tokens, rows in quarantine first."""
     unsound = BatchKind.PREFILL in replica.pipeline.failed
     placement = _next_quarantined(replica, pool, again=not unsound)
-    if placement.rows or placement.reserve is not None:
+    if placement.chunks or placement.reserve is not None:
         return placement
-    placement = _next_rows(replica, pool, budget)
-    if unsound and not (placement.rows or placement.reserve is not None or replica.partial):
+    placement = _next_rows(replica, pool, tokens)
+    if unsound and not (placement.chunks or placement.reserve is not None or replica.partial):
         placement = _next_quarantined(replica, pool, again=True)
     return placement
 
@@ -112,7 +120,7 @@ def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
     """Waiting rows in quarantine that go here by themselves. `again`: also those that failed on
     this replica, if no other could hold them."""
     placement = Placement()
-    config, rows = pool.config, placement.rows
+    config, chunks = pool.config, placement.chunks
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
     taken = taken_most = tokens = 0
     for sequence in pool.waiting.quarantined():
@@ -124,39 +132,44 @@ def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
         tokens += sequence.fill
-        fits = len(rows) < rows_most and replica.has_blocks(sequence, taken, taken_most)
-        if rows and (not fits or tokens > config.prefill_tokens_max):
+        fits = len(chunks) < rows_most and replica.has_blocks(sequence, taken, taken_most)
+        if chunks and (not fits or tokens > config.prefill_tokens_max):
             break
         if replica.pipeline.batches or not fits:
             if replica.reserved_for is None and sequence.reservation is None:
                 placement.reserve = sequence
             break
-        rows.append(sequence)
+        chunks.append((sequence, 0, sequence.fill))
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
     return placement
 
 
-def _next_rows(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement:
+def _next_rows(replica: Replica, pool: Pool, tokens: int) -> Placement:
     """Other rows that this replica takes from the front of the queue for one prefill batch.
 
     SCAN_MAX sequences at most are looked at, not counting SKIPS_FACTOR times as many that
-    an empty replica of this spec could not hold. `budget` is what the batch has for them: a row
-    that is begun with what is left ends the batch, and so does one for which nothing is left.
+    an empty replica of this spec could not hold. A row that is begun with what is left of the batch
+    ends it, and so does one for which too little is left.
     """
-    placement = Placement()
     config = pool.config
-    rows = placement.rows
-    rows_most = min(budget.rows, config.residents_max - replica.load)
+    left = tokens - first_half(replica, tokens)
+    placement = Placement(tokens_left=left)
+    chunks = placement.chunks
+    rows_most = min(
+        # One place is for a row that was begun, if there is more than one.
+        max(config.prefill_rows_max - bool(replica.partial), 1),
+        config.residents_max - replica.load,
+    )
     if replica.draining or rows_most <= 0:
         return placement
     taken = taken_most = looked_at = 0
     passed_over: list[tuple[Sequence, int]] = []
     # Asked once: the load of other replicas does not change while this one chooses.
-    others = _others(replica, pool)
-    reserved_for = replica.reserved_for
+    others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
+    reserved_for, least = replica.reserved_for, least_part(tokens)
     for seen, sequence in enumerate(_as_far_as(reserved_for, pool.waiting.values())):
-        if len(rows) >= rows_most or looked_at == SCAN_MAX:
+        if len(chunks) >= rows_most or looked_at == SCAN_MAX:
             break
         if seen >= SKIPS_FACTOR * SCAN_MAX:
             break
@@ -164,29 +177,30 @@ def _next_rows(replica: Replica, pool: Pool, budget: PrefillBudget) -> Placement
             continue
         looked_at += 1
         if not replica.has_blocks(sequence, taken, taken_most):
-            passed_over.append((sequence, len(rows)))
+            passed_over.append((sequence, len(chunks)))
             if sequence.reservation is None and reserved_for is None:
                 passes_left = config.passes_max - sequence.overtaken
                 if passes_left <= 0:
                     placement.reserve = sequence
                     break
-                rows_most = min(rows_most, len(rows) + passes_left)
+                rows_most = min(rows_most, len(chunks) + passes_left)
             continue
-        tokens = budget.takes(sequence)
-        load = replica.load + len(rows)
-        if tokens < 0 or _is_lighter(others, sequence, load, config):
+        part = min(sequence.fill, left)
+        load = replica.load + len(chunks)
+        if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
             break
         if _has_rival(replica, others, sequence, load, config):
             placement.left.append(sequence)
             continue
-        rows.append(sequence)
+        chunks.append((sequence, 0, part))
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
-        if tokens < sequence.fill:
+        left -= part
+        if part < sequence.fill:
             break
-        budget = budget.less(tokens)
+    placement.tokens_left = left
     placement.overtaken = [
-        (sequence, len(rows) - before) for sequence, before in passed_over if len(rows) > before
+        (sequence, len(chunks) - before) for sequence, before in passed_over if len(chunks) > before
     ]
     return placement
 
@@ -197,12 +211,6 @@ def _as_far_as(last: str | None, queue: Iterable[Sequence]) -> Iterator[Sequence
         yield sequence
         if sequence.id == last:
             return
-
-
-def _others(replica: Replica, pool: Pool) -> list[Replica]:
-    """The lightest of the other replicas that take sequences."""
-    ids = (replica_id for _, replica_id in islice(pool.open, CANDIDATES_MAX))
-    return [pool.replicas[one] for one in ids if one != replica.id]
 
 
 def _is_lighter(
@@ -241,3 +249,57 @@ def _has_rival(
         and has_room(other, sequence, config)
         for other in others
     )
+
+
+def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica | None:
+    """The replica that should take rows of this one, if the imbalance is large enough.
+
+    None while sequences wait, for those go first, or while it could not take rows at once.
+    """
+    if pool.waiting:
+        return None
+    most = config.batches_in_flight_max
+    takes = ((load, pool.replicas[replica_id]) for load, replica_id in pool.open)
+    load, target = next((one for one in takes if len(one[1].pipeline) < most), (0, None))
+    rows_max = config.rows_max
+    if target is None or replica.load - load <= rows_max:
+        return None
+    if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):
+        return None
+    if target.reserved_for is not None or target.partial:
+        return None
+    if target.quarantined or target.pipeline.quarantined:
+        return None
+    if target.ready and target.pipeline.last_kind is BatchKind.PREFILL:
+        return None
+    return target
+
+
+def rows_to_move(
+    replica: Replica, target: Replica, config: SchedulerConfig, chunk: int
+) -> list[Sequence]:
+    """Ready rows worth moving, those with the most to gain first: one, and of others what the
+    target fills with it in one chunk of so many tokens. What it left would go back."""
+    turns = batches_per_round(replica.load, config.rows_max)
+    turns_there = batches_per_round(target.load + config.prefill_rows_max, config.rows_max)
+    gains = [(_gain(one, turns, turns_there), one) for one in replica.ready]
+    most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
+    gains.sort(key=lambda pair: (-pair[0], pair[1].number))
+    rows: list[Sequence] = []
+    tokens = blocks = 0
+    for gain, sequence in gains:
+        if gain <= 0 or len(rows) == most:
+            break
+        tokens += sequence.length
+        if rows and tokens > chunk:
+            break
+        if target.could_hold(sequence) and target.has_blocks(sequence, blocks):
+            blocks += target.blocks_for(sequence)
+            rows.append(sequence)
+    return rows
+
+
+def _gain(sequence: Sequence, turns: int, turns_there: int) -> float:
+    """Tokens that it would commit earlier, less those that its prefill costs."""
+    saved = sequence.tokens_left * (1 - turns_there / turns)
+    return saved - sequence.length / PREFILL_TOKENS_PER_STEP

@@ -1,7 +1,6 @@
 """How many tokens a batch drafts, by expected goodput: latency, acceptance, policy."""
 
-from scheduler.draft_length.estimates import CostEstimates, Latency
-from scheduler.draft_length.latency import LatencyTable
-from scheduler.draft_length.policy import DraftPolicy, StepPlan
+from scheduler.draft_length.latency import Latency, LatencyTable
+from scheduler.draft_length.policy import CostEstimates, DraftPolicy, StepPlan
 
 __all__ = ["CostEstimates", "DraftPolicy", "Latency", "LatencyTable", "StepPlan"]

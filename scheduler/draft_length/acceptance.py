@@ -7,12 +7,17 @@ Per sequence a decayed count of draft tokens tried and accepted; where that is l
 sequences of the same class show lately stands in. A token counts if all before it were accepted,
 also if it was asked for and the drafter had none: the estimate is the chance that asking for one
 more token gains one.
+
+Where a row's first draft token is accepted with chance a and each later one with b, k draft tokens
+commit 1 + a + a b + ... + a b^(k - 1) tokens of it. Every k from 0 to the most has its own goodput,
+because times rise in steps and so goodput has several peaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as Rows
 from dataclasses import dataclass
+from operator import mul
 
 from scheduler.state import Answer, Sequence
 
@@ -91,3 +96,33 @@ class Acceptance:
 
     def _class_of(self, sequence: Sequence) -> tuple[_Chance, _Chance]:
         return self._sampled if sequence.request.sampling.temperature else self._greedy
+
+
+def likelihoods(
+    first: Rows[float], later: Rows[float], limits: Rows[int], most: int
+) -> list[list[float]]:
+    """Of each draft position up to `most`: how likely it is accepted in each row.
+
+    `first` and `later` (acceptances) and `limits` (most draft tokens) are those of each row.
+    """
+    least = min(limits, default=most)
+    likely: list[float] = list(first)
+    found = []
+    for position in range(most):
+        if position >= least:
+            likely = [
+                one if position < limit else 0.0 for one, limit in zip(likely, limits, strict=True)
+            ]
+        found.append(likely)
+        likely = list(map(mul, likely, later))
+    return found
+
+
+def goodputs(likely: Rows[list[float]], rows: int, seconds: Rows[float]) -> list[float]:
+    """Tokens per second by draft length; `seconds` are those of a step of so many rows."""
+    tokens = float(rows)
+    found = [tokens / seconds[0]]
+    for position, spent_s in zip(likely, seconds[1:], strict=True):
+        tokens += sum(position)
+        found.append(tokens / spent_s)
+    return found

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import mul
 
-from scheduler.draft_length.estimates import Latency
 from scheduler.messages import PrefillTiming, StepTiming
 
 CELLS_MAX = 128
@@ -46,6 +45,15 @@ def bucket(tokens: int) -> int:
     below = max(tokens - 1, 0)
     octave = max(below.bit_length() - 4, 0)
     return 8 * octave + (below >> octave)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One row of a latency table: work of about so many tokens, without reading KV."""
+
+    tokens: float
+    seconds: float
+    """At the machine's usual speed."""
 
 
 @dataclass(slots=True)
@@ -175,8 +183,7 @@ def _mean(values: list[float], weights: list[int]) -> float:
 
 
 def _slope(sets: Iterable[list[_Cell]]) -> float:
-    """Seconds per KV position, least squares of the relative error within sets of like tokens;
-    not negative."""
+    """Seconds per KV position, by least squares of relative errors; not negative."""
     above = below = 0.0
     for cells in sets:
         kv = sum(cell.kv for cell in cells) / len(cells)
@@ -210,8 +217,6 @@ class LatencyTable:
         self.prefill = Latencies()
         self.slowdown = 1.0
         """Seconds now over usual seconds."""
-        self.version = 0
-        """Changes whenever the table is interpolated anew."""
         self._costs: dict[tuple[int, int], StepCosts] = {}
         self._rated = 0
         """Times that the factor has seen."""
@@ -265,7 +270,6 @@ class LatencyTable:
         self._noted(self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen))
 
     def step_s(self, rows: int, draft_len: int, kv: int) -> float:
-        """Expected seconds of a step now."""
         tokens = rows * (draft_len + 1)
         return self.slowdown * (self.step(tokens, kv) + draft_len * self.draft(rows, kv))
 
@@ -304,7 +308,6 @@ class LatencyTable:
 
     def _fit(self) -> None:
         self._waiting = 0
-        self.version += 1
         self._costs.clear()
         for one in (self.step, self.draft, self.prefill):
             one.fit(self._seen)

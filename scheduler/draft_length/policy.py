@@ -13,10 +13,8 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.acceptance import Acceptance
-from scheduler.draft_length.estimates import CostEstimates
-from scheduler.draft_length.goodput import goodputs, likelihoods
-from scheduler.draft_length.latency import LatencyTable
+from scheduler.draft_length.acceptance import Acceptance, goodputs, likelihoods
+from scheduler.draft_length.latency import Latency, LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence
 
@@ -54,6 +52,33 @@ class StepPlan:
         return max(self.draft_lens)
 
 
+@dataclass(frozen=True, slots=True)
+class CostEstimates:
+    """What a policy expects of one replica, and chose last; times in seconds."""
+
+    draft_len: int = 0
+    """k as it was chosen last; probes and what requests ask for themselves are left out."""
+    steps: int = 1
+    """Of the last batch."""
+    step_s: float = 0.0
+    """Expected time of such a step with the rows of the last batch; 0 while nothing is known."""
+    round_trip_s: float = 0.0
+    """What a batch takes beside its run: messages and the pool's own time."""
+    acceptance_greedy: float = 0.0
+    """Probability that one more draft token is accepted, lately and over all sequences."""
+    acceptance_sampled: float = 0.0
+    apart_positions: float = math.inf
+    """See `DraftPolicy.apart`."""
+    slowdown: float = 1.0
+    """What steps take now over what they take usually."""
+    draft: tuple[Latency, ...] = ()
+    """One draft pass, by rows."""
+    step: tuple[Latency, ...] = ()
+    """The rest of a step, by tokens checked."""
+    prefill: tuple[Latency, ...] = ()
+    """One prefill batch, by positions filled."""
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known of one replica, and what was chosen last."""
@@ -72,9 +97,6 @@ class _Known:
     round_trip_s: float | None = None
     credit_s: float = math.inf
     """Time saved up for probes."""
-    apart: float = math.inf
-    apart_version: int = 0
-    """The table's, when that was worked out."""
     filled_behind: int = 0
     """The most KV positions that a prefill batch filled up to."""
 
@@ -125,7 +147,6 @@ class DraftPolicy:
             self._acceptance.expect(spec.acceptance)
 
     def lost(self, replica_id: str) -> None:
-        """That replica is gone for good."""
         del self._replicas[replica_id]
 
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
@@ -159,12 +180,7 @@ class DraftPolicy:
         """KV positions that a batch may read beyond its rows' own; with more, two steps take less
         time than one. Infinitely many where its rows need not read so far, or nothing is known."""
         known = self._replicas[replica_id]
-        if known.reads_apart:
-            return math.inf
-        if known.apart_version != known.table.version and known.planned[0]:
-            known.apart_version = known.table.version
-            known.apart = _positions_of_a_step(known)
-        return known.apart
+        return math.inf if known.reads_apart else _positions_of_a_step(known)
 
     def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
         """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
@@ -226,8 +242,7 @@ class DraftPolicy:
     # ----------------------------------------------------------------- choices
 
     def _choose(self, known: _Known, rows: Rows[Sequence], kv: int) -> int | None:
-        """Makes the best choice the replica's. Returns the draft length of a probe, if one is due
-        instead."""
+        """Makes the best choice the replica's. Returns a probe's draft length, if one is due."""
         limits = [row_draft_len(one, known.most) for one in rows]
         table, most = known.table, max(limits)
         if most <= 0:

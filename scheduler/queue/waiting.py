@@ -91,8 +91,7 @@ class _Class:
         del self.arrivals[bisect_left(self.arrivals, arrival)]
         if not tenant.due:
             del self.order[bisect_left(self.order, (tenant.served, tenant_name))]
-            self._forget(tenant_name)
-        self._forget_all_if_idle()
+        self._forget()
 
     def charge(self, tenant_name: str, tokens: int) -> None:
         """The tenant is served; no other request of it may wait."""
@@ -108,21 +107,20 @@ class _Class:
         if tenant.due:
             del self.order[bisect_left(self.order, (before, tenant_name))]
             insort(self.order, (tenant.served, tenant_name))
-        if len(self.tenants) > 2 * len(self.order) + _SLACK:
-            for name in list(self.tenants):
-                self._forget(name)
-        self._forget_all_if_idle()
+        self._forget()
 
-    def _forget(self, tenant_name: str) -> None:
-        tenant = self.tenants[tenant_name]
-        if not tenant.due and tenant.served <= self.served:
-            del self.tenants[tenant_name]
-
-    def _forget_all_if_idle(self) -> None:
-        """Where none waits none is owed anything."""
+    def _forget(self) -> None:
+        """Drops tenants that do not wait and were served no more than others, now and then."""
         if not self.arrivals and self.tenants:
+            # Where none waits none is owed anything.
             self.served = max(tenant.served for tenant in self.tenants.values())
             self.tenants.clear()
+        elif len(self.tenants) > 2 * len(self.order) + _SLACK:
+            self.tenants = {
+                name: tenant
+                for name, tenant in self.tenants.items()
+                if tenant.due or tenant.served > self.served
+            }
 
     def in_order(self) -> Iterator[str]:
         """Ids as they would be served, one after the other. O(log n) for each."""
@@ -143,31 +141,6 @@ class _Class:
             if following is not None:
                 served += key[3]
                 heapq.heappush(ahead, (served, name, following, others))
-
-
-class _Scan:
-    """One class as a scan of the queue goes through it: what was given out is not again."""
-
-    def __init__(self, priority: Priority, one: _Class) -> None:
-        self.priority = priority
-        self._arrivals = iter(one.arrivals)
-        self._oldest = next(self._arrivals, None)
-        self._in_order = one.in_order()
-        self._given: set[str] = set()
-
-    def oldest(self) -> Key | None:
-        """The one that arrived first of those not given out."""
-        while self._oldest is not None and self._oldest[2] in self._given:
-            self._oldest = next(self._arrivals, None)
-        return self._oldest
-
-    def give(self, sequence_id: str) -> str:
-        self._given.add(sequence_id)
-        return sequence_id
-
-    def give_next(self) -> str:
-        """The one whose turn it is. Only while there is an oldest."""
-        return self.give(next(one for one in self._in_order if one not in self._given))
 
 
 class WaitingQueue(Mapping[str, Item]):
@@ -196,15 +169,26 @@ class WaitingQueue(Mapping[str, Item]):
     def __iter__(self) -> Iterator[str]:
         for *_, sequence_id in self._first:
             yield sequence_id
-        classes = [(name, one) for name, one in self._classes.items() if one.arrivals]
-        scans = [_Scan(name, one) for name, one in classes]
-        while ranked := [(oldest, scan) for scan in scans if (oldest := scan.oldest())]:
-            oldest, scan = min(ranked, key=lambda pair: self._urgency(*pair))
-            if scan is ranked[0][1]:
-                yield scan.give_next()
+        classes = {name: one for name, one in self._classes.items() if one.arrivals}
+        by_turn = {name: one.in_order() for name, one in classes.items()}
+        by_age = {name: iter(one.arrivals) for name, one in classes.items()}
+        oldest = {name: next(arrivals) for name, arrivals in by_age.items()}
+        given: set[str] = set()
+        while oldest:
+            name = min(oldest, key=lambda one: (oldest[one][0] + self._age_s * one, one))
+            if name == min(oldest):
+                sequence_id = next(one for one in by_turn[name] if one not in given)
             else:
                 # It has waited long enough to pass a higher class; the rest of its class has not.
-                yield scan.give(oldest[2])
+                sequence_id = oldest[name][2]
+            given.add(sequence_id)
+            yield sequence_id
+            if oldest[name][2] in given:
+                del oldest[name]
+                for one in by_age[name]:
+                    if one[2] not in given:
+                        oldest[name] = one
+                        break
 
     def values(self) -> ValuesView[Item]:
         return ValuesView(self)
@@ -252,9 +236,6 @@ class WaitingQueue(Mapping[str, Item]):
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
         return (due_s, sequence.number, sequence.id, sequence.length_max)
-
-    def _urgency(self, oldest: Key, scan: _Scan) -> tuple[float, Priority]:
-        return (oldest[0] + self._age_s * scan.priority, scan.priority)
 
     def check_integrity(self) -> None:
         """Every waiting sequence is in exactly one place; for tests."""

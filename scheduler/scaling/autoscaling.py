@@ -76,29 +76,6 @@ class AutoscalingConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What the pool looks like to the policy; all figures are finite."""
-
-    outstanding_tokens: float
-    """Tokens that accepted requests are still expected to commit."""
-    waiting: int
-    """Requests that are on no replica."""
-    serving: int
-    """Replicas that take sequences now."""
-    tokens_per_s: float
-    """Tokens per second of work of one replica, above 0."""
-    committed_per_s: float = 0.0
-    """Tokens per second that all replicas have committed over the last seconds."""
-    partial: bool = False
-    """Whether some of the pool could not be seen: there is at least so much to do."""
-
-    @property
-    def live(self) -> bool:
-        """Whether there is any request."""
-        return self.waiting > 0 or self.outstanding_tokens > 0
-
-
-@dataclass(frozen=True, slots=True)
 class ScalingState:
     """What the policy remembers; times are of the clock that it is called with."""
 
@@ -113,31 +90,48 @@ class ScalingState:
 
 
 def wanted_replicas(
-    config: AutoscalingConfig, load: Load, wanted: int, state: ScalingState, now_s: float
+    config: AutoscalingConfig,
+    status: PoolStatus,
+    tokens_per_s: float,
+    wanted: int,
+    state: ScalingState,
+    now_s: float,
+    partial: bool = False,
 ) -> tuple[int, ScalingState]:
     """The number of replicas to have from now on, and the state for the next call.
 
-    `wanted` is the number returned last time; `now_s` is of a clock that does not run backwards.
-    Of a load that is seen in part nothing is concluded but that it is too much.
+    `tokens_per_s` is what one replica commits per second of work, above 0. `wanted` is the number
+    returned last time; `now_s` is of a clock that does not run backwards. `partial`: some of the
+    pool could not be seen. Then nothing is concluded but that the load is too much.
     """
-    if load.partial:
+    live = status.waiting > 0 or status.outstanding_tokens > 0
+    if partial:
         state = unseen(state, now_s)
-    if load.live or state.live_s is None:
+    if live or state.live_s is None:
         state = replace(state, live_s=now_s)
     wanted = min(max(wanted, config.min_replicas), config.max_replicas)
-    if wanted == 0:
-        # The first replica starts at once; more of them take the delay.
-        wanted = 1 if load.live else 0
-    enough, needed = _bounds(config, load)
+    least = 1 if live else 0
+    # The first replica starts at once; more of them take the delay.
+    wanted = wanted or least
+
+    queue = status.outstanding_tokens / config.drain_s / tokens_per_s
+    work = status.tokens_per_s / tokens_per_s
+    enough = max(_whole(queue, config), least)
     if enough > wanted:
-        return _up(config, load, enough, wanted, state, now_s)
-    state = replace(state, high_since_s=None)
-    if load.partial:
+        since_s = now_s if state.high_since_s is None else state.high_since_s
+        # Without a low since: what was low before this must last its delay anew.
+        state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
+        if now_s - since_s >= config.up_delay_s:
+            wanted = max(wanted, min(enough, status.serving + config.starting_max))
         return wanted, state
+    state = replace(state, high_since_s=None)
+    if partial:
+        return wanted, state
+    needed = max(_whole(max(queue, work) / config.down_share, config), 1, config.min_replicas)
     if needed < wanted:
         return _down(config, needed, wanted, state, now_s)
     state = replace(state, low_since_s=None, low_most=0)
-    if wanted == 1 and config.min_replicas == 0 and not load.live and state.live_s is not None:
+    if wanted == 1 and config.min_replicas == 0 and not live and state.live_s is not None:
         wanted = 0 if now_s - state.live_s >= config.idle_s else 1
     return wanted, state
 
@@ -148,33 +142,6 @@ def unseen(state: ScalingState, now_s: float) -> ScalingState:
     Neither a low load nor an idle pool has lasted while it was not seen.
     """
     return replace(state, low_since_s=None, low_most=0, live_s=now_s)
-
-
-def _bounds(config: AutoscalingConfig, load: Load) -> tuple[int, int]:
-    """(so many at least, more than so many are too many); the first is not above the second."""
-    queue = load.outstanding_tokens / config.drain_s / load.tokens_per_s
-    work = load.committed_per_s / load.tokens_per_s
-    least = 1 if load.live else 0
-    enough = max(_whole(queue, config), least)
-    needed = max(_whole(max(queue, work) / config.down_share, config), least, 1)
-    return enough, max(needed, config.min_replicas)
-
-
-def _up(
-    config: AutoscalingConfig,
-    load: Load,
-    enough: int,
-    wanted: int,
-    state: ScalingState,
-    now_s: float,
-) -> tuple[int, ScalingState]:
-    since_s = now_s if state.high_since_s is None else state.high_since_s
-    # Without a low since: what was low before this must last its delay anew.
-    state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
-    if now_s - since_s < config.up_delay_s:
-        return wanted, state
-    more = max(wanted, min(enough, max(load.serving, 0) + config.starting_max))
-    return more, state
 
 
 def _down(
@@ -245,15 +212,3 @@ class CapacityMeter:
         else:
             self.tokens_per_s = speed
             self._measured = True
-
-
-def pool_load(status: PoolStatus, tokens_per_s: float, partial: bool = False) -> Load:
-    """The load as a status of the pool, or of a part of it, tells it."""
-    return Load(
-        outstanding_tokens=status.outstanding_tokens,
-        waiting=status.waiting,
-        serving=status.serving,
-        tokens_per_s=tokens_per_s,
-        committed_per_s=status.tokens_per_s,
-        partial=partial,
-    )

@@ -1,58 +1,35 @@
 """The real scheduler in virtual time, over replicas that count tokens instead of computing them."""
 
 from scheduler.simulation.experiment import (
-    MEASURED_POOL,
-    Experiment,
-    Figures,
-    PoolTimes,
-    Sample,
-    Setup,
+    MEASURED_POOL as MEASURED_POOL,
+    Experiment as Experiment,
+    Figures as Figures,
+    PoolTimes as PoolTimes,
+    Sample as Sample,
+    Setup as Setup,
 )
-from scheduler.simulation.faults import FaultPlan
-from scheduler.simulation.hardware import DEVICES, PAIRS, FittedTimes, Roofline, Times
-from scheduler.simulation.reference import reference_output
-from scheduler.simulation.replica import SimulatedReplica
+from scheduler.simulation.hardware import (
+    DEVICES as DEVICES,
+    PAIRS as PAIRS,
+    FittedTimes as FittedTimes,
+    Roofline as Roofline,
+    Times as Times,
+)
+from scheduler.simulation.replica import (
+    SimulatedReplica as SimulatedReplica,
+    reference_output as reference_output,
+)
 from scheduler.simulation.workload import (
-    AcceptanceMix,
-    Lengths,
-    WorkloadRequest,
-    bursts,
-    drawn,
-    lognormal,
-    parse_acceptance,
-    parse_lengths,
-    poisson,
-    read_trace,
-    uniform,
+    AcceptanceMix as AcceptanceMix,
+    Lengths as Lengths,
+    WorkloadRequest as WorkloadRequest,
+    bursts as bursts,
+    drawn as drawn,
+    lognormal as lognormal,
+    parse_acceptance as parse_acceptance,
+    parse_lengths as parse_lengths,
+    poisson as poisson,
+    read_trace as read_trace,
+    uniform as uniform,
 )
-from scheduler.simulation.world import Report, World
-
-__all__ = [
-    "DEVICES",
-    "MEASURED_POOL",
-    "PAIRS",
-    "AcceptanceMix",
-    "Experiment",
-    "FaultPlan",
-    "Figures",
-    "FittedTimes",
-    "Lengths",
-    "PoolTimes",
-    "Report",
-    "Roofline",
-    "Sample",
-    "Setup",
-    "SimulatedReplica",
-    "Times",
-    "World",
-    "WorkloadRequest",
-    "bursts",
-    "drawn",
-    "lognormal",
-    "parse_acceptance",
-    "parse_lengths",
-    "poisson",
-    "read_trace",
-    "reference_output",
-    "uniform",
-]
+from scheduler.simulation.world import FaultPlan as FaultPlan, Report as Report, World as World

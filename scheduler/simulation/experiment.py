@@ -14,16 +14,13 @@ from random import Random
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, Reject, ReplicaSpec, Request, StepDone
 from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_rank
-from scheduler.simulation.clock import VirtualClock
-from scheduler.simulation.faults import FaultPlan
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.workload import WorkloadRequest
-from scheduler.simulation.world import Outcome, World
+from scheduler.simulation.world import FaultPlan, Outcome, VirtualClock, World
 from scheduler.status import PoolStatus
 
 SAMPLES_MAX = 100
-"""Samples over time, beside the last one; when there are more, every second one is dropped."""
-FIRST_SAMPLE_S = 0.05
+"""Samples of a run, beside the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,6 @@ class PoolTimes:
     """Any other event: a request that comes or goes."""
 
     def of(self, event: Event) -> float:
-        """Seconds for one event."""
         return self.batch_s if isinstance(event, StepDone) else self.other_s
 
 
@@ -81,14 +77,12 @@ class Figures:
     """The figures of an experiment. Times are virtual seconds, one entry per finished request."""
 
     samples: list[Sample] = field(default_factory=list)
-    """The first when the first request comes, the last when the last one ends."""
-    middle: list[Sample] = field(default_factory=list)
-    """When a quarter of the requests had ended, and three quarters."""
+    """The first when the first request comes, others whenever so many have ended, the last when the
+    last one ends."""
     latency_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     per_token_s: list[float] = field(default_factory=list)
-    """From the first Emit to the last, over the tokens after the first Emit; of requests with
-    several of them."""
+    """From the first Emit to the last, over the tokens after the first, where there are some."""
     refusals: list[str] = field(default_factory=list)
     """Why requests were refused, one by one."""
     waiting_most: int = 0
@@ -115,7 +109,6 @@ class Figures:
 
     @property
     def elapsed_s(self) -> float:
-        """From the first arrival to the last end."""
         return self.samples[-1].at_s - self.samples[0].at_s
 
     def tokens_per_s(self) -> float:
@@ -131,9 +124,10 @@ class Figures:
         return self._growth_per_s("pool_busy_s") / shards
 
     def _growth_per_s(self, name: str) -> float:
-        first, last = self.samples[0], self.samples[-1]
-        if len(self.middle) == 2 and self.middle[0].at_s < self.middle[1].at_s:
-            first, last = self.middle
+        count = len(self.samples) - 1
+        first, last = self.samples[count // 4], self.samples[3 * count // 4]
+        if count < 4 or first.at_s == last.at_s:
+            first, last = self.samples[0], self.samples[-1]
         return _ratio(getattr(last, name) - getattr(first, name), last.at_s - first.at_s)
 
 
@@ -149,7 +143,7 @@ class Experiment:
         self._rng = rng
         self._clock = VirtualClock()
         self._figures = Figures()
-        self._sample_s = FIRST_SAMPLE_S
+        self._sample_every = -(-len(requests) // SAMPLES_MAX)
         self._coming = iter(enumerate(requests))
         self._arrived: list[tuple[float, int]] = []
         """By request: when, and the shard that it went to."""
@@ -187,7 +181,6 @@ class Experiment:
         return world
 
     def run(self) -> Figures:
-        """Until every request has ended."""
         for _ in range(self._setup.in_flight or 1):
             self._plan_next()
         self._clock.run()
@@ -216,7 +209,7 @@ class Experiment:
     def _arrive(self, number: int, request: WorkloadRequest) -> None:
         now_s = self._clock.now_s
         if number == 0:
-            self._sample_again()
+            self._figures.samples.append(self._sample())
         if self._setup.in_flight is None:
             self._plan_next()
         loads = [
@@ -236,9 +229,7 @@ class Experiment:
         arrived_s, shard = self._arrived[number]
         self._outstanding[shard] -= self._requests[number].new_tokens
         self._ended += 1
-        if self._ended in (count // 4, 3 * count // 4):
-            figures.middle.append(self._sample())
-        if self._ended == count:
+        if self._ended % self._sample_every == 0 or self._ended == count:
             figures.samples.append(self._sample())
         if self._setup.in_flight is not None:
             self._plan_next()
@@ -254,18 +245,6 @@ class Experiment:
         later = len(outcome.tokens) - outcome.first_tokens
         if later:
             figures.per_token_s.append((outcome.finished_s - outcome.first_token_s) / later)
-
-    # ----------------------------------------------------------------- samples
-
-    def _sample_again(self) -> None:
-        if self._ended == len(self._requests):
-            return
-        samples = self._figures.samples
-        samples.append(self._sample())
-        if len(samples) > SAMPLES_MAX:
-            del samples[1::2]
-            self._sample_s *= 2
-        self._clock.after(self._sample_s, self._sample_again)
 
     def _sample(self) -> Sample:
         status = self._status()

@@ -52,13 +52,11 @@ class Model:
 
     @property
     def body(self) -> int:
-        """Parameters of all layers."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head(self) -> int:
-        """Parameters of the output head."""
         return self.vocab * self.hidden
 
     @property
@@ -105,9 +103,7 @@ class Roofline:
         tokens = rows * (k + 1)
         draft_s = k * forward_s(device, self.draft, rows, positions, positions)
         verify_s = forward_s(device, self.target, tokens, positions, positions * (k + 1))
-        return StepTimes(
-            draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + device.step_s
-        )
+        return _step_times(draft_s, verify_s, device.step_s)
 
     def _prefill(self, batch: Batch) -> StepTimes:
         tokens = batch.prefill_tokens
@@ -161,13 +157,15 @@ class FittedTimes(BaseModel):
         draft_s = k * (self.draft_fixed_s + rows * self.draft_row_s)
         verify_s = self.verify_fixed_s + rows * (k + 1) * self.verify_token_s
         verify_s += rows * batch.rows[-1].length * self.kv_position_s
-        return StepTimes(
-            draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + self.overhead_s
-        )
+        return _step_times(draft_s, verify_s, self.overhead_s)
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks of this size that a replica has."""
         return max(self.kv_tokens // block_size, 1)
+
+
+def _step_times(draft_s: float, verify_s: float, rest_s: float) -> StepTimes:
+    total_s = draft_s + verify_s + rest_s
+    return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=total_s)
 
 
 def _prefill_times(prefill_s: float, rest_s: float = 0.0) -> StepTimes:

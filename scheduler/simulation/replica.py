@@ -7,23 +7,24 @@ that changes how many tokens a step commits, never which.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
 from scheduler.messages import (
     Batch,
     BatchKind,
+    FinishReason,
     PrefillRow,
     Release,
     ReplicaSpec,
+    Request,
     RowResult,
     StepResult,
     StepRow,
     StepTimes,
 )
 from scheduler.simulation.hardware import Times
-from scheduler.simulation.reference import content_hash, next_token
 from scheduler.state import PrefixSet, block_keys
 from scheduler.validation import blocks_needed
 
@@ -54,7 +55,6 @@ class _Resident:
     tried_at: list[int] = field(default_factory=list)
 
     def begin(self, draft_len: int) -> None:
-        """A batch with it begins."""
         self.new, self.draft_tokens = [], 0
         self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
 
@@ -125,11 +125,15 @@ class SimulatedReplica:
         lengths = [row.length for row in batch.rows]
         assert lengths == sorted(lengths), "rows do not rise by length"
         for row in batch.prefill:
-            self._hold(self._receive_prefill(row))
+            self._receive_prefill(row)
         for step_row in batch.rows:
-            self._hold(self._receive_step(batch, step_row))
+            self._receive_step(batch, step_row)
+        for sequence_id in batch.row_ids:
+            resident = self.residents[sequence_id]
+            assert not resident.held, "a row in two batches at once"
+            resident.held = True
 
-    def _receive_prefill(self, row: PrefillRow) -> _Resident:
+    def _receive_prefill(self, row: PrefillRow) -> None:
         resident = self.residents.get(row.sequence_id)
         assert bool(row.tokens) == (resident is None), "content comes with the first chunk alone"
         if resident is None:
@@ -146,9 +150,8 @@ class SimulatedReplica:
             assert resident.to_fill > 0, "prefill of what is filled"
         assert row.begin == resident.length - 1 - resident.to_fill, "chunks do not meet"
         assert row.begin <= row.end < resident.length, "a chunk beyond the content"
-        return resident
 
-    def _receive_step(self, batch: Batch, row: StepRow) -> _Resident:
+    def _receive_step(self, batch: Batch, row: StepRow) -> None:
         assert row.sequence_id in self.residents, "a step for a sequence not resident"
         resident = self.residents[row.sequence_id]
         assert resident.to_fill == 0, "a step for a row that is not filled"
@@ -156,17 +159,12 @@ class SimulatedReplica:
         assert 0 <= row.draft_len <= batch.draft_len, "a row's k exceeds its batch's"
         new = min(batch.steps * (row.draft_len + 1), resident.tokens_left)
         self._own(resident, row.blocks, row.length + new - 1)
-        return resident
 
     def _own(self, resident: _Resident, blocks: int, positions: int) -> None:
         assert blocks_needed(positions, self.spec.block_size) <= blocks, "too few blocks"
         self._blocks_used += max(blocks - resident.blocks, 0)
         resident.blocks = max(blocks, resident.blocks)
         assert self._blocks_used <= self.spec.kv_blocks, "out of KV blocks"
-
-    def _hold(self, resident: _Resident) -> None:
-        assert not resident.held, "a row in two batches at once"
-        resident.held = True
 
     def begin(self, batch: Batch) -> float:
         """Starts a received batch; returns the seconds of one step, or of all of a prefill."""
@@ -239,7 +237,6 @@ class SimulatedReplica:
             self.residents[row.sequence_id].held = False
 
     def release(self, action: Release) -> None:
-        """Sequences leave it."""
         for sequence_id in action.sequence_ids:
             if sequence_id in self._failed:
                 self._failed.remove(sequence_id)
@@ -258,3 +255,30 @@ def _draw_accepted(acceptance: float, draft_len: int, rng: Random) -> int:
     if acceptance >= 1:
         return draft_len
     return min(int(math.log(1.0 - rng.random()) / math.log(acceptance)), draft_len)
+
+
+def reference_output(request: Request, vocab_size: int) -> tuple[tuple[int, ...], FinishReason]:
+    """All new tokens of a request, carried ones included, and why it ends if nothing else ends it.
+
+    It depends on the content and the seed alone. The next token is a hash of all content so far, so
+    one wrong, missing or doubled token changes nearly every token after it.
+    """
+    tokens = list(request.committed)
+    state = content_hash(request.prompt + request.committed)
+    while not (tokens and tokens[-1] in request.stop_token_ids):
+        if len(tokens) >= request.max_new_tokens:
+            return tuple(tokens), FinishReason.LENGTH
+        tokens.append(next_token(state, request.sampling.seed, vocab_size))
+        state = content_hash(tokens[-1:], state)
+    return tuple(tokens), FinishReason.STOP
+
+
+def content_hash(tokens: Iterable[int], state: int = 0) -> int:
+    for token in tokens:
+        state = hash((state, token))
+    return state
+
+
+def next_token(state: int, seed: int, vocab_size: int) -> int:
+    """The target's choice after a content with this hash."""
+    return (state ^ seed) % vocab_size

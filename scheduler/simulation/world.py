@@ -11,6 +11,7 @@ the lease, and the replica joins again under a new id.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,8 +40,6 @@ from scheduler.messages import (
     Tick,
 )
 from scheduler.scheduler import Scheduler
-from scheduler.simulation.clock import VirtualClock
-from scheduler.simulation.faults import FaultPlan
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.replica import SimulatedReplica
 
@@ -51,6 +50,57 @@ Watch = Callable[[float, Event, list[Action]], None]
 
 PoolCost = Callable[[Event], float]
 """Seconds for which an event occupies the pool; the next one waits, and its actions come after."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What goes wrong: of the network, of batches, of replicas. Probabilities are per batch."""
+
+    delay_s: tuple[float, float] = (0.0005, 0.0015)
+    """Least and most time of a message, uniform."""
+    duplicate: float = 0.0
+    """Probability that a result arrives twice."""
+    lose: float = 0.0
+    """Probability that a result never arrives."""
+    late: float = 0.0
+    """Probability that a result arrives only when its replica was lost and has joined again."""
+    fail: float = 0.0
+    """Probability that a batch ends in StepFailed."""
+    rows_max: int | None = None
+    """Speculate batches with more rows always end in StepFailed, as when memory runs out."""
+    deadly: frozenset[str] = frozenset()
+    """Requests that kill the replica in every step with them."""
+    lease_s: float = 0.5
+    """Silence after which a replica is declared lost."""
+    rejoin_s: float = 0.5
+    """Time from then until it joins again under a new id."""
+
+
+class VirtualClock:
+    """What is planned happens in order of time, and of planning at the same time.
+
+    Several worlds may share one.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = 0
+
+    def at(self, at_s: float, happen: Callable[[], None]) -> None:
+        """Plans a call; one that lies in the past happens next."""
+        self._planned += 1
+        heapq.heappush(self._heap, (max(at_s, self.now_s), self._planned, happen))
+
+    def after(self, delay_s: float, happen: Callable[[], None]) -> None:
+        self.at(self.now_s + delay_s, happen)
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Makes all planned calls, or those until a time."""
+        heap = self._heap
+        while heap and heap[0][0] <= until_s:
+            self.now_s, _, happen = heapq.heappop(heap)
+            happen()
 
 
 @dataclass(slots=True)

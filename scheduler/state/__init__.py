@@ -1,37 +1,20 @@
 """The records of a pool: sequences, replicas, what may happen to them, and the invariants."""
 
-from scheduler.state.invariants import check_pool
-from scheduler.state.pipeline import InFlight, Pipeline
-from scheduler.state.pool import Pool
-from scheduler.state.prefixes import PrefixSet, block_keys
-from scheduler.state.ready_rows import ReadyRows, Row
-from scheduler.state.replica import BatchFigures, Replica
-from scheduler.state.sequence import (
-    Answer,
-    Chunk,
-    Move,
-    Sequence,
-    State,
-    answers_of,
-    finished_before_start,
+from scheduler.state.invariants import check_pool as check_pool
+from scheduler.state.pool import Pool as Pool
+from scheduler.state.prefixes import PrefixSet as PrefixSet, block_keys as block_keys
+from scheduler.state.ready_rows import ReadyRows as ReadyRows, Row as Row
+from scheduler.state.replica import (
+    BatchFigures as BatchFigures,
+    InFlight as InFlight,
+    Replica as Replica,
 )
-
-__all__ = [
-    "Answer",
-    "BatchFigures",
-    "Chunk",
-    "InFlight",
-    "Move",
-    "Pipeline",
-    "Pool",
-    "PrefixSet",
-    "ReadyRows",
-    "Replica",
-    "Row",
-    "Sequence",
-    "State",
-    "answers_of",
-    "block_keys",
-    "check_pool",
-    "finished_before_start",
-]
+from scheduler.state.sequence import (
+    Answer as Answer,
+    Chunk as Chunk,
+    Move as Move,
+    Sequence as Sequence,
+    State as State,
+    answers_of as answers_of,
+    finished_before_start as finished_before_start,
+)

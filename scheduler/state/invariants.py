@@ -28,10 +28,12 @@ def check_pool(pool: Pool) -> None:
         _check_replica(pool, replica)
     takes = sorted((one.load, one.id) for one in pool.replicas.values() if pool.takes_more(one))
     assert pool.open == takes, "replicas that take more"
-    due = {(number, sequence_id) for _, number, sequence_id in pool.deadlines}
-    for sequence in pool.sequences.values():
-        if sequence.deadline_s is not None and sequence.live:
-            assert (sequence.number, sequence.id) in due, f"{sequence.id}: deadline forgotten"
+    due = sorted(
+        (one.deadline_s, one.number, one.id)
+        for one in pool.sequences.values()
+        if one.deadline_s is not None and one.live
+    )
+    assert pool.deadlines == due, "deadlines"
 
 
 def _check_sequence(pool: Pool, sequence: Sequence) -> None:

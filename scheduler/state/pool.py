@@ -5,21 +5,55 @@ It keeps the books (reservations, indexes, deadlines) consistent and decides not
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import takewhile
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
 from scheduler.queue import WaitingQueue
-from scheduler.state.rate import RateMeter
 from scheduler.state.replica import Replica
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
 
-_HEAP_SLACK = 64
+WINDOW_S = 10
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
+
+
+class RateMeter:
+    """Counts tokens in slots of one second; what is older than WINDOW_S is forgotten."""
+
+    def __init__(self) -> None:
+        self._slots: deque[list[int]] = deque()
+        """[second, tokens], rising."""
+        self._sum = 0
+        self._began_s = 0.0
+
+    def add(self, tokens: int, now_s: float) -> None:
+        second = int(now_s)
+        self._drop(second)
+        if not self._slots:  # the first ever, or after a pause
+            self._began_s = now_s
+        self._sum += tokens
+        if self._slots and self._slots[-1][0] == second:
+            self._slots[-1][1] += tokens
+        else:
+            self._slots.append([second, tokens])
+
+    def per_s(self, now_s: float) -> float:
+        """0 before the first token and after WINDOW_S without one."""
+        self._drop(int(now_s))
+        if not self._slots:
+            return 0.0
+        # In the first seconds the window is not full; a second is the least that means anything.
+        span_s = min(max(now_s - self._began_s, 1.0), float(WINDOW_S))
+        return self._sum / span_s
+
+    def _drop(self, second: int) -> None:
+        while self._slots and self._slots[0][0] <= second - WINDOW_S:
+            self._sum -= self._slots.popleft()[1]
 
 
 class Pool:
@@ -36,7 +70,7 @@ class Pool:
         self._open: list[tuple[int, str]] | None = None
         self.finished: Counter[FinishReason] = Counter()
         self.deadlines: list[tuple[float, int, str]] = []
-        """A heap of (deadline, sequence number, id); finished ones go when they come up."""
+        """(deadline, number, id) of the live sequences that have one, the first due first."""
         self.limit_left = 0
         """Tokens that live sequences may still commit."""
         self.expected_share = 1.0
@@ -63,13 +97,11 @@ class Pool:
         self.limit_left += sequence.tokens_left
         if request.timeout_s is not None:
             sequence.deadline_s = now_s + request.timeout_s
-            heapq.heappush(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
-            self._compact_deadlines()
+            insort(self.deadlines, (sequence.deadline_s, sequence.number, sequence.id))
         return sequence
 
     def expected(self, limit: int) -> int:
-        """Tokens that will be committed of so many that may be: most requests end before their
-        limit."""
+        """Tokens to expect of so many that may come: most requests end before their limit."""
         return math.ceil(limit * self.expected_share)
 
     @property
@@ -83,7 +115,6 @@ class Pool:
         return len(self.sequences) - leaving
 
     def takes_more(self, replica: Replica) -> bool:
-        """Whether it takes sequences at all."""
         return not replica.draining and replica.load < self.config.residents_max
 
     @property
@@ -97,24 +128,16 @@ class Pool:
             self._open.sort()
         return self._open
 
-    @property
-    def free(self) -> list[tuple[int, str]]:
-        """The same for those of them that have a place for a batch."""
-        most = self.config.batches_in_flight_max
-        return [key for key in self.open if len(self.replicas[key[1]].pipeline) < most]
-
     def place(self, sequence: Sequence, replica: Replica, now_s: float) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
         self.waiting.remove(sequence)
-        if not sequence.charged:
-            sequence.charged = True
-            self.waiting.charge(sequence)
         self.drop_reservation(sequence)
         sequence.overtaken = sequence.left = 0
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
         sequence.blocks = replica.blocks_for(sequence)
         if not sequence.replicas:
+            self.waiting.charge(sequence)
             sequence.queued_s = now_s - sequence.arrived_s
         if replica.id not in sequence.replicas:
             sequence.replicas.append(replica.id)
@@ -123,7 +146,7 @@ class Pool:
         replica.blocks_most += replica.blocks_limit(sequence)
         self._open = None
 
-    def fill(self, replica: Replica, given: list[Chunk], batch_id: int) -> None:
+    def fill(self, given: list[Chunk], batch_id: int) -> None:
         """A prefill batch takes these placed sequences."""
         for sequence, _, until in given:
             self.move(sequence, Move.PREFILL)
@@ -211,6 +234,8 @@ class Pool:
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
             self.drop_reservation(sequence)
+        if sequence.deadline_s is not None:
+            del self.deadlines[bisect_left(self.deadlines, (sequence.deadline_s, sequence.number))]
         self.limit_left -= sequence.tokens_left
         self.move(sequence, Move.FINISH)
         self.finished[reason] += 1
@@ -296,23 +321,6 @@ class Pool:
     # ----------------------------------------------------------------- deadlines
 
     def overdue(self, now_s: float) -> list[Sequence]:
-        """Live sequences with a deadline that has come; each is returned once."""
-        due = []
-        while self.deadlines and self.deadlines[0][0] <= now_s:
-            _, number, sequence_id = heapq.heappop(self.deadlines)
-            sequence = self.sequences.get(sequence_id)
-            # The id may belong to a later request by now; the number never does.
-            if sequence is not None and sequence.number == number and sequence.live:
-                due.append(sequence)
-        return due
-
-    def _compact_deadlines(self) -> None:
-        """Drops finished requests once they are the larger part: O(1) per request on average."""
-        if len(self.deadlines) <= 2 * len(self.sequences) + _HEAP_SLACK:
-            return
-        self.deadlines = [
-            (sequence.deadline_s, sequence.number, sequence.id)
-            for sequence in self.sequences.values()
-            if sequence.deadline_s is not None and sequence.live
-        ]
-        heapq.heapify(self.deadlines)
+        """Live sequences with a deadline that has come."""
+        due = takewhile(lambda key: key[0] <= now_s, self.deadlines)
+        return [self.sequences[sequence_id] for _, _, sequence_id in due]

@@ -5,13 +5,15 @@ ages; a row itself is any object that a dict takes as a key.
 
 Time is counted in steps of an equal share: a batch is worth its rows over all that step. A row's
 turn is that time when it came, and one more for each step that it has had; its lag is by how much
-the time is ahead of its turn.
+the time is ahead of its turn. A row that has committed nothing yet is behind all others, for a
+client waits for its first token.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
+from math import inf
 from typing import Generic, TypeVar
 
 Row = TypeVar("Row", bound=Hashable)
@@ -22,12 +24,9 @@ class ReadyRows(Generic[Row]):
 
     def __init__(self) -> None:
         self._by_age: dict[Row, tuple[int, int, int]] = {}
-        """(length, number, batches dispatched before) of a row when it became ready, oldest
-        first."""
+        """(length, number, batches dispatched before) as it became ready; the oldest first."""
         self._rising: list[tuple[int, int, Row]] = []
         """(length, number, row); of one length the oldest first."""
-        self._new: dict[Row, None] = {}
-        """Rows that have committed nothing yet, the oldest first."""
         self._by_turn: list[tuple[float, int, Row]] = []
         """(turn, number, row), rising."""
         self._turns: dict[Row, float] = {}
@@ -61,10 +60,6 @@ class ReadyRows(Generic[Row]):
     def oldest(self) -> Row:
         return next(iter(self._by_age))
 
-    def oldest_new(self) -> Row | None:
-        """The oldest of those that have committed nothing yet."""
-        return next(iter(self._new), None)
-
     def most_behind(self) -> tuple[float, Row]:
         """The largest lag [steps], and its row; of several the oldest."""
         turn, _, row = self._by_turn[0]
@@ -92,16 +87,14 @@ class ReadyRows(Generic[Row]):
         self._number += 1
         self._by_age[row] = (length, self._number, self.batches)
         insort(self._rising, (length, self._number, row))
-        insort(self._by_turn, (self._turns.setdefault(row, self._share), self._number, row))
-        if new:
-            self._new[row] = None
+        turn = self._turns[row] = -inf if new else self._turns.get(row, self._share)
+        insort(self._by_turn, (turn, self._number, row))
 
     def remove(self, row: Row) -> None:
         """It is not ready any more, though it may be again."""
         length, number, _ = self._by_age.pop(row)
         del self._rising[self._place(length, number)]
         del self._by_turn[bisect_left(self._by_turn, (self._turns[row], number))]
-        self._new.pop(row, None)
 
     def forget(self, row: Row) -> None:
         """It has left the replica."""
@@ -114,13 +107,13 @@ class ReadyRows(Generic[Row]):
         self._share += len(rows) / of
         for row in rows:
             self.remove(row)
-            self._turns[row] += 1.0
+            turn = self._turns[row]
+            self._turns[row] = (self._share if turn == -inf else turn) + 1.0
 
     def check_integrity(self) -> None:
         """Asserts that all orders hold the same rows."""
         rising = [(length, number, row) for row, (length, number, _) in self._by_age.items()]
         assert sorted(rising) == self._rising, "ready rows differ, or are out of order"
-        assert self._new.keys() <= self._by_age.keys(), "a row that is not there is new"
         turns = [(self._turns[row], number, row) for _, number, row in rising]
         assert sorted(turns) == self._by_turn, "turns of ready rows"
         ages = [(number, batches) for _, number, batches in self._by_age.values()]

@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass, field
 from operator import add
 
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult
-from scheduler.state.pipeline import Pipeline
 from scheduler.state.prefixes import PrefixSet
 from scheduler.state.ready_rows import ReadyRows
 from scheduler.state.sequence import RESIDENT, Sequence, State
@@ -25,8 +24,7 @@ class BatchFigures:
     """Sums over the batches that one replica, or several, have answered."""
 
     busy_s: float = 0.0
-    """Time in which they ran batches; committed_tokens over this is what is committed under
-    load."""
+    """Time in which they ran batches: committed_tokens over it is the speed under load."""
     batches: int = 0
     step_batches: int = 0
     """Those of steps; the others are prefills."""
@@ -80,6 +78,53 @@ class BatchFigures:
             self.accepted_tokens += sum(row.accepted_at)
 
 
+@dataclass(slots=True)
+class InFlight:
+    """A batch that was sent and is not answered yet."""
+
+    batch: Batch
+    rows: list[Sequence]
+    """Its rows, leaving ones included."""
+    sent_s: float | None
+    """When it was sent, if nothing else was in flight then: what passes until its answer, beside
+    its run, is a round trip."""
+    interrupted: bool = False
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """Batches that a replica runs one after the other."""
+
+    batches: dict[int, InFlight] = field(default_factory=dict)
+    """Batches in flight by id, in the order in which they were sent."""
+    last_kind: BatchKind | None = None
+    last_quarantined: bool = False
+    """Whether the batch that was sent last is one of rows in quarantine."""
+    failed: set[BatchKind] = field(default_factory=set)
+    """Kinds of batch of which the last one that was answered failed."""
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether a batch of rows in quarantine is in flight: nothing goes beside it."""
+        return self.last_quarantined and bool(self.batches)
+
+    def send(self, batch: Batch, rows: list[Sequence], now_s: float) -> None:
+        sent_s = None if self.batches else now_s
+        self.batches[batch.id] = InFlight(batch, rows, sent_s)
+        self.last_kind = batch.kind
+        self.last_quarantined = rows[0].quarantined
+
+    def long_batch(self) -> InFlight | None:
+        """The batch of several steps that is in flight and was not interrupted, if there is one."""
+        for one in self.batches.values():
+            if one.batch.steps > 1 and not one.interrupted:
+                return one
+        return None
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """One incarnation of a replica."""
@@ -126,8 +171,6 @@ class Replica:
         if not len(self.prefixes):
             return 0
         keys = sequence.block_keys(self.spec.block_size)
-        if not keys or keys[0] not in self.prefixes:
-            return 0
         return self.prefixes.shared(keys) * self.spec.block_size
 
     @property
@@ -195,7 +238,6 @@ class Replica:
         return self.blocks_for(sequence) <= self.blocks_free - taken
 
     def blocks_limit(self, sequence: Sequence) -> int:
-        """Blocks that it has at its limit."""
         return blocks_needed(sequence.length_max, self.spec.block_size)
 
     def could_hold(self, sequence: Sequence) -> bool:

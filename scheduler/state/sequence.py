@@ -10,17 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Final
 
-from scheduler.messages import (
-    NO_FAILURES,
-    FailureRecord,
-    FinishReason,
-    Request,
-    RowResult,
-    StepResult,
-    Usage,
-)
+from scheduler.messages import FailureRecord, FinishReason, Request, RowResult, StepResult, Usage
 from scheduler.state.prefixes import Key, block_keys
 
 
@@ -32,8 +25,7 @@ class State(StrEnum):
     PREFILLING = "prefilling"
     """In a prefill batch in flight; its blocks are reserved."""
     PARTIAL = "partial"
-    """A resident between two prefill batches: its KV cache is filled in part and no batch in flight
-    holds it."""
+    """A resident between two prefill batches, filled in part; no batch in flight holds it."""
     READY = "ready"
     """A resident, filled, that no batch in flight holds."""
     STEPPING = "stepping"
@@ -110,7 +102,7 @@ class Sequence:
     """The batch in flight that holds the row, else None."""
     blocks: int = 0
     """Blocks reserved on its replica."""
-    record: FailureRecord = NO_FAILURES
+    record: FailureRecord = field(default_factory=FailureRecord)
     """Batches and replicas that broke with it; see `faults`."""
     steps: int = 0
     draft_tokens: int = 0
@@ -137,8 +129,6 @@ class Sequence:
     """The replica that takes nothing behind this sequence in the queue until it fits."""
     checked: bool = False
     """Whether a known replica could take it when it came, or an earlier pool's."""
-    charged: bool = False
-    """Whether its tenant was charged for it."""
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
     excluded_replicas: list[str] = field(default_factory=list)
@@ -215,11 +205,8 @@ class Sequence:
         self.length += len(kept)
         self.draft_tokens += row.draft_tokens
         self.steps += row.steps
-        beyond = len(row.accepted_at) - len(self.accepted_at)
-        if beyond > 0:
-            self.accepted_at += [0] * beyond
-        for at, times in enumerate(row.accepted_at):
-            self.accepted_at[at] += times
+        both = zip_longest(self.accepted_at, row.accepted_at, fillvalue=0)
+        self.accepted_at = [before + now for before, now in both]
         if kept and self.record.rows_limit is not None:
             # New tokens beyond where it broke something speak for it.
             self.record = self.record.at(self.length)

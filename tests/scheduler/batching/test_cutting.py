@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from scheduler.batching.cutting import part_of
+from scheduler.batching.grouping import part_of
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy
 from scheduler.messages import (

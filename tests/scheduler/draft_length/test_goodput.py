@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from scheduler.draft_length.goodput import goodputs, likelihoods
+from scheduler.draft_length.acceptance import goodputs, likelihoods
 
 ACCEPTANCES = st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0])
 ROWS = st.lists(

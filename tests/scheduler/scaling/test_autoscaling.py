@@ -6,7 +6,7 @@ at work.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -14,11 +14,40 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from scheduler.messages import ReplicaSpec
-from scheduler.scaling import AutoscalingConfig, CapacityMeter, Load, ScalingState, wanted_replicas
+from scheduler.scaling import AutoscalingConfig, CapacityMeter, ScalingState, wanted_replicas
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 
 SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The figures of a status that the policy reads, and what one replica commits per second."""
+
+    outstanding_tokens: int
+    waiting: int
+    serving: int
+    tokens_per_s: float
+    committed_per_s: float = 0.0
+    partial: bool = False
+
+    def wanted(
+        self, config: AutoscalingConfig, wanted: int, state: ScalingState, now_s: float
+    ) -> tuple[int, ScalingState]:
+        status = PoolStatus(
+            waiting=self.waiting,
+            live=self.waiting,
+            replicas=(ReplicaStatus("r", SPEC),) * self.serving,
+            finished={},
+            rejected=0,
+            outstanding_tokens=self.outstanding_tokens,
+            tokens_per_s=self.committed_per_s,
+        )
+        return wanted_replicas(
+            config, status, self.tokens_per_s, wanted, state, now_s, self.partial
+        )
+
 
 times = st.floats(0.0, 1000.0)
 past = st.one_of(st.none(), st.floats(-1000.0, 0.0))
@@ -63,7 +92,7 @@ states = st.builds(
 def test_the_number_is_within_the_bounds_and_no_live_request_without_a_replica(
     config: AutoscalingConfig, load: Load, wanted: int, state: ScalingState, now_s: float
 ) -> None:
-    number, _ = wanted_replicas(config, load, wanted, state, now_s)
+    number, _ = load.wanted(config, wanted, state, now_s)
     least = max(config.min_replicas, 1 if load.waiting else 0)
     assert least <= number <= config.max_replicas
 
@@ -77,7 +106,7 @@ def test_nothing_is_removed_while_a_part_cannot_be_seen(
     now_s: float,
 ) -> None:
     for load in seen:
-        number, state = wanted_replicas(config, replace(load, partial=True), wanted, state, now_s)
+        number, state = replace(load, partial=True).wanted(config, wanted, state, now_s)
         assert number >= min(wanted, config.max_replicas)
         assert state.low_since_s is None
         wanted, now_s = number, now_s + 100.0
@@ -110,8 +139,8 @@ def test_more_load_never_wants_fewer_replicas(
         waiting=load.waiting + 1,
         committed_per_s=10.0 + more_per_s,
     )
-    number, _ = wanted_replicas(config, load, wanted, state, now_s)
-    more, _ = wanted_replicas(config, heavier, wanted, state, now_s)
+    number, _ = load.wanted(config, wanted, state, now_s)
+    more, _ = heavier.wanted(config, wanted, state, now_s)
     assert more >= number
 
 
@@ -124,9 +153,8 @@ def test_under_constant_load_the_number_moves_one_way_and_then_stands_still(
     for look in range(int(150 / look_s)):
         # What serves follows what is wanted, as in a cluster.
         serving = numbers[-1] if numbers else wanted
-        wanted, state = wanted_replicas(
-            config, replace(load, serving=serving), wanted, state, look * look_s
-        )
+        load = replace(load, serving=serving)
+        wanted, state = load.wanted(config, wanted, state, look * look_s)
         numbers.append(wanted)
     rises = any(b > a for a, b in pairwise(numbers))
     falls = any(b < a for a, b in pairwise(numbers))
@@ -152,7 +180,7 @@ def follow(
     state = ScalingState()
     numbers = []
     for now_s, load in loads:
-        wanted, state = wanted_replicas(config, load, wanted, state, now_s)
+        wanted, state = load.wanted(config, wanted, state, now_s)
         numbers.append(wanted)
     return numbers
 

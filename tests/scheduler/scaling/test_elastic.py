@@ -11,13 +11,7 @@ import pytest
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, ReplicaSpec, Request, SamplingParams, Tick
-from scheduler.scaling import (
-    AutoscalingConfig,
-    CapacityMeter,
-    ScalingState,
-    pool_load,
-    wanted_replicas,
-)
+from scheduler.scaling import AutoscalingConfig, CapacityMeter, ScalingState, wanted_replicas
 from scheduler.simulation import FittedTimes, Times, World, reference_output
 
 SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
@@ -74,11 +68,10 @@ class ElasticWorld(World):
             return
         self._looked_s = now_s
         status = self.scheduler.snapshot()
-        load = pool_load(status, self._meter.look(status))
         self._wanted, self._state = wanted_replicas(
-            self._config, load, self._wanted, self._state, now_s
+            self._config, status, self._meter.look(status), self._wanted, self._state, now_s
         )
-        self.looks.append(Look(now_s, self._wanted, load.serving))
+        self.looks.append(Look(now_s, self._wanted, status.serving))
         while len(self._serving) + len(self._starting) < self._wanted:
             self._starting.append((now_s + self._start_s, f"e{self._named}"))
             self._named += 1

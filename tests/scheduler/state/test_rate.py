@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.state.rate import WINDOW_S, RateMeter
+from scheduler.state.pool import WINDOW_S, RateMeter
 
 
 def test_a_steady_rate_is_seen_from_the_start_on() -> None:
