@@ -32,23 +32,12 @@ from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
-from scheduler.messages import FinishReason, Priority
-
-_FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
-    FinishReason.FAILED: pb.FINISH_REASON_FAILED,
-}
+from scheduler.messages import Priority
 
 _PRIORITIES: Mapping[int, Priority | None] = {
     pb.PRIORITY_UNSPECIFIED: None,
-    pb.PRIORITY_HIGH: Priority.HIGH,
-    pb.PRIORITY_NORMAL: Priority.NORMAL,
-    pb.PRIORITY_LOW: Priority.LOW,
+    **{pb.Priority.Value(f"PRIORITY_{one.name}"): one for one in Priority},
 }
-
 _TOOL_MODES: Mapping[int, ToolChoice] = {
     pb.TOOL_MODE_UNSPECIFIED: "auto",
     pb.TOOL_MODE_NONE: "none",
@@ -193,7 +182,7 @@ def to_calls(calls: Iterable[CallDelta]) -> list[pb.ToolCall]:
 def to_end(end: SequenceEnd) -> pb.End:
     usage = end.usage
     return pb.End(
-        finish_reason=_FINISH_REASONS[end.reason],
+        finish_reason=f"FINISH_REASON_{end.reason.name}",
         usage=pb.Usage(
             prompt_tokens=end.prompt_tokens,
             completion_tokens=end.completion_tokens,
