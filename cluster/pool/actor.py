@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 import traceback
 import uuid
@@ -213,7 +212,6 @@ class PoolActor:
         return PoolView(
             incarnation=self._incarnation,
             uptime_s=self._clock() - self._started_s,
-            process_id=os.getpid(),
             status=self._scheduler.snapshot(),
             stopping=self._stopping,
         )

@@ -148,7 +148,6 @@ class PoolView:
 
     incarnation: str
     uptime_s: float
-    process_id: int
     status: PoolStatus
     stopping: bool = False
     name: str = ""
@@ -166,7 +165,6 @@ def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolV
     return PoolView(
         incarnation="+".join(shard.incarnation for shard in shards),
         uptime_s=min(shard.uptime_s for shard in shards),
-        process_id=shards[0].process_id,
         status=merged_status([shard.status for shard in shards]),
         stopping=any(shard.stopping for shard in shards),
         shards=tuple(shards),
@@ -184,5 +182,3 @@ class PoolPort(Protocol):
         ...
 
     async def status(self) -> PoolView: ...
-
-    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply: ...
