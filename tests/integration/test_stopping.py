@@ -281,24 +281,6 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         assert took_s < GRACE_S
 
 
-def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with serving(pair, tmp_path, grace_s=0.05) as served:
-        streams = Streams(served.address, 8)
-        streams.begin()
-        ctrl_c(served)
-        streams.join(STOP_S)
-        assert streams.errors
-        for number, error in streams.errors.items():
-            assert (error.code(), error.details()) == (
-                StatusCode.UNAVAILABLE,
-                "the server is stopping",
-            )
-            assert number not in streams.ends
-        assert served.process.wait(STOP_S) == 0, served.log.read_text(errors="replace")
-
-
 @pytest.mark.parametrize("joined", [False, True])
 def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(
     pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str, joined: bool

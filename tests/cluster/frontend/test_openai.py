@@ -124,17 +124,6 @@ async def test_choices_and_prompts_are_calls_of_their_own_with_the_next_seeds() 
         assert [texts[index] for index in range(4)] == [choice["text"] for choice in choices]
 
 
-async def test_a_stop_string_ends_the_text_before_it() -> None:
-    async with served() as (_made, app):
-        fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-        text = (await post(app, "completions", **fields)).json["choices"][0]["text"]
-        for stop in (text[20:23], ["never!", text[20:23]]):
-            answer = await post(app, "completions", **fields, stop=stop)
-            [choice] = answer.json["choices"]
-            assert choice["text"] == text[: text.index(text[20:23])]
-            assert choice["finish_reason"] == "stop"
-
-
 async def test_the_model_is_listed_and_no_other_is_served() -> None:
     async with served() as (_made, app):
         listed = (await http(app, path="/v1/models")).json
@@ -191,6 +180,7 @@ WRONG = [
     {"temperature": "hot"},
     {"temperature": -1},
     {"top_k": -2},
+    {"top_p": 3},
     {"max_tokens": 0},
     {"max_tokens": 10**6},
     {"max_tokens": 1.5},
@@ -258,6 +248,8 @@ async def test_a_field_within_one_of_several_kinds_is_named() -> None:
         said = answer.error["message"]
         assert "tool_choice.functoin: unknown name; did you mean function?" in said
         assert "tool_choice.function: must be given" in said
+        wrong = await post(app, "completions", prompt="x", top_p=3)
+        assert wrong.error["message"] == "top_p: must be in (0, 1], is 3.0"
 
 
 async def test_what_asks_for_nothing_is_taken() -> None:
