@@ -31,7 +31,6 @@ from cluster.pool.protocol import (
     PoolView,
     ResumeNote,
     StopReply,
-    UsedNote,
     silence_s,
 )
 from cluster.transport.stream import Stream
@@ -50,15 +49,12 @@ from scheduler.messages import (
     StepResult,
     Submit,
     Tick,
-    Usage,
 )
 from scheduler.scaling import ShardLoad
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
 
-_FIGURES_MAX = 16
-"""Of how many lost sessions it is remembered what their requests had used."""
 _LAST_WORDS_S = 0.2
 """How long a pool that has failed lives on, so that frontends hear of which event."""
 
@@ -94,8 +90,6 @@ class PoolActor:
         """By the session's id."""
         self._owners: dict[str, FrontendPeer] = {}
         """Which frontend a live request belongs to."""
-        self._figures: dict[str, dict[str, Usage]] = {}
-        """What requests had used of sessions that were lost, oldest first."""
         self._stopping_until_s = -math.inf
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
@@ -201,7 +195,6 @@ class PoolActor:
             case ResumeNote(session):
                 if session in self._frontends:
                     self._lose_frontend(session, "has left")
-                frontend.post(UsedNote(self._figures.pop(session, {})))
             case _:
                 frontend.unfinished = message.unfinished
                 frontend.flush()
@@ -343,6 +336,4 @@ class PoolActor:
         frontend.lost = True
         for request_id in lost:
             self._step(Cancel(request_id))
-        self._figures[session] = frontend.close()
-        if len(self._figures) > _FIGURES_MAX:
-            del self._figures[next(iter(self._figures))]
+        frontend.close()

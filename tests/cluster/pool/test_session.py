@@ -46,7 +46,7 @@ async def test_a_restarted_pool_is_told_everything_again() -> None:
 
 
 @pytest.mark.parametrize("lost", ["stream", "lease"])
-async def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str) -> None:
+async def test_a_session_that_is_given_up_is_ended_and_its_requests_go_on(lost: str) -> None:
     """The pool lives on; only the session is over, with its stream or by its lease."""
     async with shards(0) as w:
         await w.add_replica(step_s=0.01)
@@ -59,11 +59,8 @@ async def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost
         await check(requests)
         for live in requests:
             assert live.finish is not None
-            usage = live.finish.usage
-            # Each step commits what it accepts and one token, in whichever session.
-            assert usage.steps + usage.accepted_tokens >= 120
-            assert usage.recovered == 1
-            assert usage.completion_tokens == 120
+            assert live.finish.usage.recovered == 1
+            assert live.finish.usage.completion_tokens == 120
         assert len(w.wire.actor._frontends) == 1
 
 
