@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend
+from tests.cluster.frontend.rig import CONFIG, PROMPT, Context, frontend
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
 from tests.cluster.frontend.test_http import Answer, http
 from tests.cluster.wire import until
@@ -99,29 +98,6 @@ async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool, temperature: flo
             assert choices[0]["delta"] == {"role": "assistant", "content": ""}
             assert whole["object"] == "chat.completion"
             assert choice["message"]["role"] == "assistant"
-
-
-async def test_choices_and_prompts_are_calls_of_their_own_with_the_next_seeds() -> None:
-    async with served(step_s=0.001) as (_made, app):
-        fields: dict[str, Any] = {"max_tokens": 20, "temperature": 1, "seed": 5}
-        whole = await post(app, "completions", **fields, n=2, prompt=[PROMPT, PROMPT_IDS[:1]])
-        choices = whole.json["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-        for choice in choices:
-            prompt = (PROMPT, PROMPT_IDS[:1])[choice["index"] // 2]
-            one = fields | {"seed": 5 + choice["index"] % 2, "prompt": prompt}
-            single = (await post(app, "completions", **one)).json
-            assert single["choices"][0]["text"] == choice["text"]
-        usage = whole.json["usage"]
-        assert usage["prompt_tokens"] == len(PROMPT_IDS) + 1
-        assert usage["completion_tokens"] == 80
-        streamed = await post(
-            app, "completions", **fields, n=2, prompt=[PROMPT, PROMPT_IDS[:1]], stream=True
-        )
-        texts: dict[int, str] = defaultdict(str)
-        for event in events(streamed):
-            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-        assert [texts[index] for index in range(4)] == [choice["text"] for choice in choices]
 
 
 async def test_the_model_is_listed_and_no_other_is_served() -> None:
