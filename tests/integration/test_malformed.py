@@ -202,18 +202,3 @@ def test_thousands_of_malformed_calls_get_a_status_each_and_harm_nobody(
     assert raw.answers["OK"] > 0, "some of them were no mistake"
     for number, answer in enumerate(answers):
         assert answer.result(timeout=HANG_S) == right[number % len(SOUND)]
-
-
-def test_serves_own_methods_answer_what_does_not_parse_with_unknown(
-    cluster: HostedCluster,
-) -> None:
-    """Not ours: Serve registers them itself, and gRPC says UNKNOWN to what it cannot parse.
-
-    Asserted exactly, so that a change is noticed.
-    """
-    with grpc.insecure_channel(cluster.address) as channel:
-        call = channel.unary_unary("/ray.serve.RayServeAPIService/Healthz")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(b"\xff", timeout=HANG_S)
-        assert caught.value.code() is grpc.StatusCode.UNKNOWN
-        assert "DecodeError" in caught.value.details()
