@@ -122,7 +122,8 @@ def to_json(described: dict[str, Any], results: Sequence[Result]) -> str:
             for result in results
         ],
     }
-    return json.dumps(report, separators=(",", ":")).replace('{"replicas"', '\n{"replicas"') + "\n"
+    text = json.dumps(report, separators=(",", ":"), default=str)
+    return text.replace('{"replicas"', '\n{"replicas"') + "\n"
 
 
 def _over_time(figures: Figures) -> list[Sample]:

@@ -61,6 +61,15 @@ def _read_by(parse: Callable[[str], Any], help_: str, metavar: str) -> Any:
     return typer.Option(help=help_, parser=read, metavar=metavar)
 
 
+def _known(table: Mapping[str, Any]) -> Callable[[str], Any]:
+    def look(name: str) -> Any:
+        if name not in table:
+            raise ValueError(f"expected one of {', '.join(table)}")
+        return table[name]
+
+    return look
+
+
 def _counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -84,15 +93,6 @@ def _on_off(text: str) -> tuple[float, float]:
 def _lengths_of_prompts(path: str) -> Lengths:
     lengths = [max(round(len(text) / CHARACTERS_PER_TOKEN), 1) for text in read_prompts(Path(path))]
     return lambda rng: rng.choice(lengths)
-
-
-def _known(table: Mapping[str, Any]) -> Callable[[str], Any]:
-    def look(name: str) -> Any:
-        if name not in table:
-            raise ValueError(f"expected one of {', '.join(table)}")
-        return table[name]
-
-    return look
 
 
 def _fitted(path: str) -> FittedTimes:
@@ -232,20 +232,12 @@ def simulate(
         if sys.stderr.isatty():
             typer.echo(f"{case.named()} ...", err=True)
         results.append(runs.run(case, requests_for(case.setup.replicas), seed))
-    prompt_lengths = Path(prompts.text).name if prompts else prompt_tokens.text
+    given = {name: getattr(each, "text", each) for name, each in context.params.items()}
     described = {
-        "device": device.text if times is None else Path(times.text).name,
-        "pair": pair.text if times is None else None,
-        "arrivals": _arrivals(rate, bursts, in_flight, trace, per_replica),
-        "prompt_tokens": None if trace else prompt_lengths,
-        "new_tokens": None if trace else new_tokens.text,
-        "acceptance": acceptance.text,
-        "batch_size": config.rows_max,
-        "draft_len": config.draft_len,
-        "wait_rounds": config.wait_rounds,
+        "options": {name: each for name, each in given.items() if each is not None},
+        "scheduler": config.model_dump(),
         "kv_blocks": spec.kv_blocks,
         "pool_cost": None if base.pool is None else asdict(base.pool),
-        "seed": seed,
     }
     _print(results)
     if json is not None:
@@ -257,19 +249,6 @@ def simulate(
         typer.echo(f"{result.case.named()}: no request finished", err=True)
     if empty:
         raise typer.Exit(1)
-
-
-def _arrivals(
-    rate: float | None, bursts: _Said | None, in_flight: int | None, trace: Path | None, each: bool
-) -> str:
-    """When requests come, for people; `each`: to each replica."""
-    if trace is not None:
-        return f"trace {trace.name}"
-    said = f"Poisson, {rate:g} requests/s" if rate else f"closed loop, {in_flight} in flight"
-    if bursts is not None:
-        on_s, off_s = bursts.value
-        said = f"{rate:g} requests/s for {on_s:g} s, then none for {off_s:g} s"
-    return said + " for each replica" * each
 
 
 def _write(option: str, path: _Said, text: Callable[[], str]) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
@@ -140,12 +139,7 @@ class Terminal:
             self.say(f"Lines of Ray and Serve go to {self.log}; --verbose shows them here.")
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         for number, saved in enumerate(self._saved, 1):

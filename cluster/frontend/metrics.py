@@ -39,60 +39,55 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+def _counter(help_: str, *tags: str) -> Metric:
+    return Metric(Kind.COUNTER, help_, tags)
+
+
+def _gauge(help_: str) -> Metric:
+    return Metric(Kind.GAUGE, help_)
+
+
+def _seconds(help_: str, *tags: str) -> Metric:
+    return Metric(Kind.HISTOGRAM, help_, tags, _SECONDS)
+
+
 METRICS: Mapping[str, Metric] = {
-    "lockstep_tokens_committed": Metric(Kind.COUNTER, "Tokens committed by the pool."),
-    "lockstep_requests_finished": Metric(
-        Kind.COUNTER, "Requests finished, by reason.", tags=("reason",)
+    "lockstep_tokens_committed": _counter("Tokens committed by the pool."),
+    "lockstep_requests_finished": _counter("Requests finished, by reason.", "reason"),
+    "lockstep_requests_rejected": _counter("Requests refused at the pool's door, by code.", "code"),
+    "lockstep_prompt_tokens": _counter("Prompt tokens of finished requests."),
+    "lockstep_cached_tokens": _counter(
+        "Those of them that an earlier request with the same prefix had computed."
     ),
-    "lockstep_requests_rejected": Metric(
-        Kind.COUNTER, "Requests refused at the pool's door, by code.", tags=("code",)
+    "lockstep_requests_recovered": _counter(
+        "Times that a request lost its place on a replica and was prefilled again."
     ),
-    "lockstep_prompt_tokens": Metric(Kind.COUNTER, "Prompt tokens of finished requests."),
-    "lockstep_cached_tokens": Metric(
-        Kind.COUNTER, "Those of them that an earlier request with the same prefix had computed."
+    "lockstep_sequences_preempted": _counter(
+        "Sequences sent back to waiting because KV blocks ran out."
     ),
-    "lockstep_requests_recovered": Metric(
-        Kind.COUNTER, "Times that a request lost its place on a replica and was prefilled again."
+    "lockstep_sequences_moved": _counter("Sequences moved to a replica with fewer of them."),
+    "lockstep_draft_tokens": _counter("Draft tokens of finished requests."),
+    "lockstep_accepted_tokens": _counter("Accepted tokens of finished requests."),
+    "lockstep_waiting_requests": _gauge("Requests that wait for a replica."),
+    "lockstep_waiting_tokens": _gauge("Tokens, prompt and limit, of the requests that wait."),
+    "lockstep_outstanding_tokens": _gauge(
+        "Tokens that accepted requests are still expected to commit."
     ),
-    "lockstep_sequences_preempted": Metric(
-        Kind.COUNTER, "Sequences sent back to waiting because KV blocks ran out."
+    "lockstep_running_requests": _gauge("Requests that are on a replica."),
+    "lockstep_replicas": _gauge("Replicas that have joined the pool."),
+    "lockstep_kv_blocks": _gauge("KV blocks of all replicas."),
+    "lockstep_kv_blocks_free": _gauge("Free KV blocks of all replicas."),
+    "lockstep_acceptance": _gauge("Accepted over draft tokens since the pool began."),
+    "lockstep_batch_spread": _gauge(
+        "Longest minus shortest row of a batch, mean since the pool began."
     ),
-    "lockstep_sequences_moved": Metric(
-        Kind.COUNTER, "Sequences moved to a replica with fewer of them."
+    "lockstep_queue_seconds": _seconds("From a pool's acceptance to the first replica."),
+    "lockstep_first_token_seconds": _seconds("From a request's arrival to its first token."),
+    "lockstep_request_seconds": _seconds(
+        "From a request's arrival to its end, by status code.", "status"
     ),
-    "lockstep_draft_tokens": Metric(Kind.COUNTER, "Draft tokens of finished requests."),
-    "lockstep_accepted_tokens": Metric(Kind.COUNTER, "Accepted tokens of finished requests."),
-    "lockstep_waiting_requests": Metric(Kind.GAUGE, "Requests that wait for a replica."),
-    "lockstep_waiting_tokens": Metric(
-        Kind.GAUGE, "Tokens, prompt and limit, of the requests that wait."
-    ),
-    "lockstep_outstanding_tokens": Metric(
-        Kind.GAUGE, "Tokens that accepted requests are still expected to commit."
-    ),
-    "lockstep_running_requests": Metric(Kind.GAUGE, "Requests that are on a replica."),
-    "lockstep_replicas": Metric(Kind.GAUGE, "Replicas that have joined the pool."),
-    "lockstep_kv_blocks": Metric(Kind.GAUGE, "KV blocks of all replicas."),
-    "lockstep_kv_blocks_free": Metric(Kind.GAUGE, "Free KV blocks of all replicas."),
-    "lockstep_acceptance": Metric(Kind.GAUGE, "Accepted over draft tokens since the pool began."),
-    "lockstep_batch_spread": Metric(
-        Kind.GAUGE, "Longest minus shortest row of a batch, mean since the pool began."
-    ),
-    "lockstep_queue_seconds": Metric(
-        Kind.HISTOGRAM, "From a pool's acceptance to the first replica.", buckets=_SECONDS
-    ),
-    "lockstep_first_token_seconds": Metric(
-        Kind.HISTOGRAM, "From a request's arrival to its first token.", buckets=_SECONDS
-    ),
-    "lockstep_request_seconds": Metric(
-        Kind.HISTOGRAM,
-        "From a request's arrival to its end, by status code.",
-        tags=("status",),
-        buckets=_SECONDS,
-    ),
-    "lockstep_calls_refused": Metric(
-        Kind.COUNTER, "Calls refused before any work, by status code.", tags=("status",)
-    ),
-    "lockstep_streamed_chunks": Metric(Kind.COUNTER, "Chunks sent to streaming clients."),
+    "lockstep_calls_refused": _counter("Calls refused before any work, by status code.", "status"),
+    "lockstep_streamed_chunks": _counter("Chunks sent to streaming clients."),
 }
 
 Sink = Callable[[str, float, Mapping[str, str]], None]

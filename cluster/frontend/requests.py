@@ -45,13 +45,7 @@ def requests_of(
     if call.seed is None and call.sampled:
         assert call.drawn_seed is not None
         seed = (call.drawn_seed + number * call.choices) % SEED_MAX
-    sampling = SamplingParams(
-        temperature=call.temperature,
-        top_k=call.top_k,
-        top_p=call.top_p,
-        min_p=call.min_p,
-        seed=seed,
-    )
+    sampling = SamplingParams(call.temperature, call.top_k, call.top_p, call.min_p, seed)
     limits = config.frontend
     request = Request(
         id="unsent",

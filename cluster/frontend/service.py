@@ -55,7 +55,7 @@ class FrontendService:
     ) -> None:
         """`pools`: one per shard."""
         self.config = config
-        self._text = text
+        self.text = text
         pool = config.pool
         self._router = ShardRouter(
             pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s, clock
@@ -64,13 +64,9 @@ class FrontendService:
         self._clock = clock
         self._admission = AdmissionControl(config.auth, config.frontend, clock)
 
-    @property
-    def text(self) -> TargetText:
-        return self._text
-
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.
-        _ = self._text.grammars
+        _ = self.text.grammars
         self._router.start()
 
     def check(self) -> None:
@@ -144,9 +140,9 @@ class FrontendService:
             raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
         form = None
         if call.tools is not None:
-            form = tool_format(self._text.chat_template)
+            form = tool_format(self.text.chat_template)
             call = replace(call, structure=call.tools.structure(form, call.structure))
-        check_call(call, self.config, self._text.context_len)
+        check_call(call, self.config, self.text.context_len)
         if call.drawn_seed is None:
             call = replace(call, drawn_seed=drawn_seed(self.config))
         priority = admitted.priority(call.priority)
@@ -157,18 +153,18 @@ class FrontendService:
         if call.structure is not None:
             # To compile one may take a while.
             of = (call.structure, call.committed_token_ids)
-            grammar = await asyncio.to_thread(self._text.grammar, *of)
+            grammar = await asyncio.to_thread(self.text.grammar, *of)
         requests: list[Request] = []
         for number, prompt in enumerate(call.prompts):
             tokens = await self.tokens(prompt)
             requests += requests_of(
-                call, number, tokens, self._text, self.config, grammar, priority, admitted.tenant
+                call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
             )
         admitted.charge(sum(request.length_max for request in requests))
         answer = Answer(call, arrived_s, self._router, self._meter, self.config, self._clock)
         begun = []
         for request in requests:
-            text = TextStream(self._text.tokenizer, request.prompt, call.stop)
+            text = TextStream(self.text.tokenizer, request.prompt, call.stop)
             begun.append((request, text, await push_in_slices(text, request.committed)))
         # Without a pause in between: they are submitted together.
         try:
@@ -192,9 +188,9 @@ class FrontendService:
             case TokenPrompt(ids):
                 return tuple(ids)
             case TextPrompt(text, special_tokens):
-                encode, size = partial(self._text.encode, text, special_tokens), len(text)
+                encode, size = partial(self.text.encode, text, special_tokens), len(text)
             case ChatPrompt():
-                encode, size = partial(self._text.encode_chat, prompt), prompt.size
+                encode, size = partial(self.text.encode_chat, prompt), prompt.size
         if size <= self.config.frontend.tokenize_inline_bytes:
             return encode()
         return await asyncio.to_thread(encode)

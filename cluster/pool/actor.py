@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 import traceback
 import uuid
@@ -32,7 +31,6 @@ from cluster.pool.protocol import (
     PoolView,
     ResumeNote,
     StopReply,
-    UsedNote,
     silence_s,
 )
 from cluster.transport.stream import Stream
@@ -51,15 +49,12 @@ from scheduler.messages import (
     StepResult,
     Submit,
     Tick,
-    Usage,
 )
 from scheduler.scaling import ShardLoad
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
 
-_FIGURES_MAX = 16
-"""Of how many lost sessions it is remembered what their requests had used."""
 _LAST_WORDS_S = 0.2
 """How long a pool that has failed lives on, so that frontends hear of which event."""
 
@@ -95,8 +90,6 @@ class PoolActor:
         """By the session's id."""
         self._owners: dict[str, FrontendPeer] = {}
         """Which frontend a live request belongs to."""
-        self._figures: dict[str, dict[str, Usage]] = {}
-        """What requests had used of sessions that were lost, oldest first."""
         self._stopping_until_s = -math.inf
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
@@ -202,7 +195,6 @@ class PoolActor:
             case ResumeNote(session):
                 if session in self._frontends:
                     self._lose_frontend(session, "has left")
-                frontend.post(UsedNote(self._figures.pop(session, {})))
             case _:
                 frontend.unfinished = message.unfinished
                 frontend.flush()
@@ -213,7 +205,6 @@ class PoolActor:
         return PoolView(
             incarnation=self._incarnation,
             uptime_s=self._clock() - self._started_s,
-            process_id=os.getpid(),
             status=self._scheduler.snapshot(),
             stopping=self._stopping,
         )
@@ -345,6 +336,4 @@ class PoolActor:
         frontend.lost = True
         for request_id in lost:
             self._step(Cancel(request_id))
-        self._figures[session] = frontend.close()
-        if len(self._figures) > _FIGURES_MAX:
-            del self._figures[next(iter(self._figures))]
+        frontend.close()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FailureRecord, Finish, Reject, Request, Submit, Usage
@@ -41,9 +40,6 @@ class InFlightRequest:
     pool_failures: int = 0
     """How many pools in a row have ended in an event of this request, without a new token."""
     recovered: int = 0
-    earlier: dict[str, Usage] = field(default_factory=dict)
-    """What it used in pools that it has left, by the id that it had there; empty figures while a
-    pool has not told them."""
     first_s: float = 0.0
     """When the first new token came; 0 before."""
     unreachable: bool = False
@@ -100,30 +96,10 @@ class InFlightRequest:
         )
 
     def usage(self, last: Usage) -> Usage:
-        """In all pools together, `last` being that of the one where it ended."""
-        usage = _together((*self.earlier.values(), last)) if self.earlier else last
-        return replace(usage, recovered=usage.recovered + self.recovered)
+        """`last` is what it used in the session where it ended; how often it was taken up again is
+        of all."""
+        return replace(last, recovered=last.recovered + self.recovered)
 
     def end(self) -> None:
         self.changed.set()
         self.ended.set()
-
-
-def _together(usages: Iterable[Usage]) -> Usage:
-    """What one request used in several pools, in their order. The tokens that it has are those of
-    the last one, which was given what the others had delivered; what of its prompt was there
-    already is what its first replica said."""
-    *_, last = usages = tuple(usages)
-    first = next((one for one in usages if one.replicas), last)
-    accepted_at = tuple(map(sum, zip_longest(*(one.accepted_at for one in usages), fillvalue=0)))
-    return replace(
-        last,
-        cached_tokens=first.cached_tokens,
-        queued_s=first.queued_s,
-        steps=sum(one.steps for one in usages),
-        draft_tokens=sum(one.draft_tokens for one in usages),
-        accepted_tokens=sum(one.accepted_tokens for one in usages),
-        accepted_at=accepted_at,
-        replicas=tuple(dict.fromkeys(name for one in usages for name in one.replicas)),
-        recovered=sum(one.recovered for one in usages),
-    )

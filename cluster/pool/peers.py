@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.pool.protocol import FrontendMessage, PoolState, WorkerMessage
 from cluster.transport.stream import Stream
-from scheduler.messages import Batch, Cancel, Finish, ReplicaSpec, Submit, Usage
+from scheduler.messages import Batch, Cancel, ReplicaSpec, Submit
 
 _ASK_S = 0.1
 """How often Ray is asked about a process in doubt: it knows of a death a moment later than the
@@ -133,14 +133,11 @@ class FrontendPeer:
         self.stream.send(*self._waiting, self.state(self.submits))
         self._waiting.clear()
 
-    def close(self) -> dict[str, Usage]:
-        """What those requests had used whose end was not sent, by id."""
+    def close(self) -> None:
         self.lost = True
         if self._timer is not None:
             self._timer.cancel()
         self.stream.end()
-        ends = [message for message in self._waiting if isinstance(message, Finish)]
-        return {end.request_id: end.usage for end in ends}
 
 
 def unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:

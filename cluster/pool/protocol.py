@@ -9,7 +9,7 @@ with nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,7 +30,6 @@ from scheduler.messages import (
     StepFailed,
     StepResult,
     Submit,
-    Usage,
 )
 from scheduler.scaling import ShardLoad, merged_status
 from scheduler.status import PoolStatus
@@ -100,12 +99,6 @@ class ResumeNote(Message, frozen=True):
     session: str
 
 
-class UsedNote(Message, frozen=True):
-    """What requests of an ended session had used whose end the frontend was not told, by id."""
-
-    used: Mapping[str, Usage]
-
-
 class PoolState(Message, frozen=True):
     """What the pool says of itself, last in every frame."""
 
@@ -120,7 +113,7 @@ class PoolState(Message, frozen=True):
     """Its process ends; the requests of the event that has broken it."""
 
 
-FrontendMessage = Emit | RecordFailure | Finish | Reject | UsedNote | PoolState
+FrontendMessage = Emit | RecordFailure | Finish | Reject | PoolState
 FRONTEND = StreamKind(
     "Frontend",
     calling=Messages(Submit | Cancel | ResumeNote | Beat),
@@ -148,7 +141,6 @@ class PoolView:
 
     incarnation: str
     uptime_s: float
-    process_id: int
     status: PoolStatus
     stopping: bool = False
     name: str = ""
@@ -166,7 +158,6 @@ def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolV
     return PoolView(
         incarnation="+".join(shard.incarnation for shard in shards),
         uptime_s=min(shard.uptime_s for shard in shards),
-        process_id=shards[0].process_id,
         status=merged_status([shard.status for shard in shards]),
         stopping=any(shard.stopping for shard in shards),
         shards=tuple(shards),
@@ -184,5 +175,3 @@ class PoolPort(Protocol):
         ...
 
     async def status(self) -> PoolView: ...
-
-    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply: ...

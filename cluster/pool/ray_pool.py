@@ -22,7 +22,7 @@ from cluster.config import ClusterConfig
 from cluster.frontend.metrics import PoolMeter, ray_sink
 from cluster.garbage import collect_seldom
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView, StopReply
+from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView
 from cluster.transport.credentials import Key
 from cluster.transport.endpoint import Endpoint, Server, connect
 from cluster.transport.stream import Stream, StreamKind
@@ -114,10 +114,6 @@ class RayPool:
     async def status(self) -> PoolView:
         view: PoolView = await self._call("status")
         return view
-
-    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply:
-        reply: StopReply = await self._call("stop_accepting", for_s, cut)
-        return reply
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:

@@ -28,7 +28,6 @@ from cluster.pool.protocol import (
     PoolState,
     PoolUnreachable,
     ResumeNote,
-    UsedNote,
     silence_s,
 )
 from cluster.transport.stream import Stream, StreamLost
@@ -91,10 +90,6 @@ class PoolSession:
         self._elsewhere = elsewhere
         self._live: dict[str, InFlightRequest] = {}
         """By the ids that they have in this session."""
-        self._left: dict[str, InFlightRequest] = {}
-        """Requests that went on elsewhere and of which the pool has not said what they used."""
-        self._former: dict[str, InFlightRequest] = {}
-        """Requests of the session before, by their ids there."""
         self._counter = 0
         self._session = self._new_id()
         self._former_session = ""
@@ -126,8 +121,6 @@ class PoolSession:
         for live in gone:
             self._forget(live)
             if live.sent:
-                self._left[live.pool_id] = live
-                live.earlier[live.pool_id] = Usage()
                 self._send(Cancel(live.pool_id))
 
     def cancel(self, live: InFlightRequest) -> None:
@@ -232,10 +225,8 @@ class PoolSession:
     def _start_over(self) -> None:
         """All unfinished requests wait for the next session, under new ids."""
         unfinished = list(self._live.values())
-        self._former = self._left | {live.pool_id: live for live in unfinished if live.sent}
         self._former_session, self._session = self._session, self._new_id()
         self._live.clear()
-        self._left.clear()
         self._load.start_over()
         self.cut = False
         for live in unfinished:
@@ -279,20 +270,12 @@ class PoolSession:
                 if (live := self._live.pop(request_id, None)) is not None:
                     live.finish = replace(message, usage=live.usage(usage))
                     live.end()
-                elif (live := self._left.pop(request_id, None)) is not None:
-                    live.earlier[request_id] = usage
             case RecordFailure(request_id, record):
                 if (live := self._live.get(request_id)) is not None:
                     live.record = record
             case Reject(request_id):
-                self._left.pop(request_id, None)
                 if (live := self._live.pop(request_id, None)) is not None:
                     self._refused(live, message)
-            case UsedNote(used):
-                for request_id, usage in used.items():
-                    if (live := self._former.get(request_id)) is not None and usage.steps:
-                        live.earlier[request_id] = usage
-                self._former.clear()
             case PoolState():
                 self._note(message)
 

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 
 from benchmarks.engine import lockstep_name, sampled_runs, summary
-from benchmarks.measured import MeasuredWay, StepFigures, over_rounds
+from benchmarks.measured import MeasuredWay, StepFigures
 from cluster.bench.compare import Contender
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -52,11 +52,6 @@ def figures_of(overhead: float, padding: float, between: float) -> StepFigures:
 
 
 ROUNDS = [figures_of(*one) for one in ((0.05, 0.3, 0.02), (0.50, 0.1, 0.01), (0.06, 0.2, 0.03))]
-
-
-def test_over_rounds_a_figure_is_the_median() -> None:
-    assert over_rounds(ROUNDS) == figures_of(0.06, 0.2, 0.02)
-    assert over_rounds(ROUNDS[:1]) == ROUNDS[0]
 
 
 def test_the_summary_is_of_all_rounds_and_not_of_the_last() -> None:

@@ -110,12 +110,23 @@ DELETE = ("delete", "lockstep")
 JOINED_NODE = SimpleNamespace(is_head=lambda: False)
 
 
-def test_a_cluster_of_its_own_is_stopped_whole(calls: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("join_ray", "at_once", "ended"),
+    [
+        (False, False, [STOP_POOL, DELETE, "serve.shutdown"]),
+        (False, True, [CUT_POOL]),
+        # No Ray is found to join.
+        (True, True, [CUT_POOL]),
+    ],
+)
+def test_a_ray_that_was_begun_here_is_stopped_whole(
+    join_ray: bool, at_once: bool, ended: list[Any], calls: list[Any]
+) -> None:
     cluster = app.ClusterRun(CONFIG)
-    cluster.start(APPLICATION)
-    cluster.stop()
-    begun = [("init", "local"), "serve.start"]
-    assert calls == [*begun, STOP_POOL, DELETE, "serve.shutdown", KILL_POOL, "shutdown"]
+    cluster.deploy(APPLICATION, join_ray=join_ray)
+    cluster.stop(at_once)
+    begun = [("init", None if join_ray else "local"), "serve.start"]
+    assert calls == [*begun, *ended, KILL_POOL, "shutdown"]
 
 
 def test_a_ray_of_our_own_is_told_what_the_user_has_not_said(
@@ -139,22 +150,6 @@ def test_serve_reads_what_it_is_told() -> None:
     # Whatever a proxy takes gets through to the frontend.
     inner = int(told["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
     assert inner > int(told["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"])
-
-
-def test_a_stop_at_once_waits_for_no_request(calls: list[Any]) -> None:
-    cluster = app.ClusterRun(CONFIG)
-    cluster.start(APPLICATION)
-    cluster.stop(at_once=True)
-    assert calls == [("init", "local"), "serve.start", CUT_POOL, KILL_POOL, "shutdown"]
-
-
-def test_where_no_ray_is_found_to_join_a_stop_at_once_ends_the_one_that_was_begun(
-    calls: list[Any],
-) -> None:
-    cluster = app.ClusterRun(CONFIG)
-    cluster.deploy(APPLICATION, join_ray=True)
-    cluster.stop(at_once=True)
-    assert calls == [("init", None), "serve.start", CUT_POOL, KILL_POOL, "shutdown"]
 
 
 @pytest.mark.parametrize("node", [JOINED_NODE, None], ids=["of a cluster", "ray client"])

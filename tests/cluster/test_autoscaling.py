@@ -49,7 +49,7 @@ def policy_of(
     """`silent` are read at every look."""
 
     def view() -> PoolView:
-        return PoolView("incarnation", 1.0, 1, ask(), silent=tuple(silent))
+        return PoolView("incarnation", 1.0, ask(), silent=tuple(silent))
 
     return PoolPolicy(["pool"], "lockstep", SETTINGS, rows_max=8, ask=view, clock=clock)
 
@@ -139,7 +139,7 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
             committed_tokens=second * per_s,
         )
         replica = ReplicaStatus(name, SPEC, figures=figures)
-        return PoolView(name, 1.0, 1, PoolStatus(waiting, waiting, (replica,), {}, 0))
+        return PoolView(name, 1.0, PoolStatus(waiting, waiting, (replica,), {}, 0))
 
     def ask() -> PoolView:
         return merged_view([shard("a", 5, 8, 500), shard("b", 0, 2, 70)])
@@ -164,7 +164,7 @@ class Actor:
         asked: Future[PoolView] = Future()
         self.asked.append(asked)
         if self.state == "well":
-            asked.set_result(PoolView("incarnation", 1.0, 1, pool_of(self._tokens)))
+            asked.set_result(PoolView("incarnation", 1.0, pool_of(self._tokens)))
         elif self.state == "dead":
             asked.set_exception(ActorDiedError())
         return asked
@@ -198,7 +198,7 @@ def test_shards_that_answer_are_seen_though_another_hangs_or_is_gone(
         view = pools()
         assert (view.status.outstanding_tokens, view.silent) == (10, ("b",))
     assert sum(not asked.done() for asked in actors["b"].asked) == 1, "one call to answer for"
-    actors["b"].asked[-1].set_result(PoolView("incarnation", 1.0, 1, pool_of(5)))
+    actors["b"].asked[-1].set_result(PoolView("incarnation", 1.0, pool_of(5)))
     view = pools()
     assert (view.status.outstanding_tokens, view.silent) == (15, ())
     assert pools().silent == ("b",)

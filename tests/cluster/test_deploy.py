@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config_sources import from_args, from_file
+from cluster.config_sources import from_args
 from cluster.frontend.metrics import METRICS, Kind
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -39,11 +39,6 @@ def test_serve_accepts_the_config_and_so_do_we(data: dict[str, Any]) -> None:
         module, name = path.rsplit(".", 1)
         assert callable(getattr(import_module(module), name))
     from_args(data["applications"][0]["args"])
-
-
-def test_the_command_line_reads_the_serve_config_too() -> None:
-    config = from_file(DEPLOY / "serve.yaml")
-    assert (config.replicas, config.server.grpc_port) == (2, 9000)
 
 
 def kuberay() -> tuple[dict[str, Any], Any]:

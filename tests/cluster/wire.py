@@ -11,7 +11,7 @@ import grpc
 
 from cluster.config import ClusterConfig
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView, StopReply
+from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView
 from cluster.transport.stream import Stream, StreamKind
 from cluster.worker.worker import Worker, _Stop
 
@@ -86,9 +86,6 @@ class Wire:
 
     async def status(self) -> PoolView:
         return await self._call("status")  # type: ignore[no-any-return]
-
-    async def stop_accepting(self, *args: Any) -> StopReply:
-        return await self._call("stop_accepting", *args)  # type: ignore[no-any-return]
 
     async def connect(self, kind: StreamKind, name: str) -> Stream:
         await asyncio.sleep(0)

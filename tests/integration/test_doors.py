@@ -185,6 +185,7 @@ def test_who_has_a_key_is_served_from_anywhere_and_nobody_else_is(keyed: Keyed) 
             for error in refusals(target, REQUEST, metadata):
                 assert error.code() is grpc.StatusCode.UNAUTHENTICATED
                 assert error.details().startswith("authorization: ")
+                assert keyed.alice not in error.details()
 
 
 def test_status_needs_a_key_health_and_reflection_do_not(keyed: Keyed) -> None:

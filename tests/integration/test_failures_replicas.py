@@ -56,6 +56,13 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def until_replaced(hosted: HostedCluster, pid: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while any(process.pid == pid for process in hosted.processes("replica")):
+        assert time.monotonic() < deadline_s, "the process was not replaced"
+        time.sleep(0.1)
+
+
 def recovered(outcomes: Sequence[Outcome]) -> int:
     return max(outcome.end.recovered for outcome in outcomes if outcome.end is not None)
 
@@ -137,10 +144,7 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_finish_elsewhere(
     longest_s = max(outcome.total_s for outcome in outcomes)
     print(f"replica hung (batch_s_max {BATCH_S_MAX} s): all answered after {longest_s:.2f} s")
     assert longest_s > BATCH_S_MAX, "it did not hang"
-    deadline_s = time.monotonic() + 60
-    while any(process.pid in hung for process in hosted.processes("replica")):
-        assert time.monotonic() < deadline_s, "the hanging process was not replaced"
-        time.sleep(0.1)
+    until_replaced(hosted, hung[0])
 
 
 def test_batches_too_large_for_the_model_are_halved_and_no_request_fails(
@@ -165,10 +169,7 @@ def test_a_replica_whose_batches_all_fail_is_replaced_and_no_request_fails(
     began_s = time.monotonic()
     all_right(serve(hosted.address, fake_asks(24)))
     print(f"broken replica: all answered after {time.monotonic() - began_s:.2f} s")
-    deadline_s = time.monotonic() + 60
-    while any(process.pid == broken for process in hosted.processes("replica")):
-        assert time.monotonic() < deadline_s, "the broken process was not replaced"
-        time.sleep(0.1)
+    until_replaced(hosted, broken)
     stage.break_process(None)
 
 

@@ -202,33 +202,3 @@ def test_thousands_of_malformed_calls_get_a_status_each_and_harm_nobody(
     assert raw.answers["OK"] > 0, "some of them were no mistake"
     for number, answer in enumerate(answers):
         assert answer.result(timeout=HANG_S) == right[number % len(SOUND)]
-
-
-@pytest.mark.parametrize(
-    "method", ["Lockstep/Generate", "Lockstep/GenerateStream", "Lockstep/Status", "Health/Check"]
-)
-def test_bytes_that_are_no_message_are_named_as_such(cluster: HostedCluster, method: str) -> None:
-    # Its first field is a text, and this is none; StatusRequest has no field at all.
-    no_text = [] if method.endswith("Status") else [b"\x0a\x01\xff"]
-    for data in (b"\xff", b"\x0a\x05ab", b"\xff" * 100_000, *no_text):
-        with grpc.insecure_channel(cluster.address) as channel:
-            call = channel.unary_stream(service(method))(data, timeout=HANG_S)
-            with pytest.raises(grpc.RpcError) as caught:
-                list(call)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert caught.value.details().startswith("request: ")
-
-
-def test_serves_own_methods_answer_what_does_not_parse_with_unknown(
-    cluster: HostedCluster,
-) -> None:
-    """Not ours: Serve registers them itself, and gRPC says UNKNOWN to what it cannot parse.
-
-    Asserted exactly, so that a change is noticed.
-    """
-    with grpc.insecure_channel(cluster.address) as channel:
-        call = channel.unary_unary("/ray.serve.RayServeAPIService/Healthz")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(b"\xff", timeout=HANG_S)
-        assert caught.value.code() is grpc.StatusCode.UNKNOWN
-        assert "DecodeError" in caught.value.details()

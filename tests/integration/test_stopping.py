@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,12 +125,16 @@ def somebodys_ray() -> Iterator[str]:
         process.wait(STOP_S)
 
 
+def wait_for(condition: Callable[[], bool], wrong: str, pause_s: float = 0.005) -> None:
+    deadline_s = time.monotonic() + FLOW_S
+    while not condition():
+        assert time.monotonic() < deadline_s, wrong
+        time.sleep(pause_s)
+
+
 def nothing_is_left_on(ray_address: str) -> None:
     """Returns when no actor has a name there and the GPU is free; Ray's books may lag behind."""
-    deadline_s = time.monotonic() + STOP_S
-    while (left := left_on(ray_address)) != ["[]", "1.0"]:
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.5)
+    wait_for(lambda: left_on(ray_address) == ["[]", "1.0"], "something is left", 0.5)
 
 
 def left_on(ray_address: str) -> list[str]:
@@ -165,19 +169,16 @@ class Streams:
         """Returns when all of them have brought text."""
         for thread in self._threads:
             thread.start()
-        deadline_s = time.monotonic() + FLOW_S
-        while len(self.texts) < self.count:
-            assert time.monotonic() < deadline_s, "the streams do not flow"
-            time.sleep(0.005)
+        wait_for(lambda: len(self.texts) == self.count, "the streams do not flow")
 
     def bring_more(self) -> None:
         """Returns when each of them has brought more text, or its end, and none an error."""
         before = {number: len(text) for number, text in self.texts.items()}
-        deadline_s = time.monotonic() + FLOW_S
-        while not all(n in self.ends or len(self.texts[n]) > before[n] for n in before):
-            assert not self.errors
-            assert time.monotonic() < deadline_s, "the streams do not flow"
-            time.sleep(0.005)
+        wait_for(
+            lambda: all(n in self.ends or len(self.texts[n]) > before[n] for n in before),
+            "the streams do not flow",
+        )
+        assert not self.errors
 
     def join(self, bound_s: float) -> None:
         for thread in self._threads:
@@ -213,10 +214,7 @@ class Watch:
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        deadline_s = time.monotonic() + FLOW_S
-        while not self.seen:
-            assert time.monotonic() < deadline_s, "the watch says nothing"
-            time.sleep(0.005)
+        wait_for(lambda: bool(self.seen), "the watch says nothing")
 
     def ended_within(self, bound_s: float) -> bool:
         self._thread.join(bound_s)
@@ -279,24 +277,6 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         took_s = time.monotonic() - told_s
         print(f"stopped after {took_s:.1f} s")
         assert took_s < GRACE_S
-
-
-def test_what_outlives_the_grace_time_is_cut_so_that_clients_go_elsewhere(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with serving(pair, tmp_path, grace_s=0.05) as served:
-        streams = Streams(served.address, 8)
-        streams.begin()
-        ctrl_c(served)
-        streams.join(STOP_S)
-        assert streams.errors
-        for number, error in streams.errors.items():
-            assert (error.code(), error.details()) == (
-                StatusCode.UNAVAILABLE,
-                "the server is stopping",
-            )
-            assert number not in streams.ends
-        assert served.process.wait(STOP_S) == 0, served.log.read_text(errors="replace")
 
 
 @pytest.mark.parametrize("joined", [False, True])

@@ -40,10 +40,29 @@ class GrpcApi(HealthService):
     ) -> pb.GenerateResponse:
         """Unary: the whole answer."""
         try:
-            return await whole_answer(self.service, request, caller_of(grpc_context))
+            call = _parsed(self.service, request, caller_of(grpc_context), stream=False)
+            async with self.service.open(call) as answer:
+                # Not before: the number of choices has been checked now.
+                choices = [
+                    pb.GenerateResponse(request_id=call.request_id, index=index)
+                    for index in range(call.choices)
+                ]
+                async for delta in answer:
+                    assert delta.end is not None, "one delta with all of it"
+                    if delta.end.refusal is not None:
+                        raise Refused(delta.end.refusal)
+                    response = choices[delta.index]
+                    response.text = delta.text
+                    response.logprobs.extend(to_logprobs(delta.logprobs))
+                    response.tool_calls.extend(to_calls(delta.calls))
+                    response.token_ids.extend(delta.tokens)
+                    response.end.CopyFrom(to_end(delta.end))
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             return pb.GenerateResponse()
+        first, *others = choices
+        first.others.extend(others)
+        return first
 
     async def GenerateStream(
         self, request: pb.GenerateRequest | Unparsed, grpc_context: CallContext
@@ -81,31 +100,6 @@ class GrpcApi(HealthService):
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             return pb.StatusResponse()
-
-
-async def whole_answer(
-    service: FrontendService, request: pb.GenerateRequest | Unparsed, caller: Caller
-) -> pb.GenerateResponse:
-    """Raises Refused."""
-    call = _parsed(service, request, caller, stream=False)
-    async with service.open(call) as answer:
-        choices = [
-            pb.GenerateResponse(request_id=call.request_id, index=index)
-            for index in range(call.choices)
-        ]
-        async for delta in answer:
-            assert delta.end is not None, "one delta with all of it"
-            response = choices[delta.index]
-            if delta.end.refusal is not None:
-                raise Refused(delta.end.refusal)
-            response.text = delta.text
-            response.logprobs.extend(to_logprobs(delta.logprobs))
-            response.tool_calls.extend(to_calls(delta.calls))
-            response.token_ids.extend(delta.tokens)
-            response.end.CopyFrom(to_end(delta.end))
-    first, *others = choices
-    first.others.extend(others)
-    return first
 
 
 def _parsed(

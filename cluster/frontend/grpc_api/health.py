@@ -16,6 +16,9 @@ from protos import lockstep_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Lockstep"].full_name
 
+_KNOWN = ("", SERVICE)
+_STATES = health_pb2.HealthCheckResponse
+_UNKNOWN = _STATES(status=_STATES.SERVICE_UNKNOWN)
 _WATCH_S = 1.0
 """How often a health watch looks; that the server stops it hears at once."""
 _NO_HEALTH_REQUEST = Refusal(
@@ -48,11 +51,11 @@ class HealthService:
     ) -> health_pb2.HealthCheckResponse:
         if isinstance(request, Unparsed):
             refuse(grpc_context, _NO_HEALTH_REQUEST)
-            return health_pb2.HealthCheckResponse()
-        if request.service not in ("", SERVICE):
+        elif request.service not in _KNOWN:
             refuse(grpc_context, Refusal(StatusCode.NOT_FOUND, "service: unknown"))
-            return health_pb2.HealthCheckResponse()
-        return await self._health()
+        else:
+            return await self._health()
+        return health_pb2.HealthCheckResponse()
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest | Unparsed, grpc_context: CallContext
@@ -75,16 +78,9 @@ class HealthService:
     async def _watch(
         self, request: health_pb2.HealthCheckRequest
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        known = request.service in ("", SERVICE)
         last: health_pb2.HealthCheckResponse | None = None
         while True:
-            now = (
-                await self._health()
-                if known
-                else health_pb2.HealthCheckResponse(
-                    status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-                )
-            )
+            now = await self._health() if request.service in _KNOWN else _UNKNOWN
             if last is None or now.status != last.status:
                 last = now
                 yield now
@@ -101,6 +97,4 @@ class HealthService:
         return health_pb2.HealthListResponse(statuses={"": health, SERVICE: health})
 
     async def _health(self) -> health_pb2.HealthCheckResponse:
-        states = health_pb2.HealthCheckResponse
-        ready = await self._ready()
-        return states(status=states.SERVING if ready else states.NOT_SERVING)
+        return _STATES(status=_STATES.SERVING if await self._ready() else _STATES.NOT_SERVING)

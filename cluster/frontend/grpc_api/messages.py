@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -31,28 +32,21 @@ from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
-from scheduler.messages import FinishReason, Priority
-
-_FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
-    FinishReason.FAILED: pb.FINISH_REASON_FAILED,
-}
+from scheduler.messages import Priority
 
 _PRIORITIES: Mapping[int, Priority | None] = {
     pb.PRIORITY_UNSPECIFIED: None,
-    pb.PRIORITY_HIGH: Priority.HIGH,
-    pb.PRIORITY_NORMAL: Priority.NORMAL,
-    pb.PRIORITY_LOW: Priority.LOW,
+    **{pb.Priority.Value(f"PRIORITY_{one.name}"): one for one in Priority},
 }
-
 _TOOL_MODES: Mapping[int, ToolChoice] = {
     pb.TOOL_MODE_UNSPECIFIED: "auto",
     pb.TOOL_MODE_NONE: "none",
     pb.TOOL_MODE_REQUIRED: "required",
 }
+
+_NAMES = {field.name for field in fields(GenerateCall)}
+_SAME = [field for field in pb.GenerateRequest.DESCRIPTOR.fields if field.name in _NAMES]
+"""What a call has by the same name, and as its own default where it is not given."""
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -63,45 +57,26 @@ def to_call(
     """Raises InvalidRequest for what a call cannot hold."""
     if (size := message.ByteSize()) > bytes_max:
         raise InvalidRequest("request", f"{size} bytes, at most {bytes_max} allowed")
-    has = message.HasField
     try:
         priority = _PRIORITIES[message.priority]
     except KeyError:
         raise InvalidRequest("priority", f"{message.priority} names no class") from None
-    draft_len = message.draft_len if has("draft_len") else None
-    if has("speculation") and not message.speculation:
-        draft_len = 0
     tools = _tool_use(message)
+    given: dict[str, Any] = {
+        field.name: getattr(message, field.name)
+        for field in _SAME
+        if not field.has_presence or message.HasField(field.name)
+    }
+    if message.HasField("speculation") and not message.speculation:
+        given["draft_len"] = 0
+    given |= {"priority": priority, "tools": tools}
     return GenerateCall(
         caller=caller,
         prompts=(_prompt(message, tools),),
-        tools=tools,
-        choices=message.n if has("n") else 1,
+        choices=message.n if message.HasField("n") else 1,
         stream=stream,
-        request_id=message.request_id,
-        priority=priority,
-        timeout_s=message.timeout_s if has("timeout_s") else None,
-        max_new_tokens=message.max_new_tokens if has("max_new_tokens") else None,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p if has("top_p") else 1.0,
-        min_p=message.min_p,
-        seed=message.seed if has("seed") else None,
-        stop=message.stop,
-        stop_token_ids=message.stop_token_ids,
-        ignore_eos=message.ignore_eos,
-        draft_len=draft_len,
-        committed_token_ids=message.committed_token_ids,
-        cache_salt=message.cache_salt,
-        logit_bias=message.logit_bias,
-        repetition_penalty=message.repetition_penalty if has("repetition_penalty") else 1.0,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        min_tokens=message.min_tokens,
-        bad_words=message.bad_words,
         structure=_structure(message),
-        logprobs=message.logprobs if has("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
+        **given,
     )
 
 
@@ -207,7 +182,7 @@ def to_calls(calls: Iterable[CallDelta]) -> list[pb.ToolCall]:
 def to_end(end: SequenceEnd) -> pb.End:
     usage = end.usage
     return pb.End(
-        finish_reason=_FINISH_REASONS[end.reason],
+        finish_reason=f"FINISH_REASON_{end.reason.name}",
         usage=pb.Usage(
             prompt_tokens=end.prompt_tokens,
             completion_tokens=end.completion_tokens,

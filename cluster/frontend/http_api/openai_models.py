@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, field_validator, model_validator
@@ -139,35 +140,25 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
 
     def to_call(self, caller: Caller, request_id: str) -> GenerateCall:
         """Raises InvalidRequest."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        given |= {
+            "priority": None if self.priority is None else Priority[self.priority.upper()],
+            # -1 is other servers' word for all.
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "cache_salt": self.cache_salt or self.user,
+            "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
+            "prompt_logprobs": self._prompt_logprobs,
+        }
         return GenerateCall(
             caller=caller,
             prompts=self.prompts,
-            committed_token_ids=self.committed_token_ids,
             choices=self.n,
-            stream=self.stream,
             request_id=request_id,
-            priority=None if self.priority is None else Priority[self.priority.upper()],
             max_new_tokens=self.limit[1],
-            temperature=self.temperature,
-            # -1 is other servers' word for all.
-            top_k=0 if self.top_k == -1 else self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            cache_salt=self.cache_salt or self.user,
-            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            min_tokens=self.min_tokens,
-            bad_words=self.bad_words,
             structure=self.structure,
             tools=self.tool_use,
             logprobs=self.top_logprobs_wanted,
-            prompt_logprobs=self._prompt_logprobs,
+            **given,
         )
 
     @property
@@ -192,6 +183,10 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
         rest = refusal.message.removeprefix(f"{refusal.field}: ")
         message = f"{field}: {rest}" if refusal.field else refusal.message
         return Refusal(refusal.code, message, refusal.retry_after_s, field)
+
+
+_SAME = [field.name for field in fields(GenerateCall) if field.name in _Request.model_fields]
+"""What a call has by the same name."""
 
 
 class CompletionRequest(_Request):

@@ -86,37 +86,24 @@ def test_spread_and_padding_are_those_of_the_run_alone() -> None:
     assert made.padding == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("after", [NOTHING, PoolSums(5, 2, 10, 20)])
-def test_a_pool_that_was_replaced_or_stood_still_gives_none(after: PoolSums) -> None:
-    made = summarise(served(), PoolSums(5, 2, 10, 20), after)
-    assert made.spread_mean is None
-    assert made.padding is None
-
-
 @pytest.mark.parametrize(
-    ("later", "known"),
+    ("after", "known"),
     [
-        (("x", {"a", "b"}), True),
-        (("x", {"a", "b", "new"}), True),
-        (("x", {"a", "new"}), False),
-        (("x", {"a"}), False),
-        (("y", {"a", "b"}), False),
+        (PoolSums(14, 912, 1950, 3000, "x", frozenset({"a", "b"})), True),
+        (PoolSums(14, 912, 1950, 3000, "x", frozenset({"a", "b", "new"})), True),
+        # They have grown all the same: those that stayed did more than the one that left had.
+        (PoolSums(14, 912, 1950, 3000, "x", frozenset({"a", "new"})), False),
+        (PoolSums(14, 912, 1950, 3000, "y", frozenset({"a", "b"})), False),
+        # It stood still, or gave no answer at the end.
+        (PoolSums(10, 900, 1000, 2000, "x", frozenset({"a", "b"})), False),
+        (None, False),
     ],
 )
-def test_sums_that_lack_a_replica_of_before_tell_nothing_of_the_run(
-    later: tuple[str, set[str]], known: bool
+def test_sums_that_are_not_of_the_run_give_neither_spread_nor_padding(
+    after: PoolSums | None, known: bool
 ) -> None:
-    """They have grown all the same: those that stayed did more than the one that left had."""
-    incarnation, replicas = later
-    before = PoolSums(10, 900, 1000, 2000, "x", frozenset({"a", "b"}))
-    after = PoolSums(14, 912, 1950, 3000, incarnation, frozenset(replicas))
-    made = summarise(served(), before, after)
+    made = summarise(served(), PoolSums(10, 900, 1000, 2000, "x", frozenset({"a", "b"})), after)
     assert (made.spread_mean is not None, made.padding is not None) == (known, known)
-
-
-def test_without_an_answer_at_the_end_there_is_neither_spread_nor_padding() -> None:
-    made = summarise(served(), NOTHING, None)
-    assert made.spread_mean is made.padding is None
     assert made.new_tokens == 12
 
 

@@ -151,6 +151,14 @@ def test_of_a_key_the_settings_have_the_hash(
             ["--speculative-config", '{"method": "sufix"}'],
             "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none'",
         ),
+        (
+            ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": -1}'],
+            "--speculative-config: num_speculative_tokens: must be at",
+        ),
+        (
+            ["--speculative-config", '{"method": "eagle3"}'],
+            "--speculative-config: model: method eagle3 needs one",
+        ),
         (["--pool-config", '{"tick_s": 2}'], "tick_s: must be at most a quarter of lease_s (3)"),
         (["--replicas", "0", "--dtype", "x"], "--replicas: must be at least 1, is '0'; --dtype: "),
         (["--deterministic", "--attention", "flex"], "deterministic output needs an attention"),

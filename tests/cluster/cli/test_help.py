@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
-from cluster.cli.flags import Flag, flags_of, model_of
+from cluster.cli.flags import flags_of, model_of
 from cluster.cli.main import main
 from cluster.config import ClusterConfig
 
@@ -41,19 +40,6 @@ def test_every_setting_of_a_section_is_a_flag_that_says_what_it_is() -> None:
         assert [flag.field for flag in flags if flag.section == section] == list(model.model_fields)
     assert len({flag.name for flag in flags}) == len(flags)
     assert [flag.name for flag in flags if not flag._help()] == []
-
-
-def test_a_field_that_is_a_model_is_a_flag_with_json() -> None:
-    class Speculative(BaseModel):
-        """How tokens are drafted."""
-
-    class Section(BaseModel):
-        speculative: Speculative | None = Field(None)
-
-    flag = Flag("x", "speculative", "--speculative-config", Section.model_fields["speculative"])
-    assert (flag._metavar(), flag._help()) == ("JSON", "How tokens are drafted.")
-    assert flag.value('{"method": "suffix"}') == {"method": "suffix"}
-    assert flag.value("null") is None
 
 
 if __name__ == "__main__":

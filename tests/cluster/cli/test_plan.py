@@ -108,15 +108,6 @@ def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
     assert planned["budget_bytes"] == made.budget
 
 
-def test_a_file_says_what_no_option_does(tmp_path: Path) -> None:
-    planned = plan_of("--config", written(tmp_path, FILE))
-    assert (planned["dtype"], planned["deterministic"]) == ("bfloat16", True)
-    assert planned["budget_bytes"] == 100 * MIB
-    wanted = planned["wanted"]
-    assert (wanted["rows"], wanted["draft_len"], wanted["pass_tokens"]) == (4, 5, 3 * 96)
-    assert (wanted["block_size"], wanted["context_len"]) == (8, 512)
-
-
 def test_options_override_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, FILE)
     options = ("--rows", "2", "--draft-len", "3", "--block-size", "16", "--no-deterministic")

@@ -39,7 +39,8 @@ def test_each_case_has_its_figures(tmp_path: Path) -> None:
         *("--replicas", "2,4", "--shards", "1,2", "--baseline", "eqspec", "--in-flight", "8"),
         *("--per-replica", "--svg", str(picture)),
     )
-    assert report["simulated"]["arrivals"] == "closed loop, 8 in flight for each replica"  # type: ignore[index]
+    asked = report["simulated"]["options"]  # type: ignore[index]
+    assert (asked["in_flight"], asked["per_replica"], asked["replicas"]) == (8, True, "2,4")
     cases = report["cases"]
     assert isinstance(cases, list)
     named = [(case["replicas"], case["shards"], case["rows"]) for case in cases]
@@ -83,7 +84,8 @@ def test_a_trace_and_fitted_times_are_taken_as_they_are(tmp_path: Path) -> None:
     (case,) = report["cases"]  # type: ignore[misc]
     # Four steps of five tokens each.
     assert case["latency_s"]["p50"] == pytest.approx(2.0, abs=0.02)  # type: ignore[index]
-    assert report["simulated"]["prompt_tokens"] is None  # type: ignore[index]
+    assert report["simulated"]["options"]["times"] == str(times)  # type: ignore[index]
+    assert report["simulated"]["scheduler"]["draft_len"] == 4  # type: ignore[index]
 
 
 def test_a_trace_may_begin_at_any_time(tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_lengths_come_from_prompts_by_their_characters(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "x" * 400}) + "\n")
     report = simulated(tmp_path, "--prompts", str(prompts), "--rate", "20")
-    assert report["simulated"]["prompt_tokens"] == "prompts.jsonl"  # type: ignore[index]
+    assert report["simulated"]["options"]["prompts"] == str(prompts)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

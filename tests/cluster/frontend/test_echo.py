@@ -60,10 +60,13 @@ async def test_whole_answers_to_several_prompts_each_repeat_their_own() -> None:
     fields |= {"max_tokens": 20, "temperature": 1, "seed": 5}
     async with served() as (_made, app):
         alone = (await post(app, "completions", **fields | {"echo": False})).json["choices"]
-        echoed = (await post(app, "completions", **fields)).json["choices"]
+        answer = (await post(app, "completions", **fields)).json
+        echoed, usage = answer["choices"], answer["usage"]
         first = TEXT.tokenizer.decode(PROMPT_IDS[:1])
         for echo, one, other in zip([PROMPT] * 2 + [first] * 2, alone, echoed, strict=True):
             assert other == one | {"text": echo + one["text"]}
+        assert [choice["index"] for choice in echoed] == [0, 1, 2, 3]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT_IDS) + 1, 80)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -157,16 +157,6 @@ async def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
         await until(lambda: not made.service._router.unfinished)
 
 
-async def test_stop_tokens_end_the_answer_and_eos_can_be_ignored() -> None:
-    async with frontend() as made:
-        whole = perfect(PROMPT_IDS, 40)
-        stop = whole[10]
-        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=40, stop_token_ids=[stop])
-        answer = await made.Generate(request, Context())
-        assert list(answer.token_ids) == whole[: whole.index(stop) + 1]
-        assert answer.end.finish_reason == pb.FINISH_REASON_STOP
-
-
 async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
     async with frontend() as made:
         request = pb.GenerateRequest(prompt="x", max_new_tokens=5, temperature=1.0)

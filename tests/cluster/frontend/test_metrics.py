@@ -81,7 +81,3 @@ def test_gauges_are_written_at_most_once_a_second() -> None:
     for now_s in (1.0, 1.5, 1.9, 2.0):
         meter.observe(Scheduler(), now_s)
     assert names.count("lockstep_replicas") == 2
-
-
-def test_a_meter_without_a_sink_does_nothing() -> None:
-    PoolMeter().observe(Scheduler(), 1.0)

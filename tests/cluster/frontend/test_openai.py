@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, frontend
+from tests.cluster.frontend.rig import CONFIG, PROMPT, Context, frontend
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
 from tests.cluster.frontend.test_http import Answer, http
 from tests.cluster.wire import until
@@ -101,40 +100,6 @@ async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool, temperature: flo
             assert choice["message"]["role"] == "assistant"
 
 
-async def test_choices_and_prompts_are_calls_of_their_own_with_the_next_seeds() -> None:
-    async with served(step_s=0.001) as (_made, app):
-        fields: dict[str, Any] = {"max_tokens": 20, "temperature": 1, "seed": 5}
-        whole = await post(app, "completions", **fields, n=2, prompt=[PROMPT, PROMPT_IDS[:1]])
-        choices = whole.json["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-        for choice in choices:
-            prompt = (PROMPT, PROMPT_IDS[:1])[choice["index"] // 2]
-            one = fields | {"seed": 5 + choice["index"] % 2, "prompt": prompt}
-            single = (await post(app, "completions", **one)).json
-            assert single["choices"][0]["text"] == choice["text"]
-        usage = whole.json["usage"]
-        assert usage["prompt_tokens"] == len(PROMPT_IDS) + 1
-        assert usage["completion_tokens"] == 80
-        streamed = await post(
-            app, "completions", **fields, n=2, prompt=[PROMPT, PROMPT_IDS[:1]], stream=True
-        )
-        texts: dict[int, str] = defaultdict(str)
-        for event in events(streamed):
-            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-        assert [texts[index] for index in range(4)] == [choice["text"] for choice in choices]
-
-
-async def test_a_stop_string_ends_the_text_before_it() -> None:
-    async with served() as (_made, app):
-        fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-        text = (await post(app, "completions", **fields)).json["choices"][0]["text"]
-        for stop in (text[20:23], ["never!", text[20:23]]):
-            answer = await post(app, "completions", **fields, stop=stop)
-            [choice] = answer.json["choices"]
-            assert choice["text"] == text[: text.index(text[20:23])]
-            assert choice["finish_reason"] == "stop"
-
-
 async def test_the_model_is_listed_and_no_other_is_served() -> None:
     async with served() as (_made, app):
         listed = (await http(app, path="/v1/models")).json
@@ -191,6 +156,7 @@ WRONG = [
     {"temperature": "hot"},
     {"temperature": -1},
     {"top_k": -2},
+    {"top_p": 3},
     {"max_tokens": 0},
     {"max_tokens": 10**6},
     {"max_tokens": 1.5},
@@ -258,6 +224,8 @@ async def test_a_field_within_one_of_several_kinds_is_named() -> None:
         said = answer.error["message"]
         assert "tool_choice.functoin: unknown name; did you mean function?" in said
         assert "tool_choice.function: must be given" in said
+        wrong = await post(app, "completions", prompt="x", top_p=3)
+        assert wrong.error["message"] == "top_p: must be in (0, 1], is 3.0"
 
 
 async def test_what_asks_for_nothing_is_taken() -> None:

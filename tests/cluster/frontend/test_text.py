@@ -313,13 +313,6 @@ def test_text_ends_before_a_stop_string(
     assert (out + ("" if hit else strings.flush()), hit) == (text, found)
 
 
-def test_nothing_is_given_out_that_may_begin_a_stop_string() -> None:
-    strings = StopStrings(["END"])
-    assert strings.push("some E") == ("some ", None)
-    assert strings.push("N") == ("", None)
-    assert strings.push("T") == ("ENT", None)
-
-
 @given(
     tokens=TOKENS,
     stops=st.lists(st.text("abo \n", min_size=1, max_size=4), max_size=3),

@@ -21,22 +21,16 @@ from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards
 from tests.cluster.wire import kill, until
 
 
-async def test_many_requests_on_two_replicas() -> None:
-    async with shards(2) as w:
-        requests = [w.submit(prompt, 20) for prompt in prompts(40)]
+@pytest.mark.parametrize(("loss", "seed"), [(0.0, 0), *((0.05, seed) for seed in range(4))])
+async def test_lost_calls_and_replies_change_no_token(loss: float, seed: int) -> None:
+    async with shards(2, loss=loss, seed=seed) as w:
+        requests = [w.submit(prompt, 25) for prompt in prompts(40 if not loss else 12, seed)]
         await check(requests)
-        used = {name for live in requests for name in live.finish.usage.replicas}  # type: ignore[union-attr]
-        assert len(used) == 2
-        await until(lambda: w.reserved_blocks() == 0)
-        await until(lambda: not any(fake.residents for fake in w.fakes))
-        w.wire.actor._scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_lost_calls_and_replies_change_no_token(seed: int) -> None:
-    async with shards(2, loss=0.05, seed=seed) as w:
-        requests = [w.submit(prompt, 25) for prompt in prompts(12, seed)]
-        await check(requests)
+        if not loss:
+            used = {name for live in requests for name in live.finish.usage.replicas}  # type: ignore[union-attr]
+            assert len(used) == 2
+            await until(lambda: w.reserved_blocks() == 0)
+            await until(lambda: not any(fake.residents for fake in w.fakes))
 
 
 async def test_a_restarted_pool_is_told_everything_again() -> None:
@@ -52,7 +46,7 @@ async def test_a_restarted_pool_is_told_everything_again() -> None:
 
 
 @pytest.mark.parametrize("lost", ["stream", "lease"])
-async def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost: str) -> None:
+async def test_a_session_that_is_given_up_is_ended_and_its_requests_go_on(lost: str) -> None:
     """The pool lives on; only the session is over, with its stream or by its lease."""
     async with shards(0) as w:
         await w.add_replica(step_s=0.01)
@@ -65,11 +59,8 @@ async def test_a_session_that_is_given_up_is_ended_and_its_figures_are_told(lost
         await check(requests)
         for live in requests:
             assert live.finish is not None
-            usage = live.finish.usage
-            # Each step commits what it accepts and one token, in whichever session.
-            assert usage.steps + usage.accepted_tokens >= 120
-            assert usage.recovered == 1
-            assert usage.completion_tokens == 120
+            assert live.finish.usage.recovered == 1
+            assert live.finish.usage.completion_tokens == 120
         assert len(w.wire.actor._frontends) == 1
 
 
@@ -140,17 +131,6 @@ async def test_a_frontend_that_was_lost_starts_over() -> None:
         assert {live.recovered for live in first} == {1}
 
 
-async def test_a_silent_replica_loses_its_residents_to_another() -> None:
-    async with shards(0) as w:
-        dying = await w.add_replica(step_s=0.01)
-        requests = [w.submit(prompt, 60) for prompt in prompts(3)]
-        await until(lambda: all(len(live.tokens) > 5 for live in requests))
-        kill(dying)
-        await w.add_replica()
-        await check(requests)
-        assert all(live.finish.usage.recovered == 1 for live in requests)  # type: ignore[union-attr]
-
-
 async def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
     dead: list[FakeReplica] = []
 
@@ -213,19 +193,6 @@ async def test_a_draining_replica_hands_its_residents_over() -> None:
         await asyncio.to_thread(going._thread.join, 5)
         assert not going._thread.is_alive()
         await check(requests)
-
-
-async def test_a_cancelled_request_frees_its_blocks() -> None:
-    async with shards(0) as w:
-        await w.add_replica(step_s=0.01)
-        requests = [w.submit(prompt, 200) for prompt in prompts(5)]
-        await until(lambda: all(live.tokens for live in requests))
-        for live in requests:
-            w.session.cancel(live)
-            w.session.cancel(live)
-        await asyncio.gather(*(live.ended.wait() for live in requests))
-        assert {live.finish.reason for live in requests if live.finish} == {FinishReason.CANCELLED}
-        await until(lambda: w.reserved_blocks() == 0)
 
 
 async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
