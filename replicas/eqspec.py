@@ -18,10 +18,9 @@ from typing import Protocol
 
 import torch
 
-from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
+from replicas.drafters import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
-from replicas.sampling.choice import SamplingBatch, choose
-from replicas.sampling.noise import Noise
+from replicas.sampling import Noise, SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
 
 _NO_TOKEN = -1

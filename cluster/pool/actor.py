@@ -35,7 +35,7 @@ from cluster.pool.protocol import (
     UsedNote,
     silence_s,
 )
-from cluster.transport.stream import Stream
+from cluster.transport import Stream
 from scheduler.messages import (
     Batch,
     Cancel,

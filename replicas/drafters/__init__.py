@@ -1,5 +1,13 @@
-"""What proposes draft tokens: the protocol that `eqspec` speaks; `methods` knows the drafters."""
+"""What proposes draft tokens: the protocol that a step speaks, and each method's drafter."""
 
+from replicas.drafters.methods import METHODS
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 
-__all__ = ["Ask", "DraftSource", "Drafter", "Proposal", "Seen"]
+__all__ = [
+    "METHODS",
+    "Ask",
+    "DraftSource",
+    "Drafter",
+    "Proposal",
+    "Seen",
+]

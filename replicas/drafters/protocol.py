@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.sampling.choice import SamplingBatch
-from replicas.sampling.noise import Noise
+from replicas.sampling import Noise, SamplingBatch
 from replicas.stopwatch import Stopwatch
 
 

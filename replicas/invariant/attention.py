@@ -19,16 +19,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from replicas.invariant.layout import PassLayout, RowGroup, StepLayout
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache.host_layout import CacheShape, PassLayout, RowGroup, StepLayout
-
-if TYPE_CHECKING:
-    from replicas.kv_cache.cache import PagedCache
+from replicas.kv_cache import CacheShape, PagedCache
 
 
 def attend(products: Products, hidden: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from replicas.cuda.transfers import send
-from replicas.kv_cache.host_layout import SCRAP_BLOCK
+from replicas.kv_cache.shape import SCRAP_BLOCK
 
 
 class OutOfBlocks(Exception):

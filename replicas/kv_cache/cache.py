@@ -1,7 +1,7 @@
 """One model's keys and values in fixed blocks. Knows nothing of tokens, sampling or batches.
 
-Where a pass writes and reads is said by its layout (`host_layout` on a CPU, `device_layout` on a
-GPU).
+Where a pass writes and reads is said by its layout (`device_layout` on a GPU, that of
+`replicas.invariant` on a CPU).
 """
 
 from __future__ import annotations

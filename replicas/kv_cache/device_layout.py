@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from replicas.cuda.transfers import upload
-from replicas.kv_cache.host_layout import SCRAP_BLOCK, CacheShape, TokenRange
+from replicas.kv_cache.shape import SCRAP_BLOCK, CacheShape, TokenRange
 
 
 class DeviceWindow:
@@ -115,7 +115,7 @@ class DeviceWindow:
 
 
 class DeviceLayout:
-    """The passes of one step; see `StepLayout`."""
+    """The passes of one step; see `replicas.invariant`'s StepLayout."""
 
     def __init__(
         self,

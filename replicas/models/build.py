@@ -17,15 +17,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.invariant.backend import HostBackend
-from replicas.invariant.check import ROWS, trial_length, what_changes_logits
-from replicas.invariant.device import CHUNK, chunked_attention, efficient_attention
-from replicas.invariant.modules import NotDeterministic, compute_in_tiles
-from replicas.invariant.ops import Arithmetic, Product
-from replicas.invariant.proof import RowFunction, prove
-from replicas.kv_cache.cache import PagedCache
-from replicas.kv_cache.host_layout import CacheShape
-from replicas.memory.shapes import ModelShape
+from replicas.invariant import (
+    CHUNK,
+    ROWS,
+    Arithmetic,
+    HostBackend,
+    NotDeterministic,
+    Product,
+    RowFunction,
+    chunked_attention,
+    compute_in_tiles,
+    efficient_attention,
+    prove,
+    trial_length,
+    what_changes_logits,
+)
+from replicas.kv_cache import CacheShape, PagedCache
+from replicas.memory import ModelShape
 from replicas.models.attention import GatherBackend, choose_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.cuda.transfers import upload
-from replicas.invariant.ops import Arithmetic
+from replicas.invariant import Arithmetic
 from replicas.kv_cache import CacheShape, PagedCache, TokenRange, passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
-from replicas.decoding.tokens import load_grammars
+from replicas.decoding import load_grammars
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
 from replicas.models.load import PairRefused, resolve_device
 from replicas.models.pair import load_pair, read_pair

@@ -16,8 +16,9 @@ from replicas.drafters.model import ModelDrafter
 from replicas.drafters.protocol import Seen
 from replicas.eqspec import RowHooks, StepRows, step
 from replicas.invariant.backend import HostBackend
+from replicas.invariant.layout import PassLayout
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache, PassLayout
+from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.models.paged_model import ALL, Output, Wants
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch

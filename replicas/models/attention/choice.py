@@ -17,8 +17,7 @@ from time import perf_counter
 
 import torch
 
-from replicas.kv_cache import CacheShape
-from replicas.kv_cache.device_layout import DeviceLayout
+from replicas.kv_cache import CacheShape, DeviceLayout
 from replicas.models.attention.paged import (
     FlexAttention,
     PagedAttention,

@@ -10,8 +10,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from replicas.kv_cache import CacheShape, PagedCache, TokenRange
-from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
+from replicas.kv_cache import (
+    CacheShape,
+    DeviceLayout,
+    DeviceWindow,
+    PagedCache,
+    TokenRange,
+    device_ranges,
+)
 from replicas.models.decoder import LayerAttention
 
 Attend = Callable[

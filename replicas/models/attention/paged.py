@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
-from replicas.kv_cache.device_layout import DeviceWindow
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceWindow, PagedCache
 from replicas.models.attention.gather import DeviceLayouts, GatherBackend
 from replicas.models.decoder import LayerAttention
 

@@ -7,7 +7,7 @@ the other; no row is padded to another's width.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -17,35 +17,14 @@ import numpy as np
 import torch
 
 from replicas.invariant.ops import TILE, Arithmetic
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, TokenRange
 
-SCRAP_BLOCK = 0
-"""A block of no sequence: padding is written there and never attended to."""
 GROUP_COST_NUMBERS = 32768
 """Keys and values of one layer whose reading takes about as long as the calls of one more group."""
 SCORES_MOST = 1 << 20
 """Attention scores of a group, unless one row alone has more: they stay in a processor's cache."""
 GATHERED_MOST = 1 << 22
 """Numbers, keys and values of one layer, that a group copies, unless one row alone has more."""
-
-TokenRange = tuple[int, int]
-"""Positions [begin, end) of a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What index arithmetic must know of a replica's cache and model."""
-
-    block_size: int
-    context_len: int
-    """Positions in use are below it; padding is clamped to it."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def group_cost(self) -> int:
-        """KV positions whose reading takes about as long as the calls of one more group."""
-        return max(1, GROUP_COST_NUMBERS // (2 * self.kv_heads * self.head_dim))
 
 
 @dataclass(slots=True)
@@ -185,28 +164,6 @@ def ranges_layout(
     )
 
 
-def passes(
-    ranges: Sequence[TokenRange], tokens_most: int
-) -> Iterator[list[tuple[int, TokenRange]]]:
-    """The ranges in passes of at most so many tokens: which rows, and what of each is in the pass.
-
-    A range goes into several passes, in order, where it fills up one of them.
-    """
-    one_pass: list[tuple[int, TokenRange]] = []
-    left = tokens_most
-    for row, (begin, end) in enumerate(ranges):
-        while begin < end:
-            stop = min(end, begin + left)
-            one_pass.append((row, (begin, stop)))
-            left -= stop - begin
-            begin = stop
-            if not left:
-                yield one_pass
-                one_pass, left = [], tokens_most
-    if one_pass:
-        yield one_pass
-
-
 @lru_cache(maxsize=512)
 def _grid(rows: int, width: int) -> Any:  # [rows, width], int64
     """The tokens of a window, in order; read, never changed."""
@@ -276,6 +233,7 @@ def _runs(
     or all of them would have more than SCORES_MOST scores, or GATHERED_MOST keys and values.
     """
     unit = arithmetic.kv_unit
+    numbers = 2 * shape.kv_heads * shape.head_dim  # keys and values of a position
     runs: list[tuple[int, int]] = []
     first, longest, wanted = 0, 0, 0
     index = 0
@@ -285,9 +243,9 @@ def _runs(
         both = max(longest, reach)
         wasted = both * (count + 1) - (wanted + reach)
         scores = (count + 1) * shape.heads * width * both
-        gathered = (count + 1) * both * 2 * shape.kv_heads * shape.head_dim
+        gathered = (count + 1) * both * numbers
         too_large = scores > SCORES_MOST or gathered > GATHERED_MOST
-        if count and (wasted > shape.group_cost or too_large):
+        if count and (wasted * numbers > GROUP_COST_NUMBERS or too_large):
             runs.append((first, index))
             first, longest, wanted = index, reach, reach
         else:
