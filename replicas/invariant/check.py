@@ -6,8 +6,8 @@ passes, in windows of several widths, in a batch, and beside longer and shorter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,32 +16,17 @@ _EDGE = 12
 """Positions at the beginning, and at the end, that are computed one by one."""
 
 
-class Model(Protocol):
-    """A `PagedModel`, as far as it is tried."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def backend(self) -> Any: ...
-
-    @property
-    def forward(self) -> Callable[..., Any]: ...
-
-
 def trial_length(chunk: int, context_len: int) -> int:
     """Positions of each row: past a boundary of KV chunks, and of a tile of tokens."""
     return min(chunk + _EDGE, context_len)
 
 
 @torch.inference_mode()
-def what_changes_logits(model: Model, table: torch.Tensor, length: int) -> str | None:
+def what_changes_logits(model: Any, table: torch.Tensor, length: int) -> str | None:
     """What the model's logits change with, bit for bit: None when with nothing that was tried.
 
-    `table`, [ROWS, blocks], holds `length` positions per row and belongs to no sequence.
+    `model` is a `PagedModel`; `table`, [ROWS, blocks], holds `length` positions per row and belongs
+    to no sequence.
     """
     trial = _Trial(model, table, length)
     edge = min(_EDGE, length // 3)
@@ -66,7 +51,7 @@ def what_changes_logits(model: Model, table: torch.Tensor, length: int) -> str |
 
 
 class _Trial:
-    def __init__(self, model: Model, table: torch.Tensor, length: int) -> None:
+    def __init__(self, model: Any, table: torch.Tensor, length: int) -> None:
         self._model = model
         self._table = table
         generator = torch.Generator().manual_seed(0)

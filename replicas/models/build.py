@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -47,17 +46,6 @@ _TRIAL_TOKENS = 8
 _log = logging.getLogger("lockstep.replica")
 
 
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """Whether layers were joined, and why not."""
-
-    joined: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'joined' if self.joined else 'separate'} layers ({self.reason})"
-
-
 def build(
     model: PreTrainedModel,
     name: str,
@@ -91,14 +79,14 @@ def build(
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
     if on_host and (not deterministic or model.dtype is torch.float32):
-        paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
+        paged, layers = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
     elif not deterministic:
-        paged, joining = _on_device(model, cache, of_cache, config.fuse_layers)
+        paged, layers = _on_device(model, cache, of_cache, config.fuse_layers)
         rows = config.plan_rows or SchedulerConfig().rows_max
         choose_attention(paged, attention, of_cache, rows)
     if paged is None or (deterministic and not paged.arithmetic.proven):
-        paged, joining = _in_tiles(model, cache, of_cache, on_host), Joining(False, "in tiles")
-    built = f"{joining}; {paged.arithmetic}"
+        paged, layers = _in_tiles(model, cache, of_cache, on_host), "separate layers (in tiles)"
+    built = f"{layers}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
 
@@ -111,14 +99,14 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
 
 def _on_device(
     model: PreTrainedModel, cache: PagedCache, shape: CacheShape, join: bool
-) -> tuple[PagedModel, Joining]:
+) -> tuple[PagedModel, str]:
     backend = GatherBackend(cache, shape)
-    decoder, joining = None, Joining(False, "as configured")
+    decoder, layers = None, "separate layers (as configured)"
     if join:
-        decoder, joining = _joined(model, cache, shape, False, lambda: GatherBackend(cache, shape))
+        decoder, layers = _joined(model, cache, shape, False, lambda: GatherBackend(cache, shape))
     paged = PagedModel(model, cache, backend, Arithmetic(), decoder)
     _try_out(paged, shape)
-    return paged, joining
+    return paged, layers
 
 
 def _in_tiles(
@@ -161,11 +149,11 @@ def _on_host(
     join: bool,
     prepack: bool,
     exact: bool,
-) -> tuple[PagedModel, Joining]:
+) -> tuple[PagedModel, str]:
     """On a CPU, with the arithmetic proven where it computes in float32."""
-    decoder, joining = None, Joining(False, "as configured")
+    decoder, layers = None, "separate layers (as configured)"
     if join:
-        decoder, joining = _joined(
+        decoder, layers = _joined(
             model, cache, shape, prepack, lambda: HostBackend(cache, shape, Arithmetic())
         )
     arithmetic = Arithmetic()
@@ -179,7 +167,7 @@ def _on_host(
                 one.tile = arithmetic.tile if arithmetic.proven else None
     paged = PagedModel(model, cache, HostBackend(cache, shape, arithmetic), arithmetic, decoder)
     _try_out(paged, shape)
-    return paged, joining
+    return paged, layers
 
 
 def _joined(
@@ -188,14 +176,14 @@ def _joined(
     shape: CacheShape,
     prepack: bool,
     backend: Callable[[], AttentionBackend],
-) -> tuple[JoinedDecoder | None, Joining]:
+) -> tuple[JoinedDecoder | None, str]:
     own = own_logits(model, _trial_tokens(model, shape))
     finer = FINER[model.dtype]
     truth = own_logits(model, _trial_tokens(model, shape), finer)
     try:
         decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
     except NotJoined as reason:
-        return None, Joining(False, str(reason))
+        return None, f"separate layers ({reason})"
     joined = _try_out(PagedModel(model, cache, backend(), Arithmetic(), decoder), shape)
     own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
     floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
@@ -203,8 +191,8 @@ def _joined(
     figures = f"error {error:.1e} against {truly}, the model's own {own_error:.1e}"
     if not error <= ERROR_RATIO_MOST * own_error + floor:  # NaN, too
         _log.warning("layers stay separate: %s", figures)
-        return None, Joining(False, figures)
-    return decoder, Joining(True, figures)
+        return None, f"separate layers ({figures})"
+    return decoder, f"joined layers ({figures})"
 
 
 def _trial_tokens(model: PreTrainedModel, shape: CacheShape) -> torch.Tensor:
