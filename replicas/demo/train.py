@@ -20,7 +20,7 @@ from replicas.demo.corpus import build_corpus
 from replicas.demo.distill import distill, write_texts
 from replicas.demo.grow import DRAFT_LAYERS, TARGET_LAYERS, grow, new_model, save_model
 from replicas.demo.optimise import Schedule, optimise, prepare_machine
-from replicas.demo.tokens import TokenStore, save_tokenizer, train_tokenizer
+from replicas.demo.tokens import TokenStore, train_tokenizer
 
 SEED = 20
 STAGES = ("shallow", "target", "draft")
@@ -47,8 +47,7 @@ def train_pair(
     if first == 0:
         tokenizer = train_tokenizer(corpus.train)
         for name in ("target", "draft"):
-            (out / name).mkdir(parents=True, exist_ok=True)
-            save_tokenizer(tokenizer, out / name)
+            tokenizer.save_pretrained(out / name)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     train, held_out = (TokenStore(side, tokenizer) for side in (corpus.train, corpus.held_out))
     for number, stage in enumerate(STAGES[first:], first):
