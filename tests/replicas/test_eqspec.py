@@ -45,11 +45,8 @@ class ScriptedModel:
     def forward(self, tokens: torch.Tensor, layout: PassLayout, wants: Wants = ALL) -> Output:
         positions = layout.positions.tolist()
         assert tokens.shape == (len(positions),)
-        rows = len(self.script) or layout.groups[0].tokens.shape[0]
-        begins = list(range(0, len(positions), len(positions) // rows))
-        if layout.step is None:  # rows of several widths: where a position does not follow
-            begins = [i for i, p in enumerate(positions) if i == 0 or p != positions[i - 1] + 1]
-        of_rows = [slice(*ends) for ends in zip(begins, [*begins[1:], None], strict=True)]
+        places = [row for group in layout.groups for row in group.tokens.tolist()]
+        of_rows = [slice(row[0], row[-1] + 1) for row in sorted(places)]
         self.fed.append([tokens.tolist()[one] for one in of_rows])
         self.positions.append([positions[one] for one in of_rows])
         logits = torch.zeros(len(positions), VOCAB)
