@@ -16,8 +16,8 @@ from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel, buckets
 from replicas.decoding import DecodingRows, Grammars, load_grammars
-from replicas.drafters import Drafter, Seen
-from replicas.eqspec import StepRows, step
+from replicas.drafters import Ask, Drafter, Seen
+from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, TokenRange
 from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
@@ -258,8 +258,8 @@ class Replica:
                 ]
                 contents = [resident.content for resident in rows]
                 own += sum(map(len, contents)) + len(rows) * max(caps)
-                of_step = StepRows(ids, contents, caps, sampling, table, hooks)
-                outcome = step(self._target, self._drafter, of_step, watch)
+                of_step = Ask(ids, contents, caps, sampling, table)
+                outcome = step(self._target, self._drafter, of_step, hooks, watch)
                 read += outcome.positions_read
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):

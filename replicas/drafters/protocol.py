@@ -25,7 +25,7 @@ from replicas.stopwatch import Stopwatch
 
 @dataclass(slots=True)
 class Ask:
-    """What a step wants proposed. Content is read, never changed."""
+    """The rows of a step, and what it wants proposed. Content is read, never changed."""
 
     ids: Sequence[str]
     contents: Sequence[Sequence[int]]

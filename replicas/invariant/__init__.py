@@ -3,7 +3,7 @@
 from replicas.invariant.backend import HostBackend
 from replicas.invariant.check import ROWS, trial_length, what_changes_logits
 from replicas.invariant.device import CHUNK, chunked_attention, efficient_attention
-from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST
+from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST, PassLayout
 from replicas.invariant.modules import NotDeterministic, compute_in_tiles
 from replicas.invariant.ops import TILE, Arithmetic, Product, can_prepack
 from replicas.invariant.proof import RowFunction, prove
@@ -17,6 +17,7 @@ __all__ = [
     "Arithmetic",
     "HostBackend",
     "NotDeterministic",
+    "PassLayout",
     "Product",
     "RowFunction",
     "can_prepack",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from replicas.drafters.model import ModelDrafter
-from replicas.drafters.protocol import Seen
-from replicas.eqspec import RowHooks, StepRows, step
+from replicas.drafters.protocol import Ask, Seen
+from replicas.eqspec import step
 from replicas.invariant.backend import HostBackend
 from replicas.invariant.layout import PassLayout
 from replicas.invariant.ops import Arithmetic
@@ -65,7 +66,7 @@ def run(
     target: ScriptedModel,
     draft: ScriptedModel | None,
     draft_lens: list[int],
-    hooks: RowHooks | None = None,
+    hooks: Any = None,
 ) -> tuple[list[list[int]], list[int]]:
     allocator = BlockAllocator(blocks=64, block_size=4)
     ids = [str(i) for i in range(len(contents))]
@@ -76,15 +77,14 @@ def run(
         allocator.grow(name, len(content) + max(draft_lens) + 1)
         if drafter is not None:
             drafter.begin(name, content, "", len(content) - 1)
-    rows = StepRows(
+    rows = Ask(
         ids,
         contents,
         draft_lens,
         SamplingBatch.of([SamplingParams()] * len(contents), CPU),
         allocator.table(ids, CPU),
-        hooks=hooks,
     )
-    outcome = step(target, drafter, rows, Stopwatch(CPU))  # type: ignore[arg-type]
+    outcome = step(target, drafter, rows, hooks, Stopwatch(CPU))  # type: ignore[arg-type]
     return outcome.committed, outcome.accepted
 
 
