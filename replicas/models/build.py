@@ -61,7 +61,6 @@ def build(
     the model's own forward raises.
     """
     shape = ModelShape.of(model.config)
-    attention = config.attention_of(model.device)
     on_host = computes_on_host(config, model.device)
     cache = PagedCache(
         shape.layers,
@@ -78,12 +77,12 @@ def build(
     )
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
-    if on_host and (not deterministic or model.dtype is torch.float32):
-        paged, layers = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
-    elif not deterministic:
-        paged, layers = _on_device(model, cache, of_cache, config.fuse_layers)
-        rows = config.plan_rows or SchedulerConfig().rows_max
-        choose_attention(paged, attention, of_cache, rows)
+    if not deterministic or (on_host and model.dtype is torch.float32):
+        join, prepack = config.fuse_layers, prepack and on_host
+        paged, layers = _usual(model, cache, of_cache, join, prepack, on_host, exact)
+        if not on_host:
+            rows = config.plan_rows or SchedulerConfig().rows_max
+            choose_attention(paged, config.attention_of(model.device), of_cache, rows)
     if paged is None or (deterministic and not paged.arithmetic.proven):
         paged, layers = _in_tiles(model, cache, of_cache, on_host), "separate layers (in tiles)"
     built = f"{layers}; {paged.arithmetic}"
@@ -95,18 +94,6 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
     """Whether attention is that of a CPU, whose cache lies by head."""
     on_cpu = device.type == "cpu" and not config.fixed_shapes(device)
     return on_cpu and config.attention_of(device) == "gather"
-
-
-def _on_device(
-    model: PreTrainedModel, cache: PagedCache, shape: CacheShape, join: bool
-) -> tuple[PagedModel, str]:
-    backend = GatherBackend(cache, shape)
-    decoder, layers = None, "separate layers (as configured)"
-    if join:
-        decoder, layers = _joined(model, cache, shape, False, lambda: GatherBackend(cache, shape))
-    paged = PagedModel(model, cache, backend, Arithmetic(), decoder)
-    _try_out(paged, shape)
-    return paged, layers
 
 
 def _in_tiles(
@@ -142,22 +129,22 @@ def _in_tiles(
     raise NotDeterministic(f"{type(paged.model).__name__}: logits change with {differing}")
 
 
-def _on_host(
+def _usual(
     model: PreTrainedModel,
     cache: PagedCache,
     shape: CacheShape,
     join: bool,
     prepack: bool,
+    on_host: bool,
     exact: bool,
 ) -> tuple[PagedModel, str]:
-    """On a CPU, with the arithmetic proven where it computes in float32."""
+    """With joined layers where they can be, and the arithmetic proven on a CPU in float32."""
+    arithmetic = Arithmetic()
+    backend = HostBackend(cache, shape, arithmetic) if on_host else GatherBackend(cache, shape)
     decoder, layers = None, "separate layers (as configured)"
     if join:
-        decoder, layers = _joined(
-            model, cache, shape, prepack, lambda: HostBackend(cache, shape, Arithmetic())
-        )
-    arithmetic = Arithmetic()
-    if exact and model.dtype is torch.float32:
+        decoder, layers = _joined(model, cache, shape, prepack, backend)
+    if on_host and exact and model.dtype is torch.float32:
         products = decoder.products if decoder else _tiled_products(model, prepack)
         if products:
             shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}
@@ -165,7 +152,8 @@ def _on_host(
             arithmetic = prove(shapes, [shape.head_dim], rowwise, prepack)
             for one in products:
                 one.tile = arithmetic.tile if arithmetic.proven else None
-    paged = PagedModel(model, cache, HostBackend(cache, shape, arithmetic), arithmetic, decoder)
+            backend = HostBackend(cache, shape, arithmetic)
+    paged = PagedModel(model, cache, backend, arithmetic, decoder)
     _try_out(paged, shape)
     return paged, layers
 
@@ -175,7 +163,7 @@ def _joined(
     cache: PagedCache,
     shape: CacheShape,
     prepack: bool,
-    backend: Callable[[], AttentionBackend],
+    backend: AttentionBackend,
 ) -> tuple[JoinedDecoder | None, str]:
     own = own_logits(model, _trial_tokens(model, shape))
     finer = FINER[model.dtype]
@@ -184,7 +172,7 @@ def _joined(
         decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
     except NotJoined as reason:
         return None, f"separate layers ({reason})"
-    joined = _try_out(PagedModel(model, cache, backend(), Arithmetic(), decoder), shape)
+    joined = _try_out(PagedModel(model, cache, backend, Arithmetic(), decoder), shape)
     own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
     floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
     truly = str(finer).removeprefix("torch.")
