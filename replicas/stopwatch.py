@@ -33,6 +33,5 @@ class Stopwatch:
             self._wall[name] += time.perf_counter() - begun_s
 
     def seconds(self, name: str) -> float:
-        """Seconds spent in the section so far."""
         on_device_ms = sum(begin.elapsed_time(end) for begin, end in self._events[name])
         return self._wall[name] + float(on_device_ms) / 1000.0

@@ -110,17 +110,11 @@ class PagedCache:
         runs: torch.Tensor,  # [runs], int64
         out: torch.Tensor,  # [runs, block_size * head_dim]
     ) -> None:
-        """Copy keys and values, run by run."""
         torch.index_select(self._stores[layer].view(-1, out.shape[1]), 0, runs, out=out)
 
     def clear(self) -> None:
-        """Store 0 everywhere."""
         for layer in self._layers:
             layer.zero_()
-
-    @property
-    def bytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self._layers)
 
 
 def _array(x: torch.Tensor) -> Any:

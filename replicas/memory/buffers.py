@@ -73,7 +73,6 @@ class Buffers:
     """Cosines and sines of every position, of all models."""
     step: int
     prefill: int
-    """See PassBytes."""
     loading: int
     """The largest weight in the finer dtype that the model is judged by when it is loaded."""
     recorded: int
