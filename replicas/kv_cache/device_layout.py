@@ -23,6 +23,8 @@ class DeviceWindow:
     written to the scrap block.
     """
 
+    step: None = None
+
     def __init__(
         self,
         table: torch.Tensor,  # [rows, blocks], int64
