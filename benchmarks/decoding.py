@@ -20,8 +20,7 @@ from transformers import AutoTokenizer
 from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.measured import MeasuredWay, side_by_side
 from benchmarks.oracle import OracleDrafter
-from replicas.decoding import grammar_of
-from replicas.decoding.tokens import load_grammars
+from replicas.decoding import grammar_of, load_grammars
 from replicas.models.load import resolve
 from replicas.models.pair import load_pair
 from replicas.replica import Replica

@@ -31,7 +31,7 @@ from replicas.drafters import Ask, Seen
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.models.load import resolve
 from replicas.replica import Replica
-from replicas.sampling.choice import SamplingBatch
+from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams

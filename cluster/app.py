@@ -67,7 +67,7 @@ def load_replica(config: ReplicaConfig) -> HostedReplica:
 
     Where the replica has a placement group its further ranks are actors there.
     """
-    from replicas.parallel import replica as parallel
+    from replicas import parallel
 
     stage(f"loads {config.target}")
     tell_of_weights()

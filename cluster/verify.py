@@ -98,7 +98,7 @@ def verify(
 ) -> VerifyReport:
     """Run the prompts both ways; raises InvalidRequest, naming the prompt, for one that no
     replica could serve."""
-    from replicas.parallel.replica import load_replica  # torch is heavy, and --help should not wait
+    from replicas.parallel import load_replica  # torch is heavy, and --help should not wait
 
     text = TargetText.load(replica_config)
     requests = [

@@ -30,7 +30,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.local_engine import LocalEngine, Output
 from replicas.models.names import with_revision
-from replicas.parallel.replica import load_replica
+from replicas.parallel import load_replica
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest, LockstepError
 from scheduler.messages import FinishReason, Request, Usage

@@ -97,43 +97,40 @@ def first_right(replica: Trial, rows: int) -> float | None:
     blocks = -(-length // spec.block_size)
     if length > spec.context_len or rows * blocks > spec.kv_blocks:
         return None
-    begun = [
-        PrefillRow(
-            f"trial {row}",
-            (rng.randrange(spec.vocab_size), rng.randrange(spec.vocab_size)),
-            2 * RIGHT_STEPS,
-            SamplingParams(temperature=0.7, seed=row),
-            (),
-            blocks,
-            salt=uuid4().hex,
-        )
-        for row in range(rows)
-    ]
-    stepped = _stepped(replica, begun, [1] * (RIGHT_STEPS - 1))
-    results = [row for _, result in stepped for row in result.rows]
+    contents = [tuple(rng.choices(range(spec.vocab_size), k=2)) for _ in range(rows)]
+    tried_out = _tried(replica, contents, 2 * RIGHT_STEPS, [1] * (RIGHT_STEPS - 1), 0.7)
+    results = [row for _, result in tried_out[1:] for row in result.rows]
     tried = sum(row.tried_at[0] for row in results)
     return sum(row.accepted_at[0] for row in results) / tried if tried else None
 
 
-def _stepped(
-    replica: Trial, begun: Sequence[PrefillRow], draft_lens: Iterable[int]
+def _tried(
+    replica: Trial,
+    contents: Sequence[tuple[int, ...]],
+    left: int,
+    draft_lens: Iterable[int] = (),
+    temperature: float = 0.0,
 ) -> list[tuple[Batch, StepResult]]:
-    """Fill these rows and run a step of all for each draft length; then they are gone."""
+    """Fill rows of equal length, with so many tokens left, and run a step of all for each draft
+    length; then they are gone. The prefill comes first."""
+    blocks = -(-(len(contents[0]) + left) // replica.spec.block_size)
+    begun = []
+    for row, content in enumerate(contents):
+        sampling = SamplingParams(temperature=temperature, seed=row)
+        # With a salt of its own none finds the prefix of another.
+        salt = uuid4().hex
+        begun.append(PrefillRow(f"trial {row}", content, left, sampling, (), blocks, salt=salt))
     lengths = {row.sequence_id: len(row.tokens) for row in begun}
-    done: list[tuple[Batch, StepResult]] = []
-    if not begun:
-        return done
-    blocks = begun[0].blocks
+    batch = Batch(0, "", BatchKind.PREFILL, prefill=tuple(begun))
     try:
-        replica.step(Batch(0, "", BatchKind.PREFILL, prefill=tuple(begun)))
+        done = [(batch, replica.step(batch))]
         for draft_len in draft_lens:
             ordered = sorted(lengths, key=lengths.__getitem__)
             rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
             batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
-            result = replica.step(batch)
-            for row in result.rows:
-                lengths[row.sequence_id] += len(row.tokens)
-            done.append((batch, result))
+            done.append((batch, replica.step(batch)))
+            for result in done[-1][1].rows:
+                lengths[result.sequence_id] += len(result.tokens)
     finally:
         replica.release(lengths)
     return done
@@ -148,17 +145,10 @@ def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
         if len(content) >= spec.context_len or blocks > spec.kv_blocks:
             break
         spent_s = []
-        for number in range(PREFILLS + 1):
-            # With a salt of its own none finds the prefix of another.
-            salt = uuid4().hex
-            row = PrefillRow("trial", content, 1, SamplingParams(), (), blocks, salt=salt)
-            try:
-                result = replica.step(Batch(0, "", BatchKind.PREFILL, prefill=(row,)))
-            finally:
-                replica.release(["trial"])
-            if number:
-                spent_s.append(result.times.prefill_s)
-        timings.append(PrefillTiming(size, min(spent_s)))
+        for _ in range(PREFILLS + 1):
+            [(_, result)] = _tried(replica, [content], 1)
+            spent_s.append(result.times.prefill_s)
+        timings.append(PrefillTiming(size, min(spent_s[1:])))
         if len(timings) > 1 and timings[-1].prefill_s > CHUNK_S_MAX:
             break
     return timings
@@ -174,14 +164,9 @@ def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[Ste
     most = spec.kv_blocks // blocks if length_max <= spec.context_len else 0
     most = min(most, spec.rows_max or most, rows_max)
     timings = []
-    for count in dict.fromkeys(min(rows, most) for rows in ROWS):
-        salt = uuid4().hex  # what they say is nobody's
-        left = LENGTH + 1 + blocks * spec.block_size
-        begun = [
-            PrefillRow(f"trial {row}", (0,) * LENGTH, left, SamplingParams(), (), blocks, salt=salt)
-            for row in range(count)
-        ]
-        stepped = _stepped(replica, begun, [k for k in draft_lens for _ in range(each)])
+    for count in dict.fromkeys(min(rows, most) for rows in ROWS if most):
+        contents, left = [(0,) * LENGTH] * count, length_max - LENGTH
+        stepped = _tried(replica, contents, left, [k for k in draft_lens for _ in range(each)])[1:]
         timings += [
             _middle([_timing(*one) for one in stepped[first + 1 : first + each]])
             for first in range(0, len(stepped), each)

@@ -256,16 +256,12 @@ class ReplicaConfig(BaseModel):
         return name
 
     @model_validator(mode="after")
-    def _deterministic_has_its_own_attention(self) -> ReplicaConfig:
+    def _fits_together(self) -> ReplicaConfig:
         if self.deterministic and self.attention in ("flex", "varlen"):
             raise ValueError(
                 f"attention: deterministic output needs an attention of its own, not"
                 f" {self.attention!r}; say 'auto' or 'gather'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _several_devices_have_no_number(self) -> ReplicaConfig:
         if self.tensor_parallel > 1 and ":" in self.device:
             raise ValueError(f"tensor_parallel: device {self.device} is one of several; say 'cuda'")
         return self

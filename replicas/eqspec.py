@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Protocol
 
 import torch
 
-from replicas.drafters.protocol import Ask, Drafter, Proposal, Seen
+from replicas.decoding import DecodingRows
+from replicas.drafters import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
-from replicas.sampling.choice import SamplingBatch, choose
-from replicas.sampling.noise import Noise
+from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
 
 _NO_TOKEN = -1
@@ -31,40 +30,6 @@ _RAGGED = 0.75
 
 class NotFinite(ArithmeticError):
     """A row's logits are no numbers, so it has no next token; the message says which row's."""
-
-
-class RowHooks(Protocol):
-    """What requests add to a step, on the host: a function of the row's own tokens."""
-
-    drafts: bool
-    """Whether any row has something to say to its draft."""
-
-    def draft(self, row: int, tokens: list[int], most: int) -> list[int]:
-        """What to check in place of the drafter's tokens, `most` tokens at most."""
-        ...
-
-    def adjust(self, row: int, draft: Sequence[int], logits: torch.Tensor) -> None:
-        """Change the row's logits, [1 + len(draft), vocab], in place: those of place j follow its
-        content and the first j draft tokens."""
-        ...
-
-    def committed(self, row: int, tokens: Sequence[int]) -> None:
-        """The row commits these tokens, which are not in its content yet."""
-        ...
-
-
-@dataclass(slots=True)
-class StepRows:
-    """The rows of one step."""
-
-    ids: Sequence[str]
-    contents: Sequence[Sequence[int]]
-    """All content tokens per row; at least one. Read, never changed."""
-    draft_lens: Sequence[int]
-    """Draft tokens per row, at most k."""
-    sampling: SamplingBatch
-    table: torch.Tensor  # [rows, blocks], int64
-    hooks: RowHooks | None = None
 
 
 @dataclass(slots=True)
@@ -80,13 +45,20 @@ class Outcome:
     """KV positions that the target's attention read, padding included."""
 
 
-def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatch) -> Outcome:
+def step(
+    target: Model,
+    drafter: Drafter | None,
+    rows: Ask,  # without noise
+    hooks: DecodingRows | None,
+    watch: Stopwatch,
+) -> Outcome:
     """Propose, verify, choose, commit, advance; requests may change drafts and logits."""
     starts = [len(content) - 1 for content in rows.contents]
     # All indices are made now: after a pass a processor would have to fetch the code anew.
     layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
     noise = rows.sampling.noise_after(layout.positions, target.vocab)
-    proposal, own = _propose(target, drafter, rows, noise, watch)
+    rows = replace(rows, noise=noise, token_most=target.vocab)
+    proposal, own = _propose(drafter, rows, hooks, watch)
     k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
     last = torch.tensor([[content[-1] for content in rows.contents]], device=rows.table.device)
     tokens = torch.cat((last, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
@@ -96,7 +68,7 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
     else:
         ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         window = target.backend.ranges_layout(rows.table, ranges)
-    chosen, taps = _verify(target, drafter, rows, proposal, tokens, noise, window, widths, watch)
+    chosen, taps = _verify(target, drafter, rows, hooks, proposal, tokens, window, widths, watch)
     outcome = _outcome(rows, proposal, chosen, window.positions_read)
     if drafter is not None:
         seen = _seen(rows, outcome, own, widths, taps)
@@ -105,18 +77,14 @@ def step(target: Model, drafter: Drafter | None, rows: StepRows, watch: Stopwatc
                 drafter.observe(seen)
         else:
             drafter.observe(seen)
-    if rows.hooks is not None:
+    if hooks is not None:
         for row, new in enumerate(outcome.committed):
-            rows.hooks.committed(row, new)
+            hooks.committed(row, new)
     return outcome
 
 
 def _propose(
-    target: Model,
-    drafter: Drafter | None,
-    rows: StepRows,
-    noise: Noise | None,
-    watch: Stopwatch,
+    drafter: Drafter | None, rows: Ask, hooks: DecodingRows | None, watch: Stopwatch
 ) -> tuple[Proposal, Sequence[int]]:
     """Drafts of the rows' own lengths, as wide as the longest; and with how many tokens of the
     drafter each of them begins."""
@@ -124,23 +92,14 @@ def _propose(
         empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
         return Proposal(empty, rows.draft_lens), rows.draft_lens
     assert drafter is not None, "drafting needs a drafter"
-    ask = Ask(
-        ids=rows.ids,
-        contents=rows.contents,
-        draft_lens=rows.draft_lens,
-        sampling=rows.sampling,
-        table=rows.table,
-        noise=noise,
-        token_most=target.vocab,
-    )
-    proposal = drafter.propose(ask, watch)
+    proposal = drafter.propose(rows, watch)
     proposal = Proposal(proposal.tokens[: max(proposal.lens)], proposal.lens)
-    if rows.hooks is not None and rows.hooks.drafts:
-        return _redraft(rows, rows.hooks, proposal)
+    if hooks is not None and hooks.drafts:
+        return _redraft(rows, hooks, proposal)
     return proposal, proposal.lens
 
 
-def _redraft(rows: StepRows, hooks: RowHooks, proposal: Proposal) -> tuple[Proposal, Sequence[int]]:
+def _redraft(rows: Ask, hooks: DecodingRows, proposal: Proposal) -> tuple[Proposal, Sequence[int]]:
     """The proposal as the requests want it, and what is left of the drafter's."""
     drafts, own = [], []
     for row, tokens in enumerate(proposal.tokens.t().tolist()):
@@ -152,7 +111,7 @@ def _redraft(rows: StepRows, hooks: RowHooks, proposal: Proposal) -> tuple[Propo
     return Proposal.of(drafts, rows.table.device), own
 
 
-def _widths(rows: StepRows, proposal: Proposal) -> list[int]:
+def _widths(rows: Ask, proposal: Proposal) -> list[int]:
     """Tokens of each row in the check: all of its own, or as many as the widest row has."""
     widths = [length + 1 for length in proposal.lens]
     widest = max(widths)
@@ -164,7 +123,7 @@ def _widths(rows: StepRows, proposal: Proposal) -> list[int]:
 
 
 def _adjust(
-    hooks: RowHooks,
+    hooks: DecodingRows,
     proposal: Proposal,
     widths: Sequence[int],
     logits: torch.Tensor,  # [tokens of the check, vocab], row by row
@@ -180,17 +139,17 @@ def _adjust(
 def _verify(
     target: Model,
     drafter: Drafter | None,
-    rows: StepRows,
+    rows: Ask,
+    hooks: DecodingRows | None,
     proposal: Proposal,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
-    noise: Noise | None,
     window: Layout,
     widths: Sequence[int],
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
     numbers; and the hidden states that the drafter taps."""
-    sampling, inside = rows.sampling, None
+    sampling, noise, inside = rows.sampling, rows.noise, None
     checked = tokens
     if min(widths) < tokens.shape[1]:  # each token is a row of its own
         inside = torch.arange(tokens.shape[1]) < torch.tensor(widths)[:, None]
@@ -199,13 +158,13 @@ def _verify(
         sampling = sampling.take(of_row)
         noise = None if noise is None else noise.take(of_row, column)
     elif noise is not None:
-        noise = noise.first(tokens.shape[1])
+        noise = noise.columns(0, tokens.shape[1])
     wants = Wants(taps=() if drafter is None else drafter.taps)
     with watch.section("verify"):
         out = target.forward(checked.reshape(-1), window, wants)
     assert out.logits is not None
-    if rows.hooks is not None:
-        _adjust(rows.hooks, proposal, widths, out.logits)
+    if hooks is not None:
+        _adjust(hooks, proposal, widths, out.logits)
     logits = out.logits.view(*checked.shape, -1)
     chosen = _of_numbers(choose(logits, sampling, noise), logits, sampling)
     if inside is not None:
@@ -233,7 +192,7 @@ def _of_numbers(
 
 
 def _outcome(
-    rows: StepRows,
+    rows: Ask,
     proposal: Proposal,
     chosen: Sequence[Sequence[int]],
     positions_read: int,
@@ -258,7 +217,7 @@ def _outcome(
 
 
 def _seen(
-    rows: StepRows,
+    rows: Ask,
     outcome: Outcome,
     own: Sequence[int],
     widths: Sequence[int],

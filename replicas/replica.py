@@ -15,20 +15,18 @@ import torch
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel, buckets
-from replicas.decoding import DecodingRows, Grammars
-from replicas.decoding.tokens import load_grammars
-from replicas.drafters import Drafter, Seen
-from replicas.eqspec import StepRows, step
+from replicas.decoding import DecodingRows, Grammars, load_grammars
+from replicas.drafters import Ask, Drafter, Seen
+from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, TokenRange
-from replicas.memory import MemoryPlan, check_memory, plan_memory
-from replicas.memory.measure import measured_passes
+from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
 from replicas.models.build import build
 from replicas.models.load import PairRefused, resolve_device
 from replicas.models.paged_model import Model, Output, PagedModel, Wants, fill
 from replicas.models.pair import Pair, load_pair, read_pair
 from replicas.residents import Resident, Residents, Tally
-from replicas.sampling.choice import SamplingBatch
+from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import DRAFT_LEN_MAX
 from scheduler.decoding import TokenLogprobs
@@ -260,8 +258,8 @@ class Replica:
                 ]
                 contents = [resident.content for resident in rows]
                 own += sum(map(len, contents)) + len(rows) * max(caps)
-                of_step = StepRows(ids, contents, caps, sampling, table, hooks)
-                outcome = step(self._target, self._drafter, of_step, watch)
+                of_step = Ask(ids, contents, caps, sampling, table)
+                outcome = step(self._target, self._drafter, of_step, hooks, watch)
                 read += outcome.positions_read
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):

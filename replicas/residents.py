@@ -71,7 +71,6 @@ class Resident:
         self.state = None
 
     def commit(self, tokens: list[int]) -> None:
-        """Append a step's tokens."""
         self.content.extend(tokens)
         self.tokens_left -= len(tokens)
 

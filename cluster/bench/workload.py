@@ -65,7 +65,7 @@ def held_out_prompts(
     tokenizer: Any, n: int, lengths: Sequence[int] = HELD_OUT_LENGTHS, seed: int = 0
 ) -> list[list[int]]:
     """n prompts of mixed length cut from text that the demo pair was not trained on."""
-    from replicas.demo.corpus import build_corpus
+    from replicas.demo import build_corpus
 
     rng = random.Random(seed)
     texts = [document.text for document in build_corpus().held_out]

@@ -196,7 +196,7 @@ def _compare(
 
     @cache
     def own() -> Any:
-        from replicas.parallel.replica import load_replica
+        from replicas.parallel import load_replica
 
         return load_replica(just_enough(config.planned_replica, config.scheduler, text, requests))
 

@@ -19,7 +19,7 @@ from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
 from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
-from cluster.frontend.tools.reader import CallDelta, ToolReader
+from cluster.frontend.tools import CallDelta, ToolReader
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter

@@ -15,8 +15,7 @@ from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools.reader import CallDelta
-from cluster.frontend.tools.use import ToolUse
+from cluster.frontend.tools import CallDelta, ToolUse
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage

@@ -53,7 +53,7 @@ class TargetText:
         # Imported here: the command line imports this module before it knows that it needs it.
         from transformers import AutoConfig
 
-        from replicas.decoding.tokens import read_tokens
+        from replicas.decoding import read_tokens
         from replicas.models.load import resolve
         from replicas.models.shapes import is_planted
 
@@ -122,7 +122,7 @@ class TargetText:
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn of a conversation."""
-        from replicas.decoding.tokens import end_of_turn_ids
+        from replicas.decoding import end_of_turn_ids
 
         return end_of_turn_ids(self.encoder, self.eos_token_ids)
 

@@ -33,7 +33,7 @@ from cluster.pool.protocol import (
     StopReply,
     silence_s,
 )
-from cluster.transport.stream import Stream
+from cluster.transport import Stream
 from scheduler.messages import (
     Batch,
     Cancel,

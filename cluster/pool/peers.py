@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.pool.protocol import FrontendMessage, PoolState, WorkerMessage
-from cluster.transport.stream import Stream
+from cluster.transport import Stream
 from scheduler.messages import Batch, Cancel, ReplicaSpec, Submit
 
 _ASK_S = 0.1

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.transport.codec import Messages
-from cluster.transport.stream import Stream, StreamKind
+from cluster.transport import Messages, Stream, StreamKind
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,

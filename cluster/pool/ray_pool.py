@@ -23,9 +23,7 @@ from cluster.frontend.metrics import PoolMeter, ray_sink
 from cluster.garbage import collect_seldom
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView
-from cluster.transport.credentials import Key
-from cluster.transport.endpoint import Endpoint, Server, connect
-from cluster.transport.stream import Stream, StreamKind
+from cluster.transport import Endpoint, Key, Server, Stream, StreamKind, connect
 from scheduler.messages import ReplicaSpec
 
 log = logging.getLogger("lockstep.pool")

@@ -30,7 +30,7 @@ from cluster.pool.protocol import (
     ResumeNote,
     silence_s,
 )
-from cluster.transport.stream import Stream, StreamLost
+from cluster.transport import Stream, StreamLost
 from scheduler.messages import (
     Cancel,
     Emit,

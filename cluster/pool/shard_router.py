@@ -16,7 +16,7 @@ from dataclasses import replace
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.pool.session import PoolSession
-from cluster.transport.codec import NotEncodable, encode
+from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Reject, RejectCode, Request
 from scheduler.scaling import ShardLoad, choose_shard, next_shard

@@ -28,7 +28,7 @@ class RankProcess:
 
     def follow(self, config: ReplicaConfig, rank: int, address: Any) -> None:
         """Returns when rank 0 has gone."""
-        from replicas.parallel import replica as parallel
+        from replicas import parallel
 
         log_to_stderr()
         tell_of_weights()
@@ -66,7 +66,7 @@ class RayRank:
 
 def host_of(group: PlacementGroup) -> str:
     """The address at which the ranks of a group reach this process; the loopback on one machine."""
-    from replicas.parallel.rendezvous import LOOPBACK
+    from replicas.parallel import LOOPBACK
 
     nodes = placement_group_table(group)["bundles_to_node_id"].values()
     return LOOPBACK if len(set(nodes)) == 1 else ray.util.get_node_ip_address()

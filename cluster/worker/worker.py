@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import WORKER, Beat, DrainNote, LeaveNote, PoolPort, PoolUnreachable
-from cluster.transport.codec import NotEncodable
-from cluster.transport.stream import Stream, StreamLost
+from cluster.transport import NotEncodable, Stream, StreamLost
 from scheduler.messages import (
     Batch,
     BatchKind,

@@ -101,7 +101,6 @@ class _Counts:
         self.add(content[prompt_tokens:])
 
     def add(self, tokens: Sequence[int]) -> None:
-        """New tokens."""
         for token in tokens:
             column = self._column.setdefault(token, len(self._column))
             if column == len(self._new):
@@ -134,7 +133,8 @@ def _penalises(decoding: Decoding) -> bool:
 
 
 class DecodingRows:
-    """The hooks of one batch: each row's state, None of rows that ask for nothing."""
+    """What requests add to the steps of a batch, on the host: each row's state, None of rows that
+    ask for nothing."""
 
     def __init__(self, states: Sequence[RowState | None]) -> None:
         self._states = states
@@ -149,7 +149,7 @@ class DecodingRows:
         return tokens if state is None else state.draft(tokens, most)
 
     def adjust(self, row: int, draft: Sequence[int], logits: torch.Tensor) -> None:
-        """As the step wants it: `RowState.adjust`, after keeping what will be told."""
+        """`RowState.adjust`, after keeping what will be told."""
         state = self._states[row]
         if state is None:
             return

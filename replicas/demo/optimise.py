@@ -4,9 +4,7 @@ Muon for the matrices inside the layers, AdamW for the embedding and the norms; 
 minutes Muon gets further than AdamW alone.
 """
 
-import ctypes
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -37,14 +35,6 @@ def prepare_machine(seed: int) -> random.Random:
     """Seed torch, fix the thread count, and return the generator for everything else."""
     torch.manual_seed(seed)
     torch.set_num_threads(THREADS)
-    try:
-        # Large activations come and go at every layer. Without this each one is mapped, zeroed
-        # and unmapped by the kernel, a tenth of the training time. (M_MMAP_MAX, M_TRIM_THRESHOLD)
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)
-        libc.mallopt(-1, 2**31 - 1)
-    except (OSError, AttributeError):
-        pass  # not glibc: slower, equally right
     return random.Random(seed)
 
 
@@ -70,17 +60,15 @@ def optimise(
     adam = torch.optim.AdamW(
         others, lr=schedule.other_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    optimisers: list[tuple[torch.optim.Optimizer, float]] = [
-        (muon, schedule.matrix_rate),
-        (adam, schedule.other_rate),
-    ]
+    rates: dict[torch.optim.Optimizer, float] = {
+        muon: schedule.matrix_rate,
+        adam: schedule.other_rate,
+    }
     model.train()
     losses: list[float] = []
-    tokens = 0
-    began = time.monotonic()
     for step in range(schedule.steps):
         factor = schedule.factor(step)
-        for optimiser, rate in optimisers:
+        for optimiser, rate in rates.items():
             for group in optimiser.param_groups:
                 group["lr"] = rate * factor
         batch = next(batches)
@@ -88,19 +76,13 @@ def optimise(
             loss = loss_of(batch)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimiser, _ in optimisers:
+        for optimiser in rates:
             optimiser.step()
             optimiser.zero_grad()
         losses.append(loss.item())
-        tokens += batch.numel()
         if (step + 1) % 50 == 0 or step + 1 == schedule.steps:
-            elapsed_s = time.monotonic() - began
             recent = sum(losses[-50:]) / len(losses[-50:])
-            print(
-                f"{name} {step + 1}/{schedule.steps} loss {recent:.3f} "
-                f"{tokens / elapsed_s:.0f} tokens/s {elapsed_s:.0f} s",
-                flush=True,
-            )
+            print(f"{name} {step + 1}/{schedule.steps} loss {recent:.3f}", flush=True)
     model.eval()
     last = losses[-max(1, len(losses) // 20) :]
     return sum(last) / len(last)

@@ -5,7 +5,6 @@ Knows nothing about models. Every draw comes from a `random.Random` that the cal
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -38,10 +37,6 @@ def train_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    tokenizer.save_pretrained(directory)
 
 
 class TokenStore:

@@ -20,25 +20,19 @@ from replicas.demo.corpus import build_corpus
 from replicas.demo.distill import distill, write_texts
 from replicas.demo.grow import DRAFT_LAYERS, TARGET_LAYERS, grow, new_model, save_model
 from replicas.demo.optimise import Schedule, optimise, prepare_machine
-from replicas.demo.tokens import TokenStore, save_tokenizer, train_tokenizer
+from replicas.demo.tokens import TokenStore, train_tokenizer
 
 SEED = 20
 STAGES = ("shallow", "target", "draft")
 SHAPES = [(16, 256)] * 7 + [(4, 1024)]  # every eighth batch reaches the end of the context
 
 
-def train_pair(
-    out: Path, scale: float, seed: int = SEED, first_stage: str = STAGES[0]
-) -> dict[str, float]:
+def train_pair(out: Path, first_stage: str = STAGES[0]) -> dict[str, float]:
     """Run the stages from `first_stage` on; return the figures that are also written.
 
-    Every stage's number of steps is multiplied by `scale`. A stage draws from its own seed and
-    starts from what the one before it saved, so resuming gives what running through gives.
+    A stage draws from its own seed and starts from what the one before it saved, so resuming gives
+    what running through gives.
     """
-
-    def count(full: int) -> int:
-        return max(1, round(full * scale))
-
     began = time.monotonic()
     corpus = build_corpus()
     record = out / "training.json"
@@ -47,28 +41,27 @@ def train_pair(
     if first == 0:
         tokenizer = train_tokenizer(corpus.train)
         for name in ("target", "draft"):
-            (out / name).mkdir(parents=True, exist_ok=True)
-            save_tokenizer(tokenizer, out / name)
+            tokenizer.save_pretrained(out / name)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     train, held_out = (TokenStore(side, tokenizer) for side in (corpus.train, corpus.held_out))
     for number, stage in enumerate(STAGES[first:], first):
-        rng = prepare_machine(seed + number)
+        rng = prepare_machine(SEED + number)
         if stage == "shallow":
             figures["train_tokens"] = sum(map(len, train.ids))
             figures["train_tokens_per_pass"] = train.pass_tokens()
             figures["held_out_tokens"] = sum(map(len, held_out.ids))
             model = new_model(DRAFT_LAYERS, train.eos_id)
-            schedule = Schedule(count(600), 4e-3, 3e-3, decay=0.4)
+            schedule = Schedule(600, 4e-3, 3e-3, decay=0.4)
             loss = _learn(stage, model, train, schedule, rng)
         elif stage == "target":
             model = grow(_load(out / "draft"), TARGET_LAYERS)
             # A higher rate, held longer, only stirred: the loss fell when the rate did.
-            schedule = Schedule(count(320), 2.5e-3, 1.5e-3, decay=0.95)
+            schedule = Schedule(320, 2.5e-3, 1.5e-3, decay=0.95)
             loss = _learn(stage, model, train, schedule, rng)
         else:
             target, model = _load(out / "target"), _load(out / "draft")
-            texts = write_texts(target, train, count(5), rng)
-            schedule = Schedule(count(160), 2.5e-3, 1.5e-3, decay=0.8)
+            texts = write_texts(target, train, 5, rng)
+            schedule = Schedule(160, 2.5e-3, 1.5e-3, decay=0.8)
             loss = distill(target, model, train, texts, schedule, rng)
         where = out / ("target" if stage == "target" else "draft")
         save_model(model, where)
@@ -120,19 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to write the pair to")
     parser.add_argument(
-        "--minutes-scale",
-        type=float,
-        default=1.0,
-        help="factor on every stage's number of steps, and so about on the minutes",
-    )
-    parser.add_argument(
         "--first-stage",
         choices=STAGES,
         default=STAGES[0],
         help="resume here; until the last stage ends, draft/ holds the shallow model",
     )
     arguments = parser.parse_args()
-    train_pair(arguments.out, arguments.minutes_scale, first_stage=arguments.first_stage)
+    train_pair(arguments.out, arguments.first_stage)
 
 
 if __name__ == "__main__":

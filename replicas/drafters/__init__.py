@@ -1,5 +1,20 @@
-"""What proposes draft tokens: the protocol that `eqspec` speaks; `methods` knows the drafters."""
+"""What proposes draft tokens: the protocol that a step speaks, and each method's drafter."""
 
+from collections.abc import Callable
+from typing import Any
+
+from replicas.config import ReplicaConfig
+from replicas.drafters.eagle3 import HeadSource
+from replicas.drafters.model import ModelSource
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.drafters.suffix import SuffixSource
 
-__all__ = ["Ask", "DraftSource", "Drafter", "Proposal", "Seen"]
+METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
+    "draft_model": ModelSource.read,
+    "suffix": lambda config, target: SuffixSource(),
+    "eagle3": HeadSource.read,
+}
+"""Each is given transformers' config of the target, and reads no weights. Raises PairRefused, or
+OSError for a name not found."""
+
+__all__ = ["METHODS", "Ask", "DraftSource", "Drafter", "Proposal", "Seen"]

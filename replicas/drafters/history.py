@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 PLACES = 16
 """Places of a pair that are looked at, the latest first."""
@@ -36,8 +37,6 @@ Draft = tuple[float, list[int]]
 
 
 class History:
-    """One text or several."""
-
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
         self._before = array("i")
@@ -132,7 +131,7 @@ class History:
                 if deep == _DEEP or len(found) == PLACES:
                     break
             place = before[place]
-        found.sort(key=_length, reverse=True)
+        found.sort(key=itemgetter(0), reverse=True)
         return found
 
     def _follow(self, places: list[int], limit: int, end: int) -> Draft:
@@ -152,9 +151,7 @@ class History:
                 else:
                     token = END
                 votes.setdefault(token, []).append(place)
-            token, kept = (
-                next(iter(votes.items())) if len(votes) == 1 else max(votes.items(), key=_votes)
-            )
+            token, kept = max(votes.items(), key=lambda vote: len(vote[1]))
             probability *= len(kept) / len(places)
             if token == END or probability < LEAST_PROBABILITY:
                 break
@@ -162,11 +159,3 @@ class History:
             draft.append(token)
             score += probability
         return score, draft
-
-
-def _length(found: tuple[int, int]) -> int:
-    return found[0]
-
-
-def _votes(item: tuple[int, list[int]]) -> int:
-    return len(item[1])

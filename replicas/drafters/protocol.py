@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.sampling.choice import SamplingBatch
-from replicas.sampling.noise import Noise
+from replicas.sampling import Noise, SamplingBatch
 from replicas.stopwatch import Stopwatch
 
 
 @dataclass(slots=True)
 class Ask:
-    """What a step wants proposed. Content is read, never changed."""
+    """The rows of a step, and what it wants proposed. Content is read, never changed."""
 
     ids: Sequence[str]
     contents: Sequence[Sequence[int]]

@@ -18,17 +18,14 @@ Which sizes have the property here, `replicas.invariant.proof` shows when a mode
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from replicas.invariant.layout import PassLayout, RowGroup, StepLayout
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache.host_layout import CacheShape, PassLayout, RowGroup, StepLayout
-
-if TYPE_CHECKING:
-    from replicas.kv_cache.cache import PagedCache
+from replicas.kv_cache import CacheShape, PagedCache
 
 
 def attend(products: Products, hidden: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
@@ -113,7 +110,7 @@ class HostAttention:
         self._cache = cache
         self._kv_heads = shape.kv_heads
         self._step: StepLayout | None = None
-        self._asked, self._answered = _indices_of(layout, shape, arithmetic, stride)
+        self._asked, self._answered = _indices(layout, shape, arithmetic, stride)
         dim, kv_heads = shape.head_dim, shape.kv_heads
         self._queries = torch.empty((self._asked.shape[0], dim))
         self._out = torch.empty_like(self._queries)
@@ -226,32 +223,3 @@ def _indices(layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stri
         answered[group.tokens] = begin + item * wide + within
         begin += rows * shape.kv_heads * wide
     return torch.from_numpy(np.concatenate(asked)), torch.from_numpy(answered.reshape(-1))
-
-
-def _indices_of(
-    layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stride: int
-) -> Indices:
-    if layout.step is None:
-        return _indices(layout, shape, arithmetic, stride)
-    rows = tuple(len(group.tokens) for group in layout.groups)
-    width = layout.groups[0].tokens.shape[1]
-    return _indices_of_step(rows, width, layout.positions.shape[0], shape, arithmetic, stride)
-
-
-@lru_cache(maxsize=512)
-def _indices_of_step(
-    rows: tuple[int, ...],  # of each group
-    width: int,
-    padded: int,
-    shape: CacheShape,
-    arithmetic: Arithmetic,
-    stride: int,
-) -> Indices:
-    """Those of windows, of which there are few kinds: all rows in order, `width` tokens each."""
-    groups, first = [], 0
-    for count in rows:
-        tokens = np.arange(first * width, (first + count) * width).reshape(count, width)
-        groups.append(RowGroup(tokens, None, 0, 0, None))
-        first += count
-    layout = PassLayout(first * width, torch.empty(padded), (None, None), groups)
-    return _indices(layout, shape, arithmetic, stride)

@@ -8,15 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from replicas.invariant.attention import HostAttention
+from replicas.invariant.layout import PassLayout, StepLayout, ranges_layout
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache.cache import PagedCache
-from replicas.kv_cache.host_layout import (
-    CacheShape,
-    PassLayout,
-    StepLayout,
-    TokenRange,
-    ranges_layout,
-)
+from replicas.kv_cache import CacheShape, PagedCache, TokenRange
 
 _KEPT = 16
 """Shapes of passes whose buffers are kept: those of steps come again and again."""

@@ -6,8 +6,8 @@ passes, in windows of several widths, in a batch, and beside longer and shorter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,38 +16,41 @@ _EDGE = 12
 """Positions at the beginning, and at the end, that are computed one by one."""
 
 
-class Model(Protocol):
-    """A `PagedModel`, as far as it is tried."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def backend(self) -> Any: ...
-
-    @property
-    def forward(self) -> Callable[..., Any]: ...
-
-
 def trial_length(chunk: int, context_len: int) -> int:
     """Positions of each row: past a boundary of KV chunks, and of a tile of tokens."""
     return min(chunk + _EDGE, context_len)
 
 
 @torch.inference_mode()
-def what_changes_logits(model: Model, table: torch.Tensor, length: int) -> str | None:
+def what_changes_logits(model: Any, table: torch.Tensor, length: int) -> str | None:
     """What the model's logits change with, bit for bit: None when with nothing that was tried.
 
-    `table`, [ROWS, blocks], holds `length` positions per row and belongs to no sequence.
+    `model` is a `PagedModel`; `table`, [ROWS, blocks], holds `length` positions per row and belongs
+    to no sequence.
     """
-    trial = _Trial(model, table, length)
+    tokens = torch.randint(model.vocab, (ROWS, length), generator=torch.Generator().manual_seed(0))
+    noted: dict[tuple[int, int], torch.Tensor] = {}
+    """Logits, [vocab], by row and position."""
+
+    def differs(rows: Sequence[int], starts: Sequence[int], widths: Sequence[int]) -> bool:
+        """Passes of these widths in turn; whether any logit differs from those noted before."""
+        places = list(starts)
+        for width in widths:
+            layout = model.backend.step_layout(table[list(rows)], places, width).window(0, width)
+            both = list(zip(rows, places, strict=True))
+            fed = torch.cat([tokens[row, start : start + width] for row, start in both])
+            logits = model.forward(fed.to(model.device), layout).logits.view(len(rows), width, -1)
+            for index, (row, start) in enumerate(both):
+                for column in range(width):
+                    got = logits[index, column]
+                    if not torch.equal(noted.setdefault((row, start + column), got.clone()), got):
+                        return True
+            places = [place + width for place in places]
+        return False
+
     edge = min(_EDGE, length // 3)
-    alone = [*[1] * edge, length - 2 * edge, *[1] * edge]
-    for row in range(ROWS):
-        trial.run([row], [0], alone, note=True)
+    for row in range(ROWS):  # alone: nothing of it is noted yet
+        differs([row], [0], [*[1] * edge, length - 2 * edge, *[1] * edge])
     every = list(range(ROWS))
     widths = [7, 1, 2, 9, 3, 5, 4]
     ragged = [length - edge - 5 * row for row in every]
@@ -60,42 +63,6 @@ def what_changes_logits(model: Model, table: torch.Tensor, length: int) -> str |
         "batch mates' length": (every, ragged, [*parts, edge - sum(parts)]),
     }
     for name, (rows, starts, parts) in trials.items():
-        if min(starts) >= 0 and trial.run(rows, starts, [part for part in parts if part > 0]):
+        if min(starts) >= 0 and differs(rows, starts, [part for part in parts if part > 0]):
             return name
     return None
-
-
-class _Trial:
-    def __init__(self, model: Model, table: torch.Tensor, length: int) -> None:
-        self._model = model
-        self._table = table
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(model.vocab, (ROWS, length), generator=generator)
-        self._tokens = tokens.to(model.device)
-        self._noted: dict[tuple[int, int], torch.Tensor] = {}
-        """Logits, [vocab], by row and position."""
-
-    def run(
-        self, rows: Sequence[int], starts: Sequence[int], widths: Sequence[int], note: bool = False
-    ) -> bool:
-        """Passes of these widths in turn; whether any logit differs from those noted."""
-        places = list(starts)
-        for width in widths:
-            table = self._table[list(rows)]
-            backend = self._model.backend
-            layout = backend.step_layout(table, places, width).window(0, width)
-            fed = [
-                self._tokens[row, start : start + width]
-                for row, start in zip(rows, places, strict=True)
-            ]
-            out = self._model.forward(torch.cat(fed), layout)
-            logits = out.logits.view(len(rows), width, -1)
-            for index, (row, start) in enumerate(zip(rows, places, strict=True)):
-                for column in range(width):
-                    key = (row, start + column)
-                    if note:
-                        self._noted[key] = logits[index, column].clone()
-                    elif not torch.equal(logits[index, column], self._noted[key]):
-                        return True
-            places = [place + width for place in places]
-        return False

@@ -94,7 +94,6 @@ class Product:
         x: torch.Tensor,  # [tokens, in]
         residual: torch.Tensor,  # [tokens, out]
     ) -> torch.Tensor:  # [tokens, out]
-        """The residual and the product."""
         one_tile = self.tile is None or x.shape[0] <= self.tile
         if one_tile and self.bias is None and self.packed is None:
             return torch.addmm(residual, x, self.weight.t())

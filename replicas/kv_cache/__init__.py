@@ -1,31 +1,22 @@
-"""The paged KV cache: blocks, what they hold, and where a pass reads and writes."""
+"""The paged KV cache: blocks, what they hold, and where a pass on a device reads and writes."""
 
 from replicas.kv_cache.allocator import BlockAllocator, OutOfBlocks
 from replicas.kv_cache.cache import PagedCache
-from replicas.kv_cache.host_layout import (
-    SCRAP_BLOCK,
-    CacheShape,
-    PassLayout,
-    RowGroup,
-    StepLayout,
-    TokenRange,
-    passes,
-    ranges_layout,
-)
+from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
 from replicas.kv_cache.prefix import Chain, root_key
+from replicas.kv_cache.shape import SCRAP_BLOCK, CacheShape, TokenRange, passes
 
 __all__ = [
     "SCRAP_BLOCK",
     "BlockAllocator",
     "CacheShape",
     "Chain",
+    "DeviceLayout",
+    "DeviceWindow",
     "OutOfBlocks",
     "PagedCache",
-    "PassLayout",
-    "RowGroup",
-    "StepLayout",
     "TokenRange",
+    "device_ranges",
     "passes",
-    "ranges_layout",
     "root_key",
 ]

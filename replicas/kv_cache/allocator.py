@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from replicas.cuda.transfers import send
-from replicas.kv_cache.host_layout import SCRAP_BLOCK
+from replicas.kv_cache.shape import SCRAP_BLOCK
 
 
 class OutOfBlocks(Exception):
@@ -48,15 +48,6 @@ class BlockAllocator:
     def free_blocks(self) -> int:
         return len(self._free) + len(self._unowned)
 
-    @property
-    def cached_blocks(self) -> int:
-        """Blocks that the next sequence may find, owned or not."""
-        return len(self._block_of)
-
-    def blocks_for(self, length: int) -> int:
-        """Blocks that hold `length` KV positions."""
-        return -(-length // self.block_size)
-
     def grow(self, sequence_id: str, length: int) -> None:
         """Own blocks for `length` positions; raises OutOfBlocks and then changes nothing."""
         table = self._tables.get(sequence_id)
@@ -64,7 +55,7 @@ class BlockAllocator:
             table = self._tables[sequence_id] = array("q")
         elif len(table) * self.block_size >= length:
             return
-        missing = self.blocks_for(length) - len(table)
+        missing = -(-length // self.block_size) - len(table)
         if missing > self.free_blocks:
             if not table:
                 del self._tables[sequence_id]

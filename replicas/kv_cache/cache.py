@@ -1,7 +1,7 @@
 """One model's keys and values in fixed blocks. Knows nothing of tokens, sampling or batches.
 
-Where a pass writes and reads is said by its layout (`host_layout` on a CPU, `device_layout` on a
-GPU).
+Where a pass writes and reads is said by its layout (`device_layout` on a GPU, that of
+`replicas.invariant` on a CPU).
 """
 
 from __future__ import annotations
@@ -116,17 +116,11 @@ class PagedCache:
         runs: torch.Tensor,  # [runs], int64
         out: torch.Tensor,  # [runs, block_size * head_dim]
     ) -> None:
-        """Copy keys and values, run by run."""
         torch.index_select(self._stores[layer].view(-1, out.shape[1]), 0, runs, out=out)
 
     def clear(self) -> None:
-        """Store 0 everywhere."""
         for layer in self._layers:
             layer.zero_()
-
-    @property
-    def bytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self._layers)
 
 
 def _array(x: torch.Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from replicas.memory.buffers import Buffers, PassBytes, Workload
 from replicas.memory.free import free_bytes
+from replicas.memory.measure import measured_passes
 from replicas.memory.plan import MemoryPlan, TooLittleMemory, check_memory, in_mib, plan_memory
 from replicas.memory.shapes import DraftMemory, ModelShape, PairShape, weight_bytes, without_storage
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_memory",
     "free_bytes",
     "in_mib",
+    "measured_passes",
     "plan_memory",
     "weight_bytes",
     "without_storage",

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from replicas.invariant.ops import TILE
-from replicas.kv_cache.host_layout import GATHERED_MOST, SCORES_MOST
+from replicas.invariant import GATHERED_MOST, SCORES_MOST, TILE
 from replicas.memory.shapes import ModelShape, PairShape
 
 _FLOAT32 = 4
@@ -74,7 +73,6 @@ class Buffers:
     """Cosines and sines of every position, of all models."""
     step: int
     prefill: int
-    """See PassBytes."""
     loading: int
     """The largest weight in the finer dtype that the model is judged by when it is loaded."""
     recorded: int

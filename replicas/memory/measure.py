@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.invariant.ops import Arithmetic
+from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
 from replicas.memory.shapes import ModelShape
 from replicas.models.attention import GatherBackend
 from replicas.models.paged_model import NONE, PagedModel
-from replicas.sampling.choice import SamplingBatch, choose
+from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import SamplingParams
 
 TOO_MUCH = 1 << 60

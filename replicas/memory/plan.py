@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.invariant.ops import can_prepack
+from replicas.invariant import can_prepack
 from replicas.memory.buffers import (
     Buffers,
     MeasurePasses,

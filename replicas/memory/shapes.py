@@ -29,7 +29,6 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Read from a transformers config."""
         heads = config.num_attention_heads
         experts = (getattr(config, "num_experts_per_tok", None) or 0) * (
             getattr(config, "moe_intermediate_size", None) or 0

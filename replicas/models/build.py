@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.invariant.backend import HostBackend
-from replicas.invariant.check import ROWS, trial_length, what_changes_logits
-from replicas.invariant.device import CHUNK, chunked_attention, efficient_attention
-from replicas.invariant.modules import NotDeterministic, compute_in_tiles
-from replicas.invariant.ops import Arithmetic, Product
-from replicas.invariant.proof import RowFunction, prove
-from replicas.kv_cache.cache import PagedCache
-from replicas.kv_cache.host_layout import CacheShape
-from replicas.memory.shapes import ModelShape
+from replicas.invariant import (
+    CHUNK,
+    ROWS,
+    Arithmetic,
+    HostBackend,
+    NotDeterministic,
+    Product,
+    RowFunction,
+    chunked_attention,
+    compute_in_tiles,
+    efficient_attention,
+    prove,
+    trial_length,
+    what_changes_logits,
+)
+from replicas.kv_cache import CacheShape, PagedCache
+from replicas.memory import ModelShape
 from replicas.models.attention import GatherBackend, choose_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
@@ -37,17 +44,6 @@ ERROR_RATIO_MOST = 4.0
 _TRIAL_TOKENS = 8
 
 _log = logging.getLogger("lockstep.replica")
-
-
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """Whether layers were joined, and why not."""
-
-    joined: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'joined' if self.joined else 'separate'} layers ({self.reason})"
 
 
 def build(
@@ -65,7 +61,6 @@ def build(
     the model's own forward raises.
     """
     shape = ModelShape.of(model.config)
-    attention = config.attention_of(model.device)
     on_host = computes_on_host(config, model.device)
     cache = PagedCache(
         shape.layers,
@@ -82,15 +77,15 @@ def build(
     )
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
-    if on_host and (not deterministic or model.dtype is torch.float32):
-        paged, joining = _on_host(model, cache, of_cache, config.fuse_layers, prepack, exact)
-    elif not deterministic:
-        paged, joining = _on_device(model, cache, of_cache, config.fuse_layers)
-        rows = config.plan_rows or SchedulerConfig().rows_max
-        choose_attention(paged, attention, of_cache, rows)
+    if not deterministic or (on_host and model.dtype is torch.float32):
+        join, prepack = config.fuse_layers, prepack and on_host
+        paged, layers = _usual(model, cache, of_cache, join, prepack, on_host, exact)
+        if not on_host:
+            rows = config.plan_rows or SchedulerConfig().rows_max
+            choose_attention(paged, config.attention_of(model.device), of_cache, rows)
     if paged is None or (deterministic and not paged.arithmetic.proven):
-        paged, joining = _in_tiles(model, cache, of_cache, on_host), Joining(False, "in tiles")
-    built = f"{joining}; {paged.arithmetic}"
+        paged, layers = _in_tiles(model, cache, of_cache, on_host), "separate layers (in tiles)"
+    built = f"{layers}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
 
@@ -99,18 +94,6 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
     """Whether attention is that of a CPU, whose cache lies by head."""
     on_cpu = device.type == "cpu" and not config.fixed_shapes(device)
     return on_cpu and config.attention_of(device) == "gather"
-
-
-def _on_device(
-    model: PreTrainedModel, cache: PagedCache, shape: CacheShape, join: bool
-) -> tuple[PagedModel, Joining]:
-    backend = GatherBackend(cache, shape)
-    decoder, joining = None, Joining(False, "as configured")
-    if join:
-        decoder, joining = _joined(model, cache, shape, False, lambda: GatherBackend(cache, shape))
-    paged = PagedModel(model, cache, backend, Arithmetic(), decoder)
-    _try_out(paged, shape)
-    return paged, joining
 
 
 def _in_tiles(
@@ -146,22 +129,22 @@ def _in_tiles(
     raise NotDeterministic(f"{type(paged.model).__name__}: logits change with {differing}")
 
 
-def _on_host(
+def _usual(
     model: PreTrainedModel,
     cache: PagedCache,
     shape: CacheShape,
     join: bool,
     prepack: bool,
+    on_host: bool,
     exact: bool,
-) -> tuple[PagedModel, Joining]:
-    """On a CPU, with the arithmetic proven where it computes in float32."""
-    decoder, joining = None, Joining(False, "as configured")
-    if join:
-        decoder, joining = _joined(
-            model, cache, shape, prepack, lambda: HostBackend(cache, shape, Arithmetic())
-        )
+) -> tuple[PagedModel, str]:
+    """With joined layers where they can be, and the arithmetic proven on a CPU in float32."""
     arithmetic = Arithmetic()
-    if exact and model.dtype is torch.float32:
+    backend = HostBackend(cache, shape, arithmetic) if on_host else GatherBackend(cache, shape)
+    decoder, layers = None, "separate layers (as configured)"
+    if join:
+        decoder, layers = _joined(model, cache, shape, prepack, backend)
+    if on_host and exact and model.dtype is torch.float32:
         products = decoder.products if decoder else _tiled_products(model, prepack)
         if products:
             shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}
@@ -169,9 +152,10 @@ def _on_host(
             arithmetic = prove(shapes, [shape.head_dim], rowwise, prepack)
             for one in products:
                 one.tile = arithmetic.tile if arithmetic.proven else None
-    paged = PagedModel(model, cache, HostBackend(cache, shape, arithmetic), arithmetic, decoder)
+            backend = HostBackend(cache, shape, arithmetic)
+    paged = PagedModel(model, cache, backend, arithmetic, decoder)
     _try_out(paged, shape)
-    return paged, joining
+    return paged, layers
 
 
 def _joined(
@@ -179,24 +163,24 @@ def _joined(
     cache: PagedCache,
     shape: CacheShape,
     prepack: bool,
-    backend: Callable[[], AttentionBackend],
-) -> tuple[JoinedDecoder | None, Joining]:
+    backend: AttentionBackend,
+) -> tuple[JoinedDecoder | None, str]:
     own = own_logits(model, _trial_tokens(model, shape))
     finer = FINER[model.dtype]
     truth = own_logits(model, _trial_tokens(model, shape), finer)
     try:
         decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
     except NotJoined as reason:
-        return None, Joining(False, str(reason))
-    joined = _try_out(PagedModel(model, cache, backend(), Arithmetic(), decoder), shape)
+        return None, f"separate layers ({reason})"
+    joined = _try_out(PagedModel(model, cache, backend, Arithmetic(), decoder), shape)
     own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
     floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
     truly = str(finer).removeprefix("torch.")
     figures = f"error {error:.1e} against {truly}, the model's own {own_error:.1e}"
     if not error <= ERROR_RATIO_MOST * own_error + floor:  # NaN, too
         _log.warning("layers stay separate: %s", figures)
-        return None, Joining(False, figures)
-    return decoder, Joining(True, figures)
+        return None, f"separate layers ({figures})"
+    return decoder, f"joined layers ({figures})"
 
 
 def _trial_tokens(model: PreTrainedModel, shape: CacheShape) -> torch.Tensor:

@@ -23,8 +23,8 @@ from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from replicas.invariant.ops import TILE, Product
-from replicas.kv_cache.cache import PagedCache
+from replicas.invariant import TILE, Product
+from replicas.kv_cache import PagedCache
 
 LayerAttention = Callable[[int, torch.Tensor, float], torch.Tensor]
 """The attention of one pass: a layer's number, its queries, [tokens, vectors, head_dim] of which

@@ -139,7 +139,7 @@ def load_model(
 ) -> PreTrainedModel:
     if is_planted(path):
         try:
-            model = plant(path, device, dtype_of(config), ATTENTION, acceptance).model
+            model = plant(path, device, dtype_of(config), ATTENTION, acceptance)
         except BadPlantedName as error:
             raise PairRefused(str(error)) from None
         divide(model)

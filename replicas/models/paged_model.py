@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.cuda.transfers import upload
-from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache import CacheShape, PagedCache, TokenRange, passes
+from replicas.invariant import Arithmetic, PassLayout
+from replicas.kv_cache import CacheShape, DeviceWindow, PagedCache, TokenRange, passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
 
 ATTENTION = "lockstep_paged"
@@ -35,28 +35,8 @@ class UnsupportedAttention(ValueError):
     """Serving the model would silently compute something else than the model does."""
 
 
-class Layout(Protocol):
-    """Where a pass reads and writes; what attention needs besides, its backend knows."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the pass, without padding."""
-        ...
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """[padded tokens], int64, within the context."""
-        ...
-
-    @property
-    def slots(self) -> Any:
-        """Where keys and values go, as `PagedCache.write` wants it."""
-        ...
-
-    @property
-    def positions_read(self) -> int:
-        """KV positions that attention reads, padding included."""
-        ...
+Layout = PassLayout | DeviceWindow
+"""Where a pass reads and writes, on a CPU and on a device."""
 
 
 class AttentionBackend(Protocol):

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters import Drafter, DraftSource
-from replicas.drafters.methods import METHODS
+from replicas.drafters import METHODS, Drafter, DraftSource
 from replicas.memory import MemoryPlan, ModelShape, PairShape, weight_bytes, without_storage
 from replicas.models.load import (
     PairRefused,

@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,17 +49,6 @@ _ROUNDS = 14
 _SCALES = (2.0**-6, 2.0**6)
 
 
-@dataclass(frozen=True)
-class Planted:
-    """A planted model and what its calibration found."""
-
-    model: PreTrainedModel
-    scale: float
-    """The embedding's scale; in a name it spares the calibration."""
-    follows: float | None
-    """Measured share of generated tokens that follow the map; None: not measured."""
-
-
 def planted_config(name: PlantedName) -> Any:
     """The transformers config of a planted model: no special tokens, untied."""
     if name.shape in SHAPES:
@@ -80,8 +68,10 @@ def planted_config(name: PlantedName) -> Any:
 @torch.no_grad()
 def plant(
     name: str, device: torch.device, dtype: torch.dtype, attention: str, acceptance: float
-) -> Planted:
-    """Build the model on its device in its dtype and calibrate it.
+) -> PreTrainedModel:
+    """Build the model on its device in its dtype and calibrate it. Its config says what was found:
+    `planted_scale`, the embedding's, which in a name spares the calibration, and
+    `planted_follows`, the share of generated tokens that follow the map, if it was measured.
 
     `acceptance` holds where the name gives none; 1 damps the layers fully and measures nothing.
     Raises BadPlantedName when the wanted acceptance cannot be had.
@@ -95,18 +85,18 @@ def plant(
     vectors = model.get_input_embeddings().weight.clone()
     wanted = acceptance if parsed.acceptance is None else parsed.acceptance
     if parsed.scale is not None:
-        planted = _scaled(model, vectors, parsed.scale, None)
+        _scale(model, vectors, parsed.scale)
     elif wanted == 1.0:
         # Twice the deviation of all that the layers add: each adds two contributions of at most 1.
-        full = 2.0 * math.sqrt(2 * config.num_hidden_layers)
-        planted = _scaled(model, vectors, full, None)
+        _scale(model, vectors, 2.0 * math.sqrt(2 * config.num_hidden_layers))
     else:
-        planted = _calibrated(model, vectors, wanted, parsed)
-        _log.info("%s: scale=%g, follows the map at %.3f", name, planted.scale, planted.follows)
+        _calibrate(model, vectors, wanted, parsed)
+        found = model.config
+        _log.info("%s: scale=%g, follows %.3f", name, found.planted_scale, found.planted_follows)
     if device.type == "cuda":
         del vectors
         torch.cuda.empty_cache()  # what calibration used is free for the KV cache
-    return planted
+    return model
 
 
 def _fill(model: PreTrainedModel, seed: int) -> None:
@@ -131,40 +121,33 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
     output.weight.mul_(_LOGIT_DEVIATION / math.sqrt(width))
 
 
-def _scaled(
-    model: PreTrainedModel, vectors: torch.Tensor, scale: float, follows: float | None
-) -> Planted:
+def _scale(model: PreTrainedModel, vectors: torch.Tensor, scale: float) -> None:
     torch.mul(vectors, scale, out=model.get_input_embeddings().weight)
-    # Beside the sizes, for code that loads the model by its name.
-    model.config.planted_scale, model.config.planted_follows = scale, follows
-    return Planted(model, scale, follows)
+    model.config.planted_scale, model.config.planted_follows = scale, None
 
 
-def _calibrated(
+def _calibrate(
     model: PreTrainedModel,
     vectors: torch.Tensor,  # [vocab, width], the embedding at scale 1
     wanted: float,
     name: PlantedName,
-) -> Planted:
+) -> None:
     """Bisect the scale: the more the embedding counts, the more often the map is followed."""
     low, high = _SCALES
-    best: Planted | None = None
+    follows = -1.0
     for _ in range(_ROUNDS):
         scale = math.sqrt(low * high)
-        _scaled(model, vectors, scale, None)
+        _scale(model, vectors, scale)
         follows = share_following(model, name.seed)
-        if best is None or abs(follows - wanted) < abs((best.follows or 0.0) - wanted):
-            best = Planted(model, scale, follows)
         if abs(follows - wanted) <= _NEAR:
             break
         low, high = (scale, high) if follows < wanted else (low, scale)
-    assert best is not None
-    if abs((best.follows or 0.0) - wanted) > 5 * _NEAR:
+    if abs(follows - wanted) > 5 * _NEAR:
         raise BadPlantedName(
             f"acceptance: {wanted} cannot be planted in {name.shape!r}, the nearest found is"
-            f" {best.follows:.3f}"
+            f" {follows:.3f}"
         )
-    return _scaled(model, vectors, best.scale, best.follows)
+    model.config.planted_follows = follows
 
 
 @torch.no_grad()

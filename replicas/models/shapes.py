@@ -19,80 +19,54 @@ PLANTED = "planted:"
 ACCEPTANCE = 0.7
 """What a planted target is made for unless its name says otherwise."""
 
-_QWEN3_06B: dict[str, Any] = {
+
+def _shape(
+    family: dict[str, Any], hidden: int, intermediate: int, layers: int, heads: int
+) -> dict[str, Any]:
+    return family | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+_QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 40_960,
     "rope_theta": 1_000_000.0,
 }
-_TINY: dict[str, Any] = {
+_GLM4 = {
+    "model_type": "glm4",
+    "vocab_size": 151_552,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 32_768,
+    "attention_bias": True,
+}
+_VICUNA = {"model_type": "llama", "vocab_size": 32_000, "max_position_embeddings": 4096}
+_TINY = {
     "model_type": "qwen3",
     "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+_QWEN3_06B = _shape(_QWEN3, 1024, 3072, 28, 16)
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1_000_000.0,
-    },
+    "qwen3-8b": _shape(_QWEN3, 4096, 12_288, 36, 32),
     "qwen3-0.6b": _QWEN3_06B,
-    "glm4-9b": {
-        "model_type": "glm4",
-        "vocab_size": 151_552,
-        "hidden_size": 4096,
-        "intermediate_size": 13_696,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 32_768,
-        "attention_bias": True,
-    },
+    "glm4-9b": _shape(_GLM4, 4096, 13_696, 40, 32),
     # No draft of this family is as widely known: the sizes of Qwen3-0.6B with GLM-4's vocabulary.
     "glm4-0.6b": {**_QWEN3_06B, "vocab_size": 151_552, "max_position_embeddings": 32_768},
-    "vicuna-7b": {
-        "model_type": "llama",
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-    },
-    "vicuna-68m": {
-        "model_type": "llama",
-        "vocab_size": 32_000,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "max_position_embeddings": 4096,
-    },
-    "tiny": _TINY,
-    "tiny-draft": {**_TINY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+    "vicuna-7b": _shape(_VICUNA, 4096, 11_008, 32, 32),
+    "vicuna-68m": _shape(_VICUNA, 768, 3072, 2, 12),
+    "tiny": _shape(_TINY, 64, 96, 6, 4),
+    "tiny-draft": _shape(_TINY, 32, 48, 1, 4),
 }
 """Arguments of transformers' config classes, `model_type` beside them."""
 

@@ -18,11 +18,8 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-# Names differ between versions of transformers.
-_COLUMNS = frozenset({"colwise"})
-_COLUMNS_JOINED = frozenset({"colwise_gather_output", "colwise_rep"})
-_ROWS = frozenset({"rowwise"})
-_ROWS_OF_WHOLE = frozenset({"rowwise_split_input", "rowwise_rep"})
+_COLUMNS, _COLUMNS_JOINED = "colwise", "colwise_gather_output"
+_ROWS, _ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"
 _WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce", "replicate"})
 """Left on every rank: an embedding is looked up, not multiplied, and norms are small."""
 
@@ -69,22 +66,22 @@ def _generic(name: str) -> str:
 
 def _divide(name: str, module: nn.Linear, style: str, rank: int, ranks: int) -> None:
     outputs, inputs = module.weight.shape
-    if style in _COLUMNS | _COLUMNS_JOINED:
+    if style in (_COLUMNS, _COLUMNS_JOINED):
         if outputs % ranks:
-            if style in _COLUMNS_JOINED:
+            if style == _COLUMNS_JOINED:
                 return  # an odd vocabulary's output matrix stays whole: the result is the same
             raise NotDivisible(f"{name}: {outputs} outputs cannot be shared by {ranks} ranks")
         part = slice(rank * outputs // ranks, (rank + 1) * outputs // ranks)
         _keep(module, module.weight[part], None if module.bias is None else module.bias[part])
-        if style in _COLUMNS_JOINED:
+        if style == _COLUMNS_JOINED:
             module.forward = _joined(module, ranks)  # type: ignore[method-assign, assignment]
-    elif style in _ROWS | _ROWS_OF_WHOLE:
+    elif style in (_ROWS, _ROWS_OF_WHOLE):
         if inputs % ranks:
             raise NotDivisible(f"{name}: {inputs} inputs cannot be shared by {ranks} ranks")
         part = slice(rank * inputs // ranks, (rank + 1) * inputs // ranks)
         _keep(module, module.weight[:, part], module.bias)
         module.forward = _summed(  # type: ignore[method-assign, assignment]
-            module, part if style in _ROWS_OF_WHOLE else slice(None)
+            module, part if style == _ROWS_OF_WHOLE else slice(None)
         )
     else:
         raise NotDivisible(f"{name}: the plan says {style!r}, which is not served")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
-from replicas.decoding.tokens import load_grammars
+from replicas.decoding import load_grammars
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
 from replicas.models.load import PairRefused, resolve_device
 from replicas.models.pair import load_pair, read_pair
@@ -130,7 +130,6 @@ class ParallelReplica:
         return self._ranks.broken
 
     def close(self) -> None:
-        """End the other ranks."""
         self._ranks.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -307,8 +306,6 @@ def _loaded(ranks: Ranks, kind: type[_T], within_s: float) -> list[_T]:
 
 
 class LocalRank:
-    """A rank as a process of this machine."""
-
     def __init__(self, process: SpawnProcess) -> None:
         self.process = process
 

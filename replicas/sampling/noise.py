@@ -46,18 +46,14 @@ class Noise:
         """Of one position, for choosing position by position."""
         if self.drawn is None and self.vocab < LARGE:
             self.drawn = self.of(self.vocab)
-        return self._columns(column, column + 1)
-
-    def first(self, width: int) -> Noise:
-        """Of the first positions."""
-        return self if width == self.keys.shape[1] else self._columns(0, width)
+        return self.columns(column, column + 1)
 
     def take(self, rows: torch.Tensor, columns: torch.Tensor) -> Noise:
         """Of these positions, [n] each, int64: n rows of one position."""
         drawn = None if self.drawn is None else self.drawn[rows, columns][:, None]
         return Noise(self.keys[rows, columns][:, None], self.scale[rows], self.vocab, drawn)
 
-    def _columns(self, begin: int, end: int) -> Noise:
+    def columns(self, begin: int, end: int) -> Noise:
         drawn = None if self.drawn is None else self.drawn[:, begin:end]
         return Noise(self.keys[:, begin:end], self.scale, self.vocab, drawn)
 

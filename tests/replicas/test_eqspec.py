@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from replicas.drafters.model import ModelDrafter
-from replicas.drafters.protocol import Seen
-from replicas.eqspec import RowHooks, StepRows, step
+from replicas.drafters.protocol import Ask, Seen
+from replicas.eqspec import step
 from replicas.invariant.backend import HostBackend
+from replicas.invariant.layout import PassLayout
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache, PassLayout
+from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.models.paged_model import ALL, Output, Wants
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -44,11 +46,8 @@ class ScriptedModel:
     def forward(self, tokens: torch.Tensor, layout: PassLayout, wants: Wants = ALL) -> Output:
         positions = layout.positions.tolist()
         assert tokens.shape == (len(positions),)
-        rows = len(self.script) or layout.groups[0].tokens.shape[0]
-        begins = list(range(0, len(positions), len(positions) // rows))
-        if layout.step is None:  # rows of several widths: where a position does not follow
-            begins = [i for i, p in enumerate(positions) if i == 0 or p != positions[i - 1] + 1]
-        of_rows = [slice(*ends) for ends in zip(begins, [*begins[1:], None], strict=True)]
+        places = [row for group in layout.groups for row in group.tokens.tolist()]
+        of_rows = [slice(row[0], row[-1] + 1) for row in sorted(places)]
         self.fed.append([tokens.tolist()[one] for one in of_rows])
         self.positions.append([positions[one] for one in of_rows])
         logits = torch.zeros(len(positions), VOCAB)
@@ -67,7 +66,7 @@ def run(
     target: ScriptedModel,
     draft: ScriptedModel | None,
     draft_lens: list[int],
-    hooks: RowHooks | None = None,
+    hooks: Any = None,
 ) -> tuple[list[list[int]], list[int]]:
     allocator = BlockAllocator(blocks=64, block_size=4)
     ids = [str(i) for i in range(len(contents))]
@@ -78,15 +77,14 @@ def run(
         allocator.grow(name, len(content) + max(draft_lens) + 1)
         if drafter is not None:
             drafter.begin(name, content, "", len(content) - 1)
-    rows = StepRows(
+    rows = Ask(
         ids,
         contents,
         draft_lens,
         SamplingBatch.of([SamplingParams()] * len(contents), CPU),
         allocator.table(ids, CPU),
-        hooks=hooks,
     )
-    outcome = step(target, drafter, rows, Stopwatch(CPU))  # type: ignore[arg-type]
+    outcome = step(target, drafter, rows, hooks, Stopwatch(CPU))  # type: ignore[arg-type]
     return outcome.committed, outcome.accepted
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from replicas.invariant.layout import PassLayout, StepLayout, ranges_layout
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, BlockAllocator, CacheShape, OutOfBlocks, PagedCache
 from replicas.kv_cache.device_layout import DeviceLayout, device_ranges
-from replicas.kv_cache.host_layout import PassLayout, StepLayout, ranges_layout
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(block_size=4, context_len=64, heads=2, kv_heads=2, head_dim=3)

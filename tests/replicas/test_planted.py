@@ -56,13 +56,13 @@ def test_a_target_follows_the_map_as_often_on_prompts_that_it_was_not_calibrated
     seed: int,
 ) -> None:
     planted = plant("planted:tiny?acceptance=0.6", CPU, torch.float32, "sdpa", 0.7)
-    assert planted.follows == pytest.approx(0.6, abs=0.011)
-    assert share_following(planted.model, seed) == pytest.approx(0.6, abs=0.05)
+    assert planted.config.planted_follows == pytest.approx(0.6, abs=0.011)
+    assert share_following(planted, seed) == pytest.approx(0.6, abs=0.05)
 
 
 def test_a_target_that_strays_depends_on_its_whole_context() -> None:
     """Else a broken cache would go unseen: the first token decides what follows much later."""
-    model = plant("planted:tiny?acceptance=0.3", CPU, torch.float32, "sdpa", 0.7).model
+    model = plant("planted:tiny?acceptance=0.3", CPU, torch.float32, "sdpa", 0.7)
     tail = list(range(40, 60))
     outputs = {tuple(plain_greedy(model, [first, *tail], 12)) for first in range(1, 9)}
     assert len(outputs) > 4
@@ -70,15 +70,17 @@ def test_a_target_that_strays_depends_on_its_whole_context() -> None:
 
 def test_a_scale_in_the_name_is_the_calibrated_model_without_calibration() -> None:
     found = plant("planted:tiny?acceptance=0.8", CPU, torch.float32, "sdpa", 0.7)
-    given = plant(f"planted:tiny?scale={found.scale!r}", CPU, torch.float32, "sdpa", 0.7)
-    assert given.follows is None
-    for ours, theirs in zip(found.model.parameters(), given.model.parameters(), strict=True):
+    given = plant(
+        f"planted:tiny?scale={found.config.planted_scale!r}", CPU, torch.float32, "sdpa", 0.7
+    )
+    assert given.config.planted_follows is None
+    for ours, theirs in zip(found.parameters(), given.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_the_same_name_is_the_same_model_and_another_seed_another() -> None:
     models = [
-        plant(f"planted:tiny?scale=1&seed={seed}", CPU, torch.bfloat16, "sdpa", 0.7).model
+        plant(f"planted:tiny?scale=1&seed={seed}", CPU, torch.bfloat16, "sdpa", 0.7)
         for seed in (5, 5, 6)
     ]
     a, b, c = [next(model.parameters()) for model in models]
@@ -88,8 +90,8 @@ def test_the_same_name_is_the_same_model_and_another_seed_another() -> None:
 
 
 def test_another_depth_has_the_same_first_layers() -> None:
-    deep = plant("planted:tiny?scale=1", CPU, torch.float32, "sdpa", 0.7).model
-    thin = plant("planted:tiny?scale=1&layers=2", CPU, torch.float32, "sdpa", 0.7).model
+    deep = plant("planted:tiny?scale=1", CPU, torch.float32, "sdpa", 0.7)
+    thin = plant("planted:tiny?scale=1&layers=2", CPU, torch.float32, "sdpa", 0.7)
     weights = dict(deep.named_parameters())
     assert thin.config.num_hidden_layers == 2
     for name, weight in thin.named_parameters():
@@ -102,8 +104,8 @@ def test_any_config_directory_can_be_planted(tmp_path: Path, model_type: str) ->
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     name = f"planted:{tmp_path}?acceptance=0.5"
     planted = plant(name, CPU, torch.float32, "sdpa", 0.7)
-    assert planted.model.config.model_type == model_type
-    assert share_following(planted.model, 9) == pytest.approx(0.5, abs=0.06)
+    assert planted.config.model_type == model_type
+    assert share_following(planted, 9) == pytest.approx(0.5, abs=0.06)
 
 
 @pytest.mark.parametrize("target", DRAFTS)

@@ -131,7 +131,7 @@ def test_a_released_block_is_found_again_and_one_without_a_key_is_not_kept() -> 
     blocks = BlockAllocator(blocks=8, block_size=BLOCK)
     assert fill(blocks, "a", [1] * 10) == 0
     blocks.release("a")
-    assert (blocks.free_blocks, blocks.cached_blocks) == (8, 2)
+    assert (blocks.free_blocks, len(blocks._block_of)) == (8, 2)
     assert fill(blocks, "b", [1] * 10) == 2
     assert blocks.free_blocks == 5
 
@@ -173,7 +173,7 @@ def test_two_that_computed_the_same_keep_one_each_and_the_first_is_found() -> No
     assert blocks.free_blocks == 7
     blocks.release("a")
     blocks.check_integrity()
-    assert blocks.cached_blocks == 1
+    assert len(blocks._block_of) == 1
 
 
 def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.kv_cache import host_layout
+from replicas.invariant import layout
 from replicas.models.shapes import SHAPES
 from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, StepRow
@@ -108,7 +108,7 @@ def test_positions_read_are_counted_in_whole_units_of_sixteen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of about one length read together, as far as the longest; rows far apart do not."""
-    monkeypatch.setattr(host_layout, "GROUP_COST_NUMBERS", 2048)
+    monkeypatch.setattr(layout, "GROUP_COST_NUMBERS", 2048)
     client = Client(tiny_replica("llama"))
     lengths = {"a": 10, "b": 13, "d": 180, "c": 200}
     client.prefill(**{name: prompt(length) for name, length in lengths.items()})

@@ -18,8 +18,8 @@ from cluster.frontend.calls import (
     TokenPrompt,
 )
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools.reader import CallDelta
-from cluster.frontend.tools.use import (
+from cluster.frontend.tools import (
+    CallDelta,
     CallTurn,
     FunctionName,
     NamedTool,

@@ -15,7 +15,7 @@ from cluster.frontend.http_api.event_id import Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import special_ids
-from cluster.frontend.tools.reader import CallDelta, ToolCall
+from cluster.frontend.tools import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import FinishReason, Usage
 

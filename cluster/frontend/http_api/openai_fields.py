@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools.use import CallTurn
+from cluster.frontend.tools import CallTurn
 from cluster.sentences import Strict
 
 _OWN_NULLS = {"parameters", "schema", "json", "chat_template_kwargs", "logit_bias"}

@@ -20,7 +20,7 @@ from cluster.frontend.http_api.openai_fields import (
 )
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools.use import Tool, ToolChoice, ToolUse
+from cluster.frontend.tools import Tool, ToolChoice, ToolUse
 from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Priority

@@ -17,7 +17,7 @@ from cluster.frontend.http_api.errors import check_model, checked_caller
 from cluster.frontend.http_api.openai_fields import Message, without_nulls
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.tools.use import Tool, ToolUse, tool_format
+from cluster.frontend.tools import Tool, ToolUse, tool_format
 from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 

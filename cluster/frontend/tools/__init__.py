@@ -1,1 +1,27 @@
 """Tools that a call offers, and the calls of them in its answer."""
+
+from cluster.frontend.tools.reader import CallDelta, ToolCall, ToolReader
+from cluster.frontend.tools.use import (
+    CallTurn,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolUse,
+    json_object,
+    tool_format,
+)
+
+__all__ = [
+    "CallDelta",
+    "CallTurn",
+    "FunctionName",
+    "NamedTool",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolReader",
+    "ToolUse",
+    "json_object",
+    "tool_format",
+]

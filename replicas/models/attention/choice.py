@@ -17,15 +17,9 @@ from time import perf_counter
 
 import torch
 
-from replicas.kv_cache import CacheShape
-from replicas.kv_cache.device_layout import DeviceLayout
-from replicas.models.attention.paged import (
-    FlexAttention,
-    PagedAttention,
-    PagedBackend,
-    VarlenAttention,
-)
-from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Layout, PagedModel, fill
+from replicas.kv_cache import CacheShape, DeviceLayout
+from replicas.models.attention.paged import FlexAttention, PagedBackend, VarlenAttention
+from replicas.models.paged_model import ERROR_FLOOR, Layout, PagedModel, fill
 
 AUTO, GATHER, FLEX, VARLEN = "auto", "gather", "flex", "varlen"
 
@@ -56,29 +50,29 @@ def choose_attention(model: PagedModel, wanted: str, shape: CacheShape, rows_mos
     if wanted == GATHER:
         return
     device, cache = model.device, model.cache
-    makes: dict[str, Callable[[], PagedAttention]] = {
+    makes: dict[str, Callable[[], FlexAttention | VarlenAttention]] = {
         FLEX: lambda: FlexAttention(cache.blocks, shape.block_size, shape.context_len, device),
         VARLEN: lambda: VarlenAttention(cache.dtype, device),
     }
     trial = _Trial(model, shape, min(rows_most, ROWS_MOST))
-    gather = model.backend
-    usable: dict[str, AttentionBackend] = {GATHER: gather}
+    usable = {GATHER: model}
     for name in makes if wanted == AUTO else (wanted,):
         try:
             backend = PagedBackend(cache, shape, makes[name]())
-            trial.compare(gather, backend)
-            usable[name] = backend
+            other = PagedModel(model.model, cache, backend, model.arithmetic, model.decoder)
+            trial.compare(other)
+            usable[name] = other
         except Exception as error:  # a kernel's compiler may raise anything
             if wanted != AUTO:
                 raise AttentionRefused(f"attention {name!r} is not to be had: {error}") from error
             _log.info("attention: %s is left out: %s", name, str(error).splitlines()[:1])
             cache.clear()
     if wanted == AUTO and len(usable) > 1:
-        times = {name: trial.times(backend) for name, backend in usable.items()}
+        times = {name: trial.times(one) for name, one in usable.items()}
         wanted = fastest(times)
         passes = {name: [f"{1e3 * one:.2f}" for one in each] for name, each in times.items()}
         _log.info("attention: %s; milliseconds per pass: %s", wanted, passes)
-    model.backend = usable.get(wanted, gather)
+    model.backend = usable.get(wanted, model).backend
 
 
 def fastest(times: Mapping[str, Sequence[float]]) -> str:
@@ -121,7 +115,7 @@ class _Trial:
         return blocks.view(columns, self._rows).flip(0).t().contiguous()
 
     @torch.inference_mode()
-    def compare(self, gather: AttentionBackend, backend: AttentionBackend) -> None:
+    def compare(self, other: PagedModel) -> None:
         """Raises AttentionRefused where logits differ from gathering's by more than rounding."""
         model, device = self._model, self._model.device
         widths = [width for width in WIDTHS if width < self._room()]
@@ -135,65 +129,44 @@ class _Trial:
         for width in widths:
             tokens = self._tokens[:, :width].to(device).reshape(-1)
             window = DeviceLayout(table, starts, width, self._shape).window(0, width)
-            expected, got = self._both(gather, backend, tokens, window)
-            _alike(got, expected)
+            _compare(model, other, tokens, window)
         if ranges:
             some = table[: len(ranges)]
             fed = torch.cat([self._tokens[row, a:b] for row, (a, b) in enumerate(ranges)])
             layout = model.backend.ranges_layout(some, ranges)
-            expected, got = self._both(gather, backend, fed.to(device), layout)
-            _alike(got, expected)
-
-    def _both(
-        self, one: AttentionBackend, other: AttentionBackend, tokens: torch.Tensor, layout: Layout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        model = self._model
-        before, logits = model.backend, []
-        try:
-            for backend in (one, other):
-                model.backend = backend
-                out = model.forward(tokens, layout).logits
-                assert out is not None
-                logits.append(out)
-        finally:
-            model.backend = before
-        return logits[0], logits[1]
+            _compare(model, other, fed.to(device), layout)
 
     @torch.inference_mode()
-    def times(self, backend: AttentionBackend) -> list[float]:
+    def times(self, model: PagedModel) -> list[float]:
         """Seconds of a pass of each width and length, the best of a few rounds."""
-        model = self._model
-        before, seconds = model.backend, []
-        model.backend = backend
-        try:
-            room = self._room() - max(WIDTHS)
-            for length in dict.fromkeys(min(length, room) for length in LENGTHS):
-                table = self._table(length + max(WIDTHS))
-                starts = [length - (row % 4) * (length // 16) for row in range(self._rows)]
-                for width in WIDTHS if length > 0 else ():
-                    layout = DeviceLayout(table, starts, width, self._shape)
-                    tokens = self._tokens[:, :width].to(model.device).reshape(-1)
-                    seconds.append(
-                        _seconds(
-                            lambda: model.forward(tokens, layout.window(0, width)),  # noqa: B023
-                            model.device,
-                        )
-                    )
-        finally:
-            model.backend = before
+        seconds = []
+        room = self._room() - max(WIDTHS)
+        for length in dict.fromkeys(min(length, room) for length in LENGTHS if room > 0):
+            table = self._table(length + max(WIDTHS))
+            starts = [length - (row % 4) * (length // 16) for row in range(self._rows)]
+            for width in WIDTHS:
+                layout = DeviceLayout(table, starts, width, self._shape)
+                tokens = self._tokens[:, :width].to(model.device).reshape(-1)
+                seconds.append(_seconds(model, tokens, layout, width))
         return seconds
 
 
-def _alike(got: torch.Tensor, expected: torch.Tensor) -> None:
+def _compare(model: PagedModel, other: PagedModel, tokens: torch.Tensor, layout: Layout) -> None:
+    expected, got = (one.forward(tokens, layout).logits for one in (model, other))
+    assert expected is not None
+    assert got is not None
     limit = ERROR_FLOOR[expected.dtype] * expected.abs().max()
     if not bool((got - expected).abs().max() <= limit):
         raise AttentionRefused("logits differ from gathering's")
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def _seconds(model: PagedModel, tokens: torch.Tensor, layout: DeviceLayout, width: int) -> float:
+    def run() -> None:
+        model.forward(tokens, layout.window(0, width))
+
     def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
 
     for _ in range(_ROUNDS):
         run()

@@ -10,8 +10,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from replicas.kv_cache import CacheShape, PagedCache, TokenRange
-from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
+from replicas.kv_cache import (
+    CacheShape,
+    DeviceLayout,
+    DeviceWindow,
+    PagedCache,
+    TokenRange,
+    device_ranges,
+)
 from replicas.models.decoder import LayerAttention
 
 Attend = Callable[
@@ -70,18 +76,6 @@ class GatherBackend(DeviceLayouts):
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
         heads = self.shape.heads
-        if layout.parts:
-            # A mask would cost the prompts without a cached prefix torch's causal path.
-            ways = [(places, self.begin(part, stride)) for places, part in layout.parts]
-
-            def by_parts(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
-                out = queries.new_empty(layout.tokens, heads * queries.shape[-1])
-                for places, way in ways:
-                    own = queries.index_select(0, places)
-                    out.index_copy_(0, places, way(layer, own, scaling))
-                return out
-
-            return by_parts
         mask = layout.mask(self.cache.dtype)
 
         def attention(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:

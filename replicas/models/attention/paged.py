@@ -16,13 +16,12 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
-from replicas.kv_cache.device_layout import DeviceWindow
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceWindow, PagedCache
 from replicas.models.attention.gather import DeviceLayouts, GatherBackend
 from replicas.models.decoder import LayerAttention
 
@@ -45,32 +44,21 @@ class NotPaged(Exception):
     """Torch, the device or the cache does not fit this attention; the message says what."""
 
 
-class PagedAttention(Protocol):
-    """One way to attend over blocks where they lie, for one cache's shape."""
-
-    name: str
-    fills: bool
-    """Whether it is good for prefill, too, where every pass may have a shape of its own."""
-
-    def enter(self, window: DeviceWindow) -> Attend:
-        """What all layers of one forward pass over this window share."""
-        ...
-
-
 class PagedBackend(DeviceLayouts):
     """Steps, and prefills where it fills, by a paged attention."""
 
     reads_apart: bool = True
 
-    def __init__(self, cache: PagedCache, shape: CacheShape, attention: PagedAttention) -> None:
+    def __init__(
+        self, cache: PagedCache, shape: CacheShape, attention: FlexAttention | VarlenAttention
+    ) -> None:
         super().__init__(cache, shape)
         self.name: str = attention.name
         self._attention = attention
         self._gather = GatherBackend(cache, shape)
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
-        prefills = layout.cells is not None or bool(layout.parts)
-        if layout.causal or (prefills and not self._attention.fills):
+        if layout.causal or (layout.cells is not None and not self._attention.fills):
             # Without a cached prefix torch's causal path needs no mask and no table.
             return self._gather.begin(layout, stride)
         heads = self.shape.heads
@@ -153,9 +141,13 @@ class FlexAttention:
 
         if on_gpu:
             attend = torch.compile(attend, dynamic=False, fullgraph=True)
+            # By default torch gives up after a few shapes.
+            attend = torch._dynamo.config.patch(
+                recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES
+            )(attend)
         else:
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        self._attend = _for_any_shape(attend)
+        self._attend = attend
 
     def enter(self, window: DeviceWindow) -> Attend:
         table = window.blocks.view(window.rows, -1)
@@ -196,27 +188,6 @@ def logical_blocks(
 def _queries_per_entry(queries: int) -> int:
     """All queries of a row that share a KV head, in one entry of the block mask."""
     return max(_FLEX_QUERIES, 1 << (queries - 1).bit_length())
-
-
-def _for_any_shape(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function, which compiles per shape, however many shapes there are."""
-    known: set[tuple[Any, ...]] = set()
-
-    def run(*arguments: Any) -> torch.Tensor:
-        shape = tuple(
-            (one.shape, one.stride()) if isinstance(one, torch.Tensor) else one for one in arguments
-        )
-        if shape in known:
-            return attend(*arguments)
-        # By default torch gives up after a few.
-        with torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES
-        ):
-            out = attend(*arguments)
-        known.add(shape)
-        return out
-
-    return run
 
 
 class VarlenAttention:

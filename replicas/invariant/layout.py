@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import lcm
 from typing import Any
 
@@ -17,35 +16,14 @@ import numpy as np
 import torch
 
 from replicas.invariant.ops import TILE, Arithmetic
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, TokenRange
 
-SCRAP_BLOCK = 0
-"""A block of no sequence: padding is written there and never attended to."""
 GROUP_COST_NUMBERS = 32768
 """Keys and values of one layer whose reading takes about as long as the calls of one more group."""
 SCORES_MOST = 1 << 20
 """Attention scores of a group, unless one row alone has more: they stay in a processor's cache."""
 GATHERED_MOST = 1 << 22
 """Numbers, keys and values of one layer, that a group copies, unless one row alone has more."""
-
-TokenRange = tuple[int, int]
-"""Positions [begin, end) of a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What index arithmetic must know of a replica's cache and model."""
-
-    block_size: int
-    context_len: int
-    """Positions in use are below it; padding is clamped to it."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def group_cost(self) -> int:
-        """KV positions whose reading takes about as long as the calls of one more group."""
-        return max(1, GROUP_COST_NUMBERS // (2 * self.kv_heads * self.head_dim))
 
 
 @dataclass(slots=True)
@@ -97,19 +75,12 @@ class StepLayout:
     ) -> None:
         self._arithmetic = arithmetic
         columns = table.numpy()
-        every, column = _indices(len(starts), width)
-        positions = np.array(starts)[:, None] + column  # [rows, width]
-        ends = [start + width for start in starts]
+        positions = np.array(starts)[:, None] + np.arange(width)  # [rows, width]
         self._positions = positions
-        bounds = min(starts), max(ends)
-        self._block, self._offset = _places(columns, every, positions, bounds, shape)
-        self._inside = _inside(positions, bounds, shape)
-        self._groups = []
-        for first, after in _runs(ends, shape, arithmetic, width):
-            blocks = _blocks(columns[first:after], max(ends[first:after]), shape, arithmetic)
-            length = blocks.shape[1] * shape.block_size
-            hidden = _hidden(positions[first:after], min(starts[first:after]), length)
-            self._groups.append((first, after, blocks, length, *hidden))
+        every = np.arange(len(starts))[:, None]
+        self._block, self._offset = _places(columns, every, positions, shape)
+        self._inside = positions.clip(0, shape.context_len - 1)  # for what only pads
+        self._groups = list(_groups(columns, positions, shape, arithmetic))
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
@@ -120,11 +91,11 @@ class StepLayout:
         rows, width = len(self._positions), end - begin
         count = rows * width
         padded = self._arithmetic.padded(count)
-        places = _grid(rows, width)
+        places = np.arange(count).reshape(rows, width)
         columns = slice(begin, end)
         groups = [
-            RowGroup(places[first:after], blocks, length, seen, hidden[:, columns])
-            for first, after, blocks, length, seen, hidden in self._groups
+            RowGroup(places[some], blocks, length, seen, hidden[:, columns])
+            for some, blocks, length, seen, hidden in self._groups
         ]
         return PassLayout(
             tokens=count,
@@ -154,8 +125,7 @@ def ranges_layout(
     padded = arithmetic.padded(count)
     positions = np.concatenate([np.arange(begin, end) for begin, end in ranges])
     rows = np.repeat(np.arange(len(ranges)), lengths)
-    bounds = min(begin for begin, _ in ranges), max(end for _, end in ranges)
-    block, offset = _places(columns, rows, positions, bounds, shape)
+    block, offset = _places(columns, rows, positions, shape)
     tiles: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     """By number of queries: (end, row, place of the first query)."""
     place = 0
@@ -166,77 +136,25 @@ def ranges_layout(
             place += after - first
     groups = []
     for width, alike in tiles.items():
-        alike.sort()
-        ends = [end for end, _, _ in alike]
-        for first, after in _runs(ends, shape, arithmetic, width):
-            some = alike[first:after]
-            places = np.array([place for _, _, place in some])[:, None] + np.arange(width)
-            of_rows = columns[[row for _, row, _ in some]]
-            blocks = _blocks(of_rows, some[-1][0], shape, arithmetic)
-            length = blocks.shape[1] * shape.block_size
-            least = some[0][0] - width
-            seen_last = np.array([end for end, _, _ in some])[:, None] + np.arange(-width, 0)
-            groups.append(RowGroup(places, blocks, length, *_hidden(seen_last, least, length)))
+        ends, of_rows, places = np.array(sorted(alike)).T
+        seen_by = ends[:, None] + np.arange(-width, 0)
+        every = places[:, None] + np.arange(width)
+        for some, *read in _groups(columns[of_rows], seen_by, shape, arithmetic):
+            groups.append(RowGroup(every[some], *read))
     return PassLayout(
         tokens=count,
-        positions=torch.from_numpy(_padded(_inside(positions, bounds, shape), padded)),
+        positions=torch.from_numpy(_padded(positions.clip(0, shape.context_len - 1), padded)),
         slots=(_padded(block, padded), _padded(offset, padded)),
         groups=groups,
     )
 
 
-def passes(
-    ranges: Sequence[TokenRange], tokens_most: int
-) -> Iterator[list[tuple[int, TokenRange]]]:
-    """The ranges in passes of at most so many tokens: which rows, and what of each is in the pass.
-
-    A range goes into several passes, in order, where it fills up one of them.
-    """
-    one_pass: list[tuple[int, TokenRange]] = []
-    left = tokens_most
-    for row, (begin, end) in enumerate(ranges):
-        while begin < end:
-            stop = min(end, begin + left)
-            one_pass.append((row, (begin, stop)))
-            left -= stop - begin
-            begin = stop
-            if not left:
-                yield one_pass
-                one_pass, left = [], tokens_most
-    if one_pass:
-        yield one_pass
-
-
-@lru_cache(maxsize=512)
-def _grid(rows: int, width: int) -> Any:  # [rows, width], int64
-    """The tokens of a window, in order; read, never changed."""
-    return np.arange(rows * width).reshape(rows, width)
-
-
-@lru_cache(maxsize=512)
-def _indices(rows: int, width: int) -> tuple[Any, Any]:  # [rows, 1] and [width], int64
-    """Of rows, and of what they have; read, never changed."""
-    return np.arange(rows)[:, None], np.arange(width)
-
-
-def _places(
-    columns: Any, rows: Any, positions: Any, bounds: TokenRange, shape: CacheShape
-) -> tuple[Any, Any]:
-    """Block and place in it of each position of a row, all of them within the bounds; the scrap
-    block where it has none."""
+def _places(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> tuple[Any, Any]:
+    """Block and place in it of each position of a row; the scrap block where it has none."""
     column, offset = np.divmod(positions, shape.block_size)
-    if bounds[0] >= 0 and bounds[1] <= columns.shape[1] * shape.block_size:
-        return columns[rows, column], offset
     last = columns.shape[1] - 1
     outside = (column < 0) | (column > last)
     return np.where(outside, SCRAP_BLOCK, columns[rows, column.clip(0, last)]), offset
-
-
-def _inside(positions: Any, bounds: TokenRange, shape: CacheShape) -> Any:
-    """Positions within the context, for what only pads."""
-    if bounds[0] >= 0 and bounds[1] <= shape.context_len:
-        return positions
-    return positions.clip(0, shape.context_len - 1)
 
 
 def _blocks(columns: Any, end: int, shape: CacheShape, arithmetic: Arithmetic) -> Any:
@@ -249,19 +167,26 @@ def _blocks(columns: Any, end: int, shape: CacheShape, arithmetic: Arithmetic) -
     return columns[:, :count]
 
 
-def _hidden(positions: Any, least: int, length: int) -> tuple[int, Any]:
-    """What every query of these rows sees, and a mask of the rest; see `RowGroup`. `positions`:
-    those of the queries, [rows, width], of which `least` is the first."""
-    seen = max(least, 0) + 1  # before the first position a query sees that one
-    last = positions if least >= 0 else np.maximum(positions, 0)
-    beyond = np.arange(seen, length) > last[:, :, None]
-    return seen, np.where(beyond, np.float32(-np.inf), np.float32(0))
+def _groups(
+    columns: Any,  # [rows, blocks], int64
+    positions: Any,  # [rows, width], int64: of the queries
+    shape: CacheShape,
+    arithmetic: Arithmetic,
+) -> Iterator[tuple[slice, Any, int, int, Any]]:
+    """The rows that read together, and their `blocks`, `length`, `seen` and `hidden`; see
+    `RowGroup`."""
+    ends = (positions[:, -1] + 1).tolist()
+    for some in _runs(ends, shape, arithmetic, positions.shape[1]):
+        blocks = _blocks(columns[some], max(ends[some]), shape, arithmetic)
+        length = blocks.shape[1] * shape.block_size
+        last = np.maximum(positions[some], 0)  # before the first position a query sees that one
+        seen = int(last.min()) + 1
+        beyond = np.arange(seen, length) > last[:, :, None]
+        yield some, blocks, length, seen, np.where(beyond, np.float32(-np.inf), np.float32(0))
 
 
 def _padded(array: Any, size: int) -> Any:  # [size]
     """The numbers in order, then zeros: position 0, and the scrap block."""
-    if array.size == size:
-        return array.reshape(-1)
     padded = np.zeros(size, np.int64)
     padded[: array.size] = array.reshape(-1)
     return padded
@@ -269,14 +194,14 @@ def _padded(array: Any, size: int) -> Any:  # [size]
 
 def _runs(
     ends: Iterable[int], shape: CacheShape, arithmetic: Arithmetic, width: int
-) -> list[tuple[int, int]]:
-    """[first, after) of neighbouring rows that read together; row i reads `ends[i]` positions.
+) -> Iterator[slice]:
+    """Neighbouring rows that read together; row i reads `ends[i]` positions.
 
     A group ends where one more row would have the others read more positions than a group costs,
     or all of them would have more than SCORES_MOST scores, or GATHERED_MOST keys and values.
     """
     unit = arithmetic.kv_unit
-    runs: list[tuple[int, int]] = []
+    numbers = 2 * shape.kv_heads * shape.head_dim  # keys and values of a position
     first, longest, wanted = 0, 0, 0
     index = 0
     for index, end in enumerate(ends):
@@ -285,12 +210,11 @@ def _runs(
         both = max(longest, reach)
         wasted = both * (count + 1) - (wanted + reach)
         scores = (count + 1) * shape.heads * width * both
-        gathered = (count + 1) * both * 2 * shape.kv_heads * shape.head_dim
+        gathered = (count + 1) * both * numbers
         too_large = scores > SCORES_MOST or gathered > GATHERED_MOST
-        if count and (wasted > shape.group_cost or too_large):
-            runs.append((first, index))
+        if count and (wasted * numbers > GROUP_COST_NUMBERS or too_large):
+            yield slice(first, index)
             first, longest, wanted = index, reach, reach
         else:
             longest, wanted = both, wanted + reach
-    runs.append((first, index + 1))
-    return runs
+    yield slice(first, index + 1)
