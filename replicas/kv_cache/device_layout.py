@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -46,6 +47,9 @@ class DeviceWindow:
         self.cells = cells
         self.causal = causal
         self.rows = table.shape[0]
+        self.parts: list[tuple[torch.Tensor, DeviceWindow]] = []
+        """Of prompts of which only some have a cached prefix: those without, then those with one,
+        each with the places of its tokens among those of the pass, [tokens], int64."""
 
     @property
     def tokens(self) -> int:
@@ -156,7 +160,7 @@ def device_ranges(
     starts = [begin for begin, _ in ranges]
     reach = max(starts) + width
     ragged = len(cells) < len(ranges) * width
-    return DeviceWindow(
+    window = DeviceWindow(
         table,
         upload(starts, torch.int64, table.device),
         width,
@@ -165,3 +169,22 @@ def device_ranges(
         upload(cells, torch.int64, table.device) if ragged else None,
         causal=not any(starts),
     )
+    if any(starts) and not all(starts):
+        window.parts = [_part(table, ranges, shape, cached) for cached in (False, True)]
+    return window
+
+
+def _part(
+    table: torch.Tensor, ranges: Sequence[TokenRange], shape: CacheShape, cached: bool
+) -> tuple[torch.Tensor, DeviceWindow]:
+    """The rows with or without a cached prefix, as in `DeviceWindow.parts`."""
+    rows = [row for row, (begin, _) in enumerate(ranges) if bool(begin) == cached]
+    ends = list(accumulate(end - begin for begin, end in ranges))
+    places = [
+        place
+        for row in rows
+        for place in range(ends[row] - (ranges[row][1] - ranges[row][0]), ends[row])
+    ]
+    own = table.index_select(0, upload(rows, torch.int64, table.device))
+    window = device_ranges(own, [ranges[row] for row in rows], shape)
+    return upload(places, torch.int64, table.device), window

@@ -76,6 +76,18 @@ class GatherBackend(DeviceLayouts):
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
         heads = self.shape.heads
+        if layout.parts:
+            # A mask would cost the prompts without a cached prefix torch's causal path.
+            ways = [(places, self.begin(part, stride)) for places, part in layout.parts]
+
+            def by_parts(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+                out = queries.new_empty(layout.tokens, heads * queries.shape[-1])
+                for places, way in ways:
+                    own = queries.index_select(0, places)
+                    out.index_copy_(0, places, way(layer, own, scaling))
+                return out
+
+            return by_parts
         mask = layout.mask(self.cache.dtype)
 
         def attention(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -58,7 +58,8 @@ class PagedBackend(DeviceLayouts):
         self._gather = GatherBackend(cache, shape)
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
-        if layout.causal or (layout.cells is not None and not self._attention.fills):
+        prefills = layout.cells is not None or bool(layout.parts)
+        if layout.causal or (prefills and not self._attention.fills):
             # Without a cached prefix torch's causal path needs no mask and no table.
             return self._gather.begin(layout, stride)
         heads = self.shape.heads
