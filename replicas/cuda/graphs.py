@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from replicas.cuda.recording import record, warm_up
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
-from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceLayout, DeviceWindow, PagedCache
 from replicas.models.paged_model import ALL, AttentionBackend, Layout, Output, Wants
 
 KV_SHARES = (16, 4, 1)

@@ -22,7 +22,7 @@ from replicas.models.build import build
 from replicas.models.load import PairRefused, dtype_name, load_config, load_model, resolve
 from replicas.models.paged_model import ALL, Model, Wants, fill
 from replicas.models.shapes import is_planted
-from replicas.sampling.choice import guess
+from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 
 

@@ -24,15 +24,14 @@ from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
-from replicas.invariant.backend import HostBackend
-from replicas.invariant.ops import Arithmetic
+from replicas.invariant import Arithmetic, HostBackend
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape
 from replicas.models.attention import GatherBackend
 from replicas.models.build import computes_on_host
 from replicas.models.load import PairRefused, dtype_of, resolve
 from replicas.models.paged_model import ALL, AttentionBackend
-from replicas.sampling.choice import guess
+from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 
 TOGETHER = 16

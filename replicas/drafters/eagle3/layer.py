@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from replicas.drafters.eagle3.config import LAYER
 from replicas.drafters.eagle3.weights import Head
-from replicas.invariant.ops import Product
+from replicas.invariant import Product
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models.paged_model import AttentionBackend, Output, Wants
 
