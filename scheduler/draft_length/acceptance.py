@@ -1,16 +1,12 @@
 """How likely the target accepts the next draft token of a sequence, from what it accepted lately.
 
-A step's first draft token and those behind an accepted one are two chances: suffix decoding often
-finds nothing to go on from, but where it does, it is right many times in a row.
-
 Per sequence a decayed count of draft tokens tried and accepted; where that is little, what all
 sequences of the same class show lately stands in. A token counts if all before it were accepted,
 also if it was asked for and the drafter had none: the estimate is the chance that asking for one
 more token gains one.
 
-Where a row's first draft token is accepted with chance a and each later one with b, k draft tokens
-commit 1 + a + a b + ... + a b^(k - 1) tokens of it. Every k from 0 to the most has its own goodput,
-because times rise in steps and so goodput has several peaks.
+With acceptance a of a row, k draft tokens commit 1 + a + ... + a^k tokens of it. Every k from 0 to
+the most has its own goodput, because times rise in steps and so goodput has several peaks.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from scheduler.state import Answer, Sequence
 
 DECAY = 0.85
 """What a sequence's past keeps of its weight per step."""
-PRIOR_TRIES = 2.0
+PRIOR_TRIES = 3.0
 """Tries for which the class's acceptance stands."""
 CLASS_TRIES = 400.0
 """Tries after which a class has forgotten: a few hundred steps of a full batch."""
@@ -33,7 +29,7 @@ _GUESS_TRIES = 4.0
 
 
 @dataclass(slots=True)
-class _Chance:
+class _Class:
     tried: float = _GUESS_TRIES
     agreed: float = _GUESS_TRIES * FIRST_GUESS
 
@@ -41,72 +37,55 @@ class _Chance:
     def acceptance(self) -> float:
         return self.agreed / self.tried
 
-    def observe(self, tried: int, agreed: int) -> None:
-        fade = min(CLASS_TRIES / (self.tried + tried), 1.0)
-        self.tried = fade * (self.tried + tried)
-        self.agreed = fade * (self.agreed + agreed)
-
 
 class Acceptance:
     """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
 
     def __init__(self) -> None:
-        # Of a step's first draft token, and of later ones.
-        self._greedy = (_Chance(), _Chance())
-        self._sampled = (_Chance(), _Chance())
+        self._classes = {greedy: _Class() for greedy in (True, False)}
 
     def expect(self, acceptance: float) -> None:
-        """A drafter was right so often in a trial; it stands for classes of which nothing is known
-        yet."""
-        for known in (*self._greedy, *self._sampled):
+        """A drafter was right so often in a trial: what stands for classes not known yet."""
+        for known in self._classes.values():
             if known.tried == _GUESS_TRIES:
                 known.agreed = _GUESS_TRIES * acceptance
 
-    def of(self, sequences: Iterable[Sequence]) -> tuple[list[float], list[float]]:
-        """Probabilities in [0, 1] by sequence: that a step's first draft token is accepted, and
-        that one more is behind an accepted one."""
-        pairs = [(one, self._class_of(one)) for one in sequences]
-        first, later = (
-            [
-                (one.agreed[at] + PRIOR_TRIES * known[at].acceptance)
-                / (one.tried[at] + PRIOR_TRIES)
-                for one, known in pairs
-            ]
-            for at in (0, 1)
-        )
-        return first, later
+    def of(self, sequences: Iterable[Sequence]) -> list[float]:
+        """Probabilities in [0, 1] that one more draft token of each sequence is accepted."""
+        return [
+            (one.agreed + PRIOR_TRIES * self._class_of(one).acceptance) / (one.tried + PRIOR_TRIES)
+            for one in sequences
+        ]
 
     def overall(self, greedy: bool) -> float:
         """The acceptance of a class lately."""
-        first, later = self._greedy if greedy else self._sampled
-        return (first.agreed + later.agreed) / (first.tried + later.tried)
+        return self._classes[greedy].acceptance
 
     def observe(self, answers: Iterable[Answer]) -> None:
         """Rows came back from a batch. Where one drafted nothing its past fades all the same, so
         that a row which was given up comes back to what its class shows."""
         for sequence, row in answers:
+            tried, agreed = sum(row.tried_at), sum(row.accepted_at)
             keep = DECAY**row.steps
-            known = self._class_of(sequence)
-            for at, part in enumerate((slice(1), slice(1, None))):
-                tried, agreed = sum(row.tried_at[part]), sum(row.accepted_at[part])
-                sequence.tried[at] = keep * sequence.tried[at] + tried
-                sequence.agreed[at] = keep * sequence.agreed[at] + agreed
-                if tried:
-                    known[at].observe(tried, agreed)
+            sequence.tried = keep * sequence.tried + tried
+            sequence.agreed = keep * sequence.agreed + agreed
+            if tried:
+                known = self._class_of(sequence)
+                fade = min(CLASS_TRIES / (known.tried + tried), 1.0)
+                known.tried = fade * (known.tried + tried)
+                known.agreed = fade * (known.agreed + agreed)
 
-    def _class_of(self, sequence: Sequence) -> tuple[_Chance, _Chance]:
-        return self._sampled if sequence.request.sampling.temperature else self._greedy
+    def _class_of(self, sequence: Sequence) -> _Class:
+        return self._classes[sequence.request.sampling.temperature == 0]
 
 
-def likelihoods(
-    first: Rows[float], later: Rows[float], limits: Rows[int], most: int
-) -> list[list[float]]:
+def likelihoods(acceptances: Rows[float], limits: Rows[int], most: int) -> list[list[float]]:
     """Of each draft position up to `most`: how likely it is accepted in each row.
 
-    `first` and `later` (acceptances) and `limits` (most draft tokens) are those of each row.
+    `acceptances` and `limits` (most draft tokens) are those of each row.
     """
     least = min(limits, default=most)
-    likely: list[float] = list(first)
+    likely: list[float] = list(acceptances)
     found = []
     for position in range(most):
         if position >= least:
@@ -114,7 +93,7 @@ def likelihoods(
                 one if position < limit else 0.0 for one, limit in zip(likely, limits, strict=True)
             ]
         found.append(likely)
-        likely = list(map(mul, likely, later))
+        likely = list(map(mul, likely, acceptances))
     return found
 
 

@@ -260,7 +260,7 @@ class DraftPolicy:
             base_s + more_s + draft_len * draft_kv_s
             for draft_len, base_s in enumerate(costs.base_s)
         ]
-        likely = likelihoods(*self._acceptance.of(rows), limits, most)
+        likely = likelihoods(self._acceptance.of(rows), limits, most)
         by_draft_len = goodputs(likely, count, seconds)
         goodput = max(by_draft_len)
         best = known.draft_len = by_draft_len.index(goodput)

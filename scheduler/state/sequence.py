@@ -108,10 +108,9 @@ class Sequence:
     draft_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
     """accepted_at[j]: in how many steps draft token j was accepted."""
-    tried: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Draft tokens that were checked lately, older ones counting less: first ones of a step, and
-    those behind an accepted one. See `acceptance`."""
-    agreed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    tried: float = 0.0
+    """Draft tokens that were checked lately, older ones counting less; see `acceptance`."""
+    agreed: float = 0.0
     """Those of them that the target agreed with."""
     id: str = field(init=False)
     length: int = field(init=False)
