@@ -14,9 +14,10 @@ from random import Random
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, Reject, ReplicaSpec, Request, StepDone
 from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_rank
+from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.workload import WorkloadRequest
-from scheduler.simulation.world import FaultPlan, Outcome, VirtualClock, World
+from scheduler.simulation.world import FaultPlan, Outcome, World
 from scheduler.status import PoolStatus
 
 SAMPLES_MAX = 100

@@ -11,7 +11,6 @@ the lease, and the replica joins again under a new id.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from scheduler.messages import (
     Tick,
 )
 from scheduler.scheduler import Scheduler
+from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.replica import SimulatedReplica
 
@@ -74,33 +74,6 @@ class FaultPlan:
     """Silence after which a replica is declared lost."""
     rejoin_s: float = 0.5
     """Time from then until it joins again under a new id."""
-
-
-class VirtualClock:
-    """What is planned happens in order of time, and of planning at the same time.
-
-    Several worlds may share one.
-    """
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._planned = 0
-
-    def at(self, at_s: float, happen: Callable[[], None]) -> None:
-        """Plans a call; one that lies in the past happens next."""
-        self._planned += 1
-        heapq.heappush(self._heap, (max(at_s, self.now_s), self._planned, happen))
-
-    def after(self, delay_s: float, happen: Callable[[], None]) -> None:
-        self.at(self.now_s + delay_s, happen)
-
-    def run(self, until_s: float = float("inf")) -> None:
-        """Makes all planned calls, or those until a time."""
-        heap = self._heap
-        while heap and heap[0][0] <= until_s:
-            self.now_s, _, happen = heapq.heappop(heap)
-            happen()
 
 
 @dataclass(slots=True)
