@@ -33,8 +33,7 @@ serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 # for processes that start, and for others to be missed.
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
-KILLS := $(wildcard tests/integration/test_failures_*.py) \
-	$(patsubst %,tests/integration/test_%.py,lifecycle nodes ranks shards)
+KILLS := tests/integration/failures
 LOGS := .pytest_cache/make
 # Into a file, not a pipe: whoever reads a pipe waits for every process that a test left behind.
 PYTEST = @mkdir -p $(LOGS); timeout --foreground -k 30 30m $(BIN)/python -m pytest $(1) >$(LOGS)/$@ 2>&1; \
@@ -132,7 +131,7 @@ explore: $(SETUP)  ## property tests on other examples each time; what they prin
 
 fuzz: SEED ?= 0
 fuzz: $(SETUP)  ## 29,000 drawn requests, sound, broken and odd, against both APIs: SEED=0
-	$(BIN)/python -m tests.cluster.frontend.fuzz_http --seed $(SEED)
+	$(BIN)/python -m tests.cluster.frontend.fuzz.http --seed $(SEED)
 
 chaos: SEED ?= 1
 chaos: MINUTES ?= 2

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from cluster.client import Client
 from protos import lockstep_pb2 as pb
 from tests.chaos.hosted import HostedCluster
-from tests.cluster.frontend.fuzz_messages import ANY
+from tests.cluster.frontend.fuzz.messages import ANY
 from tests.integration.conftest import Expected
 
 pytestmark = pytest.mark.ray

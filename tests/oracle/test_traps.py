@@ -5,7 +5,8 @@ Elsewhere: 2, 6 and 9, a stop token in the prompt, lengths with padding in them,
 end, in tests/scheduler and tests/sim; 3 and 7, the bonus token, and 4, a draft that reads all anew,
 in tests/replicas/test_eqspec.py; 8, the caller's order, and 12, sampling that depends on batch
 mates, in the oracle of drafters and of sampling; 10, unlike vocabularies, in
-tests/replicas/test_pair.py; 13, log-probabilities of the draft, in tests/oracle/test_decoding.py.
+tests/replicas/models/test_pair.py; 13, log-probabilities of the draft, in
+tests/oracle/test_decoding.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from cluster.worker import resources
 from replicas import replica as replica_module
 from replicas.memory import MemoryPlan, plan_memory
 from replicas.replica import Replica
-from tests.replicas.test_pair import WORDS, save_model
+from tests.replicas.models.test_pair import WORDS, save_model
 
 RUN = CliRunner()
 

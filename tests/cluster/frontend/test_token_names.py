@@ -21,10 +21,10 @@ from protos import lockstep_pb2 as pb
 from replicas import decoding
 from replicas.config import ReplicaConfig
 from tests.cluster.fakes import CONTEXT, VOCAB, load_fake_text
+from tests.cluster.frontend.http_api.test_openai import post
+from tests.cluster.frontend.http_api.test_tokens_api import post as post_tokens
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend
-from tests.cluster.frontend.test_openai import post
-from tests.cluster.frontend.test_tokens_api import post as post_tokens
-from tests.cluster.frontend.test_tools import ASKED, HERMES_TEMPLATE, TOOLS
+from tests.cluster.frontend.tools.test_tools import ASKED, HERMES_TEMPLATE, TOOLS
 
 WORDS = "one two ##s three"
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.cluster.frontend.test_openai import events, post
-from tests.cluster.frontend.test_openai_decoding import served
-from tests.cluster.frontend.test_tokens_api import post as post_tokens
-from tests.cluster.frontend.test_tools import ASKED, HERMES_TEMPLATE, served_with
+from tests.cluster.frontend.http_api.test_openai import events, post
+from tests.cluster.frontend.http_api.test_openai_decoding import served
+from tests.cluster.frontend.http_api.test_tokens_api import post as post_tokens
+from tests.cluster.frontend.tools.test_tools import ASKED, HERMES_TEMPLATE, served_with
 
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 TURN = {"role": "assistant", "content": "", "tool_calls": [CALL]}

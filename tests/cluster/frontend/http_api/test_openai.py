@@ -20,9 +20,9 @@ from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
+from tests.cluster.frontend.http_api.test_http import Answer, http
 from tests.cluster.frontend.rig import CONFIG, PROMPT, Context, frontend
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
-from tests.cluster.frontend.test_http import Answer, http
 from tests.cluster.wire import until
 
 MODEL = "tiny"

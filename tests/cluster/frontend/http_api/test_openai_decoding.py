@@ -32,8 +32,8 @@ from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
 from replicas.replica import Replica
+from tests.cluster.frontend.http_api.test_openai import events, post
 from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream
-from tests.cluster.frontend.test_openai import events, post
 from tests.cluster.scripted import joined
 
 PROMPT = "def add(a, b):\n"

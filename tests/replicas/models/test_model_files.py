@@ -17,7 +17,7 @@ from replicas.config import ReplicaConfig
 from replicas.models.load import PairRefused, resolve
 from replicas.models.pair import load_pair
 from tests.replicas.heads import layer_config, save_head
-from tests.replicas.test_pair import WORDS, save_model
+from tests.replicas.models.test_pair import WORDS, save_model
 
 MODEL_CODE = """
 from pathlib import Path

@@ -5,7 +5,7 @@ what is well-formed is answered; calls whose clients leave leave no sequence and
 
 from __future__ import annotations
 
-from tests.cluster.frontend.fuzz_http import fuzz
+from tests.cluster.frontend.fuzz.http import fuzz
 
 
 async def test_drawn_requests_are_answered_or_refused_and_leave_nothing() -> None:

@@ -22,9 +22,9 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.tools.use import ToolFormat, tool_format
 from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
+from tests.cluster.frontend.http_api.test_openai import events, post
+from tests.cluster.frontend.http_api.test_openai_decoding import PAIR, text
 from tests.cluster.frontend.rig import CONFIG, Context, frontend
-from tests.cluster.frontend.test_openai import events, post
-from tests.cluster.frontend.test_openai_decoding import PAIR, text
 
 HERMES_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"

@@ -1,6 +1,6 @@
 """Sends drawn requests to a frontend with the tiny pair behind it, and counts the answers.
 
-`python -m tests.cluster.frontend.fuzz_http --requests 20000 --well-formed 2000 --disconnects 1000`
+`python -m tests.cluster.frontend.fuzz.http --requests 20000 --well-formed 2000 --disconnects 1000`
 ends with status 1 where an answer is a 5xx or ends as one, does not come or is an error in another
 shape than OpenAI's, or a sequence is left.
 """
@@ -31,11 +31,11 @@ from cluster.frontend.http_api.openai_models import ChatRequest, CompletionReque
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.replica import Replica
-from tests.cluster.frontend import fuzz_messages, fuzz_requests as draw
+from tests.cluster.frontend.fuzz import messages as fuzz_messages, requests as draw
+from tests.cluster.frontend.http_api.test_http import http
+from tests.cluster.frontend.http_api.test_openai_decoding import PAIR, text
 from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream
-from tests.cluster.frontend.test_http import http
-from tests.cluster.frontend.test_openai_decoding import PAIR, text
-from tests.cluster.frontend.test_tools import HERMES_TEMPLATE
+from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
 
 ANSWER_S = 60.0
 """An answer that takes longer hangs."""

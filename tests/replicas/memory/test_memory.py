@@ -38,7 +38,7 @@ from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy
-from tests.replicas.test_pair import WORDS, save_model
+from tests.replicas.models.test_pair import WORDS, save_model
 from tests.tiny_pairs import _SHAPE, target_model, tiny_pair, tiny_replica
 
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from cluster.frontend.http_api.app import http_app
+from tests.cluster.frontend.http_api.test_openai import events, post, served
+from tests.cluster.frontend.http_api.test_openai_decoding import served as served_tiny, text
+from tests.cluster.frontend.http_api.test_tokens_api import beginning
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 from tests.cluster.frontend.test_chat import TEXT
-from tests.cluster.frontend.test_openai import events, post, served
-from tests.cluster.frontend.test_openai_decoding import served as served_tiny, text
-from tests.cluster.frontend.test_tokens_api import beginning
-from tests.cluster.frontend.test_tools import ASKED, HERMES_TEMPLATE, served_with
+from tests.cluster.frontend.tools.test_tools import ASKED, HERMES_TEMPLATE, served_with
 
 BEGIN = "<s>"
 """That token has the id 0; a text becomes tokens with one before it."""

@@ -17,11 +17,11 @@ from fastapi import FastAPI
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
+from tests.cluster.frontend.http_api.test_http import Answer
+from tests.cluster.frontend.http_api.test_openai import TURNS_JSON, post, served
+from tests.cluster.frontend.http_api.test_openai_decoding import served as served_tiny
 from tests.cluster.frontend.rig import CONFIG, PROMPT
-from tests.cluster.frontend.test_http import Answer
-from tests.cluster.frontend.test_openai import TURNS_JSON, post, served
-from tests.cluster.frontend.test_openai_decoding import served as served_tiny
-from tests.cluster.frontend.test_tools import ASKED, HERMES_TEMPLATE, TOOLS, served_with
+from tests.cluster.frontend.tools.test_tools import ASKED, HERMES_TEMPLATE, TOOLS, served_with
 
 Frontend = Callable[[], AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]]
 Event = tuple[str, dict[str, Any]]

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from cluster.config_sources import from_args
 from cluster.frontend.http_api.app import http_app
 from tests.cluster.fakes import tokenizer
+from tests.cluster.frontend.http_api.test_http import Answer, http
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 from tests.cluster.frontend.test_chat import TEXT
-from tests.cluster.frontend.test_http import Answer, http
-from tests.cluster.frontend.test_tools import HERMES_TEMPLATE
+from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
 
 TURNS = [{"role": "user", "content": "the fox?"}]
 TOOL = {"type": "function", "function": {"name": "look"}}

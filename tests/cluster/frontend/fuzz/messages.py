@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.fuzz_requests import IDS, RANGES, SCHEMA, STRUCTURES, TEXT, Values
+from tests.cluster.frontend.fuzz.requests import IDS, RANGES, SCHEMA, STRUCTURES, TEXT, Values
 
 T = TypeVar("T")
 
