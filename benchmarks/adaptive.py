@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from benchmarks.report import table, write_json
+from benchmarks.shared.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (

@@ -2,8 +2,8 @@
 
     python -m benchmarks.autoscaling [--json FILE] [--plot FILE]
 
-Starts Ray, Serve, the pool and up to four synthetic replicas (benchmarks/synthetic.py) on this
-machine. Requests arrive as a seeded Poisson process whose rate follows a given profile; every
+Starts Ray, Serve, the pool and up to four synthetic replicas (`benchmarks.shared.synthetic`) on
+this machine. Requests arrive as a seeded Poisson process whose rate follows a given profile; every
 answer is compared with the reference output. Written: offered load, replicas, waiting, latency by
 time.
 """
@@ -23,8 +23,8 @@ from typing import Any
 import grpc
 from ray import serve
 
-from benchmarks.report import table, write_json
-from benchmarks.synthetic import Speed, synthetic_loader, synthetic_spec
+from benchmarks.shared.report import table, write_json
+from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.bench.figures import percentile
 from cluster.bench.plots import Plot, line, to_svg

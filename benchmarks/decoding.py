@@ -18,8 +18,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.drafters import asked, question_parser, replica_config
-from benchmarks.measured import MeasuredWay, side_by_side
-from benchmarks.oracle import OracleDrafter
+from benchmarks.shared.measured import MeasuredWay, side_by_side
+from benchmarks.shared.oracle import OracleDrafter
 from replicas.decoding import grammar_of, load_grammars
 from replicas.models.load import resolve
 from replicas.models.pair import load_pair

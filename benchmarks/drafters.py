@@ -23,8 +23,8 @@ from uuid import uuid4
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.measured import MeasuredWay, side_by_side
-from benchmarks.oracle import OracleDrafter, oracle_replica
+from benchmarks.shared.measured import MeasuredWay, side_by_side
+from benchmarks.shared.oracle import OracleDrafter, oracle_replica
 from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Seen

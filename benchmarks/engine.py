@@ -24,9 +24,9 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.measured import MeasuredWay, over_rounds, side_by_side
-from benchmarks.prompts import benchmark_tokens
-from benchmarks.report import machine, table, write_json
+from benchmarks.shared.measured import MeasuredWay, over_rounds, side_by_side
+from benchmarks.shared.prompts import benchmark_tokens
+from benchmarks.shared.report import machine, table, write_json
 from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, take_turns
 from cluster.bench.transformers_runs import Assistance, Transformers
 from replicas.config import ReplicaConfig

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.drafters import asked, generated, question_parser, replica_config
-from benchmarks.oracle import OracleDrafter
+from benchmarks.shared.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
 from replicas.decoding import grammar_of
 from replicas.drafters.eagle3.planted import planted_head, planted_tensors

@@ -18,8 +18,8 @@ from statistics import median, quantiles
 
 from transformers import AutoTokenizer
 
-from benchmarks.prompts import benchmark_tokens
-from benchmarks.report import table, write_json
+from benchmarks.shared.prompts import benchmark_tokens
+from benchmarks.shared.report import table, write_json
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.engine import drive
 from cluster.bench.figures import first_token_times

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.report import table, write_json
+from benchmarks.shared.report import table, write_json
 from cluster.garbage import collect_seldom
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (

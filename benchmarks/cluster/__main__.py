@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.cluster.load import WAYS
 from benchmarks.cluster.parts import measure_real, measure_synthetic
-from benchmarks.report import machine, table, write_json
-from benchmarks.synthetic import Speed
+from benchmarks.shared.report import machine, table, write_json
+from benchmarks.shared.synthetic import Speed
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 

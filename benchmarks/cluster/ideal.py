@@ -10,7 +10,7 @@ from random import Random
 from statistics import fmean
 
 from benchmarks.cluster.load import Base, Load
-from benchmarks.synthetic import Speed
+from benchmarks.shared.synthetic import Speed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request
 from scheduler.simulation import FaultPlan, World

@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 import ray
 
-from benchmarks.processes import cluster_processes
+from benchmarks.shared.processes import cluster_processes
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb

@@ -23,8 +23,8 @@ from benchmarks.cluster.load import (
     fresh_salt,
     run,
 )
-from benchmarks.prompts import benchmark_tokens
-from benchmarks.synthetic import Speed, synthetic_loader, synthetic_spec
+from benchmarks.shared.prompts import benchmark_tokens
+from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.engine import drive

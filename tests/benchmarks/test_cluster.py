@@ -9,7 +9,7 @@ import pytest
 from benchmarks.cluster.ideal import PLAYS, ideal
 from benchmarks.cluster.load import Load, percentiles
 from benchmarks.cluster.parts import load_of
-from benchmarks.synthetic import Speed
+from benchmarks.shared.synthetic import Speed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import ReplicaSpec, Request
 from scheduler.simulation import reference_output

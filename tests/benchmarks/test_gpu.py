@@ -19,9 +19,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import device_runs, gpu
-from benchmarks.ceilings import ModelWork, Rates
-from benchmarks.device_runs import UNRECORDED, Mode
+from benchmarks.gpu import __main__ as gpu, runs
+from benchmarks.gpu.ceilings import ModelWork, Rates
+from benchmarks.gpu.runs import UNRECORDED, Mode
 from replicas.config import ReplicaConfig
 from replicas.cuda import graphs
 from replicas.models.pair import Pair
@@ -71,12 +71,12 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
     assert written["modes"]["gather"]["attention"] == "gather"
     assert written["follows"] == pytest.approx(0.7, abs=0.05)
     assert written["copy_gb_per_s"] > 0
-    runs = {(run["mode"], run["batch"], run["draft_len"]): run for run in written["runs"]}
-    assert set(runs) == {
+    ran = {(run["mode"], run["batch"], run["draft_len"]): run for run in written["runs"]}
+    assert set(ran) == {
         *((mode, batch, k) for mode in OURS for batch in (1, 3) for k in (0, 3)),
         ("transformers", 8, 0),
     }
-    for (mode, batch, k), run in runs.items():
+    for (mode, batch, k), run in ran.items():
         # Not that the speed is below the ceiling: its rates were measured at another time.
         assert min(run["tokens_per_s"], run["ceiling"]) > 0
         assert run["compared"] == (8 if mode == "transformers" else max(batch, 2))
@@ -84,7 +84,7 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
             assert run["identical"] == run["compared"]
         if mode != "transformers":
             assert run["committed"] >= 1 + (k > 0) * 0.3
-            assert (run["ceiling"] > runs[mode, 1, k]["ceiling"]) == (batch > 1)
+            assert (run["ceiling"] > ran[mode, 1, k]["ceiling"]) == (batch > 1)
             assert (run["over_plain"] == 1.0) == (k == 0)
             assert run["over_usual"] > 0
             assert (run["over_usual"] == 1.0) == (mode == "plain")
@@ -102,7 +102,7 @@ def test_a_mode_that_fails_is_told_keeps_what_it_had_and_the_others_run(
     """And of no mode anything is alive when the next one begins."""
     figures_file = tmp_path / "figures.json"
     alive: list[weakref.ref[Any]] = []
-    lockstep, load = device_runs.lockstep, device_runs.load_pair
+    lockstep, load = runs.lockstep, runs.load_pair
 
     def loaded(config: ReplicaConfig) -> Pair:
         assert not any(one() for one in alive)
@@ -115,8 +115,8 @@ def test_a_mode_that_fails_is_told_keeps_what_it_had_and_the_others_run(
             raise torch.OutOfMemoryError("out of memory:\n  a | b")
         return lockstep(replica, *args)
 
-    monkeypatch.setattr(device_runs, "load_pair", loaded)
-    monkeypatch.setattr(device_runs, "lockstep", run)
+    monkeypatch.setattr(runs, "load_pair", loaded)
+    monkeypatch.setattr(runs, "lockstep", run)
     asked = [*SMALL, "--attention", "gather", "--json", str(figures_file)]
     assert gpu.main(asked) == 1
     written = json.loads(figures_file.read_text())
@@ -138,7 +138,7 @@ def test_a_run_that_is_cut_off_leaves_the_modes_that_it_had(
         raise KeyboardInterrupt
 
     figures_file = tmp_path / "figures.json"
-    monkeypatch.setattr(device_runs, "generate", cut_off)
+    monkeypatch.setattr(runs, "generate", cut_off)
     with pytest.raises(KeyboardInterrupt):
         gpu.main([*SMALL, "--json", str(figures_file)])
     written = json.loads(figures_file.read_text())
@@ -175,12 +175,12 @@ def test_steps_that_run_unrecorded_are_told_by_the_warning_that_replicas_give(
         warnings.warn("something else", stacklevel=1)
         return {}
 
-    monkeypatch.setattr(device_runs, "measure", warned)
+    monkeypatch.setattr(runs, "measure", warned)
     mode = Mode(ReplicaConfig(device="cpu"))
-    device_runs.attempt("plain", mode, Namespace(), Rates(1.0, 1.0))
+    runs.attempt("plain", mode, Namespace(), Rates(1.0, 1.0))
     assert mode.unrecorded == [f"{UNRECORDED}: 1: no memory", f"{UNRECORDED}: 2: no memory"]
     assert "something else" in capsys.readouterr().err
-    assert len(device_runs.one_line("x" * 5000)) == 300
+    assert len(runs.one_line("x" * 5000)) == 300
 
 
 def test_the_work_of_qwen3_8b_is_what_its_sizes_say_and_a_batch_shares_the_weights() -> None:

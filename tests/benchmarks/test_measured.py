@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 
 from benchmarks.engine import lockstep_name, sampled_runs, summary
-from benchmarks.measured import MeasuredWay, StepFigures
+from benchmarks.shared.measured import MeasuredWay, StepFigures
 from cluster.bench.compare import Contender
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.measured import MeasuredWay, side_by_side
+from benchmarks.shared.measured import MeasuredWay, side_by_side
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.tiny_pairs import tiny_replica

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-from benchmarks.report import machine, table
+from benchmarks.shared.report import machine, table
 from tests.chaos.kills import Kind
 from tests.chaos.phases import run_all
 from tests.chaos.report import is_clean, sentences

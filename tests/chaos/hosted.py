@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.processes import Process, cluster_processes
+from benchmarks.shared.processes import Process, cluster_processes
 from cluster.client import Client
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-from benchmarks.processes import Process
+from benchmarks.shared.processes import Process
 from tests.chaos.hosted import HostedCluster
 
 

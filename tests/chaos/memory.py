@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import linear_regression, pvariance
 from typing import Any
 
-from benchmarks.processes import Process, resident_mib
+from benchmarks.shared.processes import Process, resident_mib
 from tests.chaos.hosted import HostedCluster
 
 EVERY_S = 5.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.processes import lives
+from benchmarks.shared.processes import lives
 from replicas.config import ReplicaConfig
 from scheduler.messages import Batch, BatchKind, StepResult
 from tests.cluster.fakes import VOCAB, FakeReplica

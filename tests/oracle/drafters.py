@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from benchmarks.oracle import OracleDrafter
+from benchmarks.shared.oracle import OracleDrafter
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftSource
 from replicas.drafters.suffix import SuffixSource

@@ -17,7 +17,7 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.oracle import OracleDrafter
+from benchmarks.shared.oracle import OracleDrafter
 from cluster.local_engine import REPLICA_ID, LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters.model import ModelSource

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.processes import KINDS, lives
+from benchmarks.shared.processes import KINDS, lives
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.load import Outcome, all_right, fake_asks, serve
 from tests.cluster.fakes import fake_loader, load_fake_text

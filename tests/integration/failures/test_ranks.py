@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.processes import Process, lives
+from benchmarks.shared.processes import Process, lives
 from cluster.client import Client
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig

@@ -40,9 +40,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.ceilings import measure_rates
-from benchmarks.device_runs import GENERATE_BATCH, HEAD, TRANSFORMERS, USUAL, Mode, attempt, free
-from benchmarks.report import machine, table, write_json
+from benchmarks.gpu.ceilings import measure_rates
+from benchmarks.gpu.runs import GENERATE_BATCH, HEAD, TRANSFORMERS, USUAL, Mode, attempt, free
+from benchmarks.shared.report import machine, table, write_json
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3.planted import PLANTED_HEAD
 from replicas.models.load import resolve_device

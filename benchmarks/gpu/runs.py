@@ -14,7 +14,7 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.ceilings import ModelWork, Rates
+from benchmarks.gpu.ceilings import ModelWork, Rates
 from cluster.bench.transformers_runs import Transformers
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
