@@ -13,13 +13,12 @@ nor torch.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import table, write_json
 from cluster.local_engine import REPLICA_ID, LocalEngine
 from scheduler.config import SchedulerConfig
@@ -223,9 +222,8 @@ def measure_far_apart(rows: int, long: tuple[int, int]) -> FarApart:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     found = [measure(mix, MIXES[mix], rows) for mix in MIXES for rows in args.rows]
     tiled = [

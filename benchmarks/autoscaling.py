@@ -10,10 +10,9 @@ time.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any
 import grpc
 from ray import serve
 
-from benchmarks.shared.report import table, write_json
+from benchmarks.shared.command_line import parser_of
+from benchmarks.shared.report import percentiles, table, write_json
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.bench.figures import percentile
@@ -39,6 +39,7 @@ PROFILE = ((0, 0.0), (5, 0.02), (80, 1.0), (130, 1.0), (200, 0.02), (230, 0.0))
 """(seconds, share of the peak rate); straight lines between."""
 END_S = 300.0
 """The last replica must be gone by then."""
+PERCENTILES = (50, 90, 99)
 SLOT_S = 5
 """Requests that arrive in the same slot are one point of the picture."""
 SPEED = Speed(step_s=0.04, prefill_s=0.04, start_s=3.0, acceptance=0.7)
@@ -57,11 +58,8 @@ LATENCY = ("s", "first_p50", "first_p95", "total_p50", "total_p95")
 """Columns of what is written over time, as lines of comma-separated values."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    at_s: float
-    prompt: tuple[int, ...]
-    new_tokens: int
+Load = Sequence[tuple[float, Request]]
+"""Requests and when each arrives."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +92,15 @@ def share_at(at_s: float) -> float:
     return 0.0
 
 
-def arrivals(rng: Random, peak_per_s: float, vocab_size: int) -> list[Arrival]:
+def arrivals(rng: Random, peak_per_s: float, vocab_size: int) -> Load:
     """A Poisson process at the peak rate, thinned to the profile."""
-    made: list[Arrival] = []
+    made: list[tuple[float, Request]] = []
     for at_s in poisson(peak_per_s, rng):
         if at_s >= PROFILE[-1][0]:
             break
         if rng.random() < share_at(at_s):
             prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.choice((16, 64, 256))))
-            made.append(Arrival(at_s, prompt, rng.choice((32, 96, 192))))
+            made.append((at_s, Request("", prompt, rng.choice((32, 96, 192)))))
     return made
 
 
@@ -121,23 +119,23 @@ class Run:
     def now_s(self) -> float:
         return time.monotonic() - self._start_s
 
-    async def play(self, load: Sequence[Arrival]) -> None:
+    async def play(self, load: Load) -> None:
         """Returns when every request has ended and the last replica is gone."""
         self._start_s = time.monotonic()
         watching = asyncio.create_task(self._watch())
         asked = []
-        for arrival in load:
-            await asyncio.sleep(max(0.0, arrival.at_s - self.now_s()))
-            asked.append(asyncio.create_task(self._ask(arrival)))
+        for at_s, request in load:
+            await asyncio.sleep(max(0.0, at_s - self.now_s()))
+            asked.append(asyncio.create_task(self._ask(request)))
         await asyncio.gather(*asked)
         self._over = True
         await watching
 
-    async def _ask(self, arrival: Arrival) -> None:
+    async def _ask(self, request: Request) -> None:
         at_s = self.now_s()
         message = pb.GenerateRequest(
-            prompt_token_ids=pb.TokenIds(ids=arrival.prompt),
-            max_new_tokens=arrival.new_tokens,
+            prompt_token_ids=pb.TokenIds(ids=request.prompt),
+            max_new_tokens=request.max_new_tokens,
             ignore_eos=True,
         )
         try:
@@ -145,7 +143,6 @@ class Run:
         except grpc.RpcError as error:
             self.failures.append(f"{error.code().name}: {error.details()}")
             return
-        request = Request("", arrival.prompt, arrival.new_tokens)
         expected, _ = reference_output(request, self._vocab_size)
         answer = Answer(
             at_s,
@@ -182,15 +179,10 @@ def _replica_states() -> dict[str, int]:
     return {str(state): count for state, count in deployments["replica"].replica_states.items()}
 
 
-def offered(load: Iterable[Arrival], second: int, window_s: int = 5) -> float:
+def offered(load: Load, second: int, window_s: int = 5) -> float:
     """Tokens per second that were asked for in the seconds around this one."""
     low_s, high_s = second - window_s / 2, second + window_s / 2
-    return sum(a.new_tokens for a in load if low_s <= a.at_s < high_s) / window_s
-
-
-def percentiles(values: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {f"p{n}": round(percentile(ordered, n / 100), 3) for n in (50, 90, 99) if ordered}
+    return sum(one.max_new_tokens for at_s, one in load if low_s <= at_s < high_s) / window_s
 
 
 def one_replica(run: Run) -> float:
@@ -198,7 +190,7 @@ def one_replica(run: Run) -> float:
     return max((s.committed_per_s for s in run.samples if s.serving == 1), default=0.0)
 
 
-def figures(run: Run, load: Sequence[Arrival], full: float) -> dict[str, Any]:
+def figures(run: Run, load: Load, full: float) -> dict[str, Any]:
     """What the JSON holds; `full` is what full batches of one replica would commit per second."""
     phases = {"cold start": (0, 20), "rise": (20, 80), "plateau": (80, 130), "fall": (130, 300)}
     by_phase = {}
@@ -206,8 +198,8 @@ def figures(run: Run, load: Sequence[Arrival], full: float) -> dict[str, Any]:
         some = [answer for answer in run.answers if from_s <= answer.at_s < to_s]
         by_phase[name] = {
             "requests": len(some),
-            "first_token_s": percentiles(answer.first_token_s for answer in some),
-            "total_s": percentiles(answer.total_s for answer in some),
+            "first_token_s": percentiles((one.first_token_s for one in some), PERCENTILES),
+            "total_s": percentiles((one.total_s for one in some), PERCENTILES),
         }
     replica_s = sum(a.serving * (b.at_s - a.at_s) for a, b in pairwise(run.samples))
     most = max(sample.serving for sample in run.samples)
@@ -286,7 +278,7 @@ def picture(found: dict[str, Any]) -> str:
     )
 
 
-async def measure(config: ClusterConfig, load: Sequence[Arrival], vocab_size: int) -> Run:
+async def measure(config: ClusterConfig, load: Load, vocab_size: int) -> Run:
     async with AsyncClient(f"localhost:{config.server.grpc_port}", retry=NO_RETRY) as client:
         run = Run(client, vocab_size)
         await run.play(load)
@@ -295,11 +287,10 @@ async def measure(config: ClusterConfig, load: Sequence[Arrival], vocab_size: in
 
 def main() -> None:
     """Parse the command line, start a cluster, play the load, print and write, stop the cluster."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--peak", type=float, default=14.0, help="requests/s at the peak")
     parser.add_argument("--grpc-port", type=int, default=9230)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write the picture here, as SVG")
     args = parser.parse_args()
 
@@ -326,7 +317,7 @@ def main() -> None:
         [name, phase["requests"], *phase["first_token_s"].values(), *phase["total_s"].values()]
         for name, phase in found["phases"].items()
     ]
-    print(table(("phase", "requests", *(["p50", "p90", "p99"] * 2)), rows))
+    print(table(("phase", "requests", *([f"p{n}" for n in PERCENTILES] * 2)), rows))
     print({name: value for name, value in found.items() if not isinstance(value, dict | list)})
     print(*sorted(set(run.failures)), sep="\n")
     settings = {"seed": args.seed, "peak_per_s": args.peak, "speed": vars(SPEED)}

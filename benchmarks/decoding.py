@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer
 from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.shared.measured import MeasuredWay, side_by_side
 from benchmarks.shared.oracle import OracleDrafter
+from benchmarks.shared.report import write_json
 from replicas.decoding import grammar_of, load_grammars
 from replicas.models.load import resolve
 from replicas.models.pair import load_pair
@@ -107,8 +107,7 @@ def main() -> None:
                 f" {median(over):.3f} of plain, {way.figures.committed_per_step:.2f} tokens",
                 flush=True,
             )
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=1))
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

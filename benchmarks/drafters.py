@@ -23,8 +23,10 @@ from uuid import uuid4
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.measured import MeasuredWay, side_by_side
 from benchmarks.shared.oracle import OracleDrafter, oracle_replica
+from benchmarks.shared.report import write_json
 from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Seen
@@ -53,7 +55,7 @@ def question_parser(
     about: str, n: int, new_tokens: int, batches: list[int]
 ) -> argparse.ArgumentParser:
     """A command line for benchmarks that ask questions, with these defaults."""
-    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser = parser_of(about)
     parser.add_argument(
         "--target", required=True, help="Directory or hub name, with a chat template."
     )
@@ -63,7 +65,6 @@ def question_parser(
     parser.add_argument("--context-len", type=int, default=1536)
     parser.add_argument("--batches", type=int, nargs="+", default=batches)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="File for all figures.")
     return parser
 
 
@@ -102,10 +103,6 @@ def replica_config(args: argparse.Namespace, speculative: dict[str, Any]) -> Rep
         kv_blocks=args.batches[-1] * args.context_len // 16,
         prefix_sharing=False,
     )
-
-
-def replica_of(args: argparse.Namespace, speculative: dict[str, Any]) -> Replica:
-    return Replica.load(replica_config(args, speculative))
 
 
 def generated(target: str, requests: Sequence[Request]) -> list[list[int]]:
@@ -183,17 +180,17 @@ def main() -> None:
                 for number, one in enumerate(requests)
             ]
     oracle: OracleDrafter | None = None
+    suffix = replica_config(args, {"method": "suffix"})
     replicas = {
-        PLAIN: replica_of(args, {"method": "none"}),
-        "suffix, k chosen": replica_of(args, {"method": "suffix"}),
-        f"suffix, k {args.fixed}": replica_of(args, {"method": "suffix"}),
+        PLAIN: Replica.load(replica_config(args, {"method": "none"})),
+        "suffix, k chosen": Replica.load(suffix),
+        f"suffix, k {args.fixed}": Replica.load(suffix),
     }
     if args.head is not None:
-        head = {"method": "eagle3", "model": args.head}
-        replicas["head, k chosen"] = replica_of(args, head)
+        head = replica_config(args, {"method": "eagle3", "model": args.head})
+        replicas["head, k chosen"] = Replica.load(head)
         if args.oracle is not None:
-            made = oracle_replica(replica_config(args, head), args.oracle)
-            replicas["oracle, k chosen"], oracle = made
+            replicas["oracle, k chosen"], oracle = oracle_replica(head, args.oracle)
     figures: dict[str, Any] = {"settings": vars(args), "ratios": [], "runs": []}
     outputs: list[list[int]] = []
     for kind, requests in kinds.items():
@@ -249,8 +246,7 @@ def main() -> None:
         f"suffix alone: {figures['suffix_us']:.1f} us per row and step at 10,000 tokens,"
         f" {figures['suffix_mb_of_1000']:.1f} MB for 1,000 outputs"
     )
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=1))
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

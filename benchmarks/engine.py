@@ -24,12 +24,12 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.shared.command_line import add_pair, pair_config, parser_of
 from benchmarks.shared.measured import MeasuredWay, over_rounds, side_by_side
 from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.report import machine, table, write_json
 from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, take_turns
 from cluster.bench.transformers_runs import Assistance, Transformers
-from replicas.config import ReplicaConfig
 from replicas.models.load import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -55,15 +55,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     begun_s = perf_counter()
-    config = ReplicaConfig(
-        target=args.target,
-        draft=args.draft,
-        device=args.device,
-        dtype=args.dtype,
-        torch_threads=args.threads,
-        # The same prompts come in every round.
-        prefix_sharing=False,
-    )
+    config = pair_config(args)
     models = Transformers.load(config)
     replica = Replica.load(config)
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
@@ -228,18 +220,15 @@ def sampled_runs(
         way = MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=k))
         outputs = way(drawn)
         expected = expected or outputs
-        name = sampled_name(batch, k)
+        name = f"sampled, {lockstep_name(batch, k)}"
         same = sum(a == b for a, b in zip(outputs, expected, strict=True))
         figures[name], identical[name] = asdict(way.figures), f"{same} of {len(outputs)}"
     return figures, identical
 
 
-def sampled_name(batch: int, draft_len: int) -> str:
-    return f"sampled, {lockstep_name(batch, draft_len)}"
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
+    add_pair(parser)
     parser.add_argument("--prompts", type=Path, help="JSON lines with `prompt` or `turns`")
     parser.add_argument("--limit", type=int, default=64, help="number of prompts")
     parser.add_argument(
@@ -255,12 +244,6 @@ def _arguments() -> argparse.Namespace:
         help="'auto' chooses by measurement; 0 has to be among them",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--target", default="tiny")
-    parser.add_argument("--draft", default="tiny")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=None, help="torch's intra-op threads")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     if 0 not in args.draft_lens:
         parser.error("--draft-lens: 0 has to be among them")

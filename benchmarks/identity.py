@@ -113,7 +113,7 @@ def replica_with(
     if name == "suffix":
         return Replica.load(replica_config(args, {"method": "suffix"}))
     if name == "head":
-        head = Path(args.json).with_suffix(".head")
+        head = args.json.with_suffix(".head")
         save_random_head(head, args.target)
         return Replica.load(replica_config(args, {"method": "eagle3", "model": str(head)}))
     config = replica_config(args, NONE)
@@ -141,7 +141,7 @@ def main() -> None:
         replace(request, id=f"json {request.id}", decoding=in_json(request, number))
         for number, request in enumerate(greedy)
     ]
-    path = Path(args.json)
+    path: Path = args.json
     said: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if "generate" not in said:
         said["generate"] = generated(args.target, greedy)

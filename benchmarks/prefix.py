@@ -10,21 +10,19 @@ compared.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median, quantiles
 
 from transformers import AutoTokenizer
 
+from benchmarks.shared.command_line import add_pair, pair_config, parser_of
 from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.report import table, write_json
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.engine import drive
 from cluster.bench.figures import first_token_times
 from cluster.local_engine import LocalEngine
-from replicas.config import ReplicaConfig
 from replicas.models.load import resolve
 from replicas.models.pair import load_pair
 from replicas.replica import Replica
@@ -69,28 +67,17 @@ def serve(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default="tiny")
-    parser.add_argument("--draft", default="tiny")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=None, help="torch's intra-op threads")
+    parser = parser_of(__doc__)
+    add_pair(parser)
     parser.add_argument("--system", type=int, default=200, help="tokens that all prompts share")
     parser.add_argument("--own", type=int, default=24, help="tokens of each prompt's own")
     parser.add_argument("--new", type=int, default=32, help="tokens per answer")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--in-flight", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    config = ReplicaConfig(
-        target=args.target,
-        draft=args.draft,
-        device=args.device,
-        dtype=args.dtype,
-        torch_threads=args.threads,
-    )
+    config = pair_config(args)
     pair = load_pair(config)
     replicas = [
         Replica(pair, config.model_copy(update={"prefix_sharing": sharing}))

@@ -14,15 +14,14 @@ between them. The scheduler itself needs neither Ray nor torch.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
-from pathlib import Path
 from statistics import fmean, median
 
+from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import table, write_json
 from cluster.garbage import collect_seldom
 from scheduler.config import SchedulerConfig
@@ -253,9 +252,8 @@ def probe_us() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, default=2000, help="batches answered per round")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     collect_seldom()  # as the pool's process does
     costs: list[Cost] = []

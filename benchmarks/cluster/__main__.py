@@ -12,13 +12,13 @@ takes any. Latencies are the clients'; CPU times are the kernel's, by kind of pr
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.load import WAYS
 from benchmarks.cluster.parts import measure_real, measure_synthetic
+from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import machine, table, write_json
 from benchmarks.shared.synthetic import Speed
 from cluster.config import ClusterConfig
@@ -47,7 +47,7 @@ def rows_of(entries: list[dict[str, Any]]) -> list[tuple[object, ...]]:
 
 def main() -> None:
     """Parse the command line, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="real ones")
     parser.add_argument("--synthetic-replicas", type=int, nargs="+", default=[1, 4, 16])
@@ -64,7 +64,6 @@ def main() -> None:
     parser.add_argument("--draft", default="tiny")
     parser.add_argument("--prompts", type=Path, help="JSON lines with `prompt` or `turns`")
     parser.add_argument("--grpc-port", type=int, default=9210)
-    parser.add_argument("--json", type=Path, help="write the figures here; other parts stay")
     args = parser.parse_args()
 
     def config_of(replicas: int) -> ClusterConfig:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +23,10 @@ import aiohttp
 import ray
 
 from benchmarks.shared.processes import cluster_processes
+from benchmarks.shared.report import percentiles
+from cluster.bench.arrivals import Closed, Extent
+from cluster.bench.figures import Record, first_token_times, latencies
+from cluster.bench.load import drive
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb
@@ -53,40 +57,38 @@ class Load:
 
 @dataclass(frozen=True)
 class Base:
-    """What a load gives without the cluster, and the right tokens by request."""
+    """What a load gives without the cluster."""
 
     tokens_per_s: float
     latencies_s: tuple[float, ...]
-    tokens: Tokens
-
-
-@dataclass(frozen=True)
-class Served:
-    """One run of a load."""
-
-    tokens_per_s: float
-    latencies_s: tuple[float, ...]
-    """From a request's sending to its last token, by request."""
+    """From a request's sending to its last token."""
     tokens: Tokens
     """New tokens by request."""
-    cpu_s: Mapping[str, float]
-    """CPU time by kind of process; `client` is this one. Empty where it was not asked for."""
-    batches: int = 0
-    """Batches that the pool gave meanwhile."""
-    first_s: tuple[float, ...] = ()
-    """From a request's sending to its first token, of streams."""
-    chunks: int = 0
-    """Of all streams together."""
 
     def figures(self) -> dict[str, Any]:
         """What is written of it."""
+        latency_s = percentiles(self.latencies_s, (50, 99))
+        return {"tokens_per_s": round(self.tokens_per_s, 1), "latency_s": latency_s}
+
+
+@dataclass(frozen=True)
+class Served(Base):
+    """One run of a load through the cluster."""
+
+    cpu_s: Mapping[str, float]
+    """CPU time by kind of process; `client` is this one. Empty where it was not asked for."""
+    batches: int
+    """Batches that the pool gave meanwhile."""
+    first_s: Sequence[float]
+    """From a request's sending to its first token."""
+    chunks: int
+    """Of all streams together; 0 of unary calls."""
+
+    def figures(self) -> dict[str, Any]:
         requests = len(self.tokens)
-        found: dict[str, Any] = {
-            "tokens_per_s": round(self.tokens_per_s, 1),
-            "latency_s": percentiles(self.latencies_s),
-        }
+        found = super().figures()
         if self.chunks:
-            found["first_token_s"] = percentiles(self.first_s)
+            found["first_token_s"] = percentiles(self.first_s, (50, 99))
             found["chunks_per_request"] = round(self.chunks / requests, 1)
         if self.batches:
             found["batches"] = self.batches
@@ -161,10 +163,7 @@ async def compare(
     entry: dict[str, Any] = {
         "in_flight": load.in_flight,
         "requests": len(load.prompts),
-        "base": [
-            {"tokens_per_s": round(one.tokens_per_s, 1), "latency_s": percentiles(one.latencies_s)}
-            for one in bases
-        ],
+        "base": [one.figures() for one in bases],
     }
     for way in WAYS:
         pairs = zip(runs[way], bases, strict=True)
@@ -202,14 +201,7 @@ async def clients_of(config: ClusterConfig) -> AsyncIterator[Clients]:
         await client.wait_until_ready(120)
         while len((await client.status()).replicas) < config.replicas:
             await asyncio.sleep(0.1)
-        name = config.server.served_model_name or config.replica.target
-        yield Clients(client, http, name)
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The median and the 99th percentile; needs two values at least."""
-    cuts = quantiles(values, n=100, method="inclusive")
-    return {"p50": round(cuts[49], 4), "p99": round(cuts[98], 4)}
+        yield Clients(client, http, config.model_name)
 
 
 async def run(
@@ -217,39 +209,32 @@ async def run(
 ) -> Served:
     """The load once, in one of WAYS; with the processes' CPU time if batches are counted."""
     ask = {"unary": clients.unary, "stream": clients.stream, "sse": clients.sse}[way]
-    places = asyncio.Semaphore(load.in_flight)
-    latencies: dict[int, float] = {}
-    first: dict[int, float] = {}
     chunks = 0
     salt = fresh_salt()
+    outputs: Tokens = [[] for _ in load.prompts]
 
-    async def one(number: int, prompt: Sequence[int]) -> list[int]:
+    async def one(number: int, record: Record, now_s: Callable[[], float]) -> None:
         nonlocal chunks
-        async with places:
-            start = perf_counter()
-            tokens: list[int] = []
-            async for new in ask(prompt, load.new_tokens, salt):
-                chunks += 1
-                tokens.extend(new)
-                if tokens and number not in first:
-                    first[number] = perf_counter() - start
-            latencies[number] = perf_counter() - start
-            return tokens
+        async for new in ask(load.prompts[number], load.new_tokens, salt):
+            chunks += 1
+            if new:
+                record.chunks.append((now_s(), len(new)))
+                outputs[number].extend(new)
 
     processes = _processes() if count_batches else {}
     batches = count_batches() if count_batches else 0
     before = _cpu_s(processes)
     start = perf_counter()
-    outputs = list(await asyncio.gather(*(one(*each) for each in enumerate(load.prompts))))
+    records = await drive(one, Closed(load.in_flight), Extent(requests=len(outputs)))
     seconds = perf_counter() - start
     after = _cpu_s(processes)
     return Served(
         sum(map(len, outputs)) / seconds,
-        tuple(latencies[number] for number in range(len(load.prompts))),
+        tuple(latencies(records)),
         outputs,
         {kind: after[kind] - before[kind] for kind in after},
         count_batches() - batches if count_batches else 0,
-        tuple(first.values()),
+        first_token_times(records),
         chunks if way != "unary" else 0,
     )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from benchmarks.cluster.ideal import ideal
@@ -29,14 +29,12 @@ from cluster import app
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.engine import drive
 from cluster.bench.figures import latencies
+from cluster.bench.workload import HELD_OUT_LENGTHS, synthetic_prompts
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
 from cluster.local_engine import LocalEngine
 from replicas.replica import Replica
 from scheduler.messages import ReplicaSpec, Request
-
-LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of the synthetic replicas' prompts, in turn."""
 
 
 def measure_real(
@@ -131,10 +129,7 @@ def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
 
 
 def load_of(spec: ReplicaSpec, in_flight: int, requests: int, new_tokens: int) -> Load:
-    """Prompts of random tokens."""
-    rng = Random(0)
-    prompts = [
-        [rng.randrange(spec.vocab_size) for _ in range(LENGTHS[number % len(LENGTHS)])]
-        for number in range(requests)
-    ]
+    """Prompts of random tokens, as long as those of held-out text."""
+    lengths = cycle(HELD_OUT_LENGTHS)
+    prompts = synthetic_prompts(requests, lambda _rng: next(lengths), spec.vocab_size, seed=0)
     return Load(prompts, new_tokens, in_flight)

@@ -33,8 +33,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -42,6 +40,8 @@ import torch
 
 from benchmarks.gpu.ceilings import measure_rates
 from benchmarks.gpu.runs import GENERATE_BATCH, HEAD, TRANSFORMERS, USUAL, Mode, attempt, free
+from benchmarks.shared.command_line import parser_of
+from benchmarks.shared.measured import medians
 from benchmarks.shared.report import machine, table, write_json
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3.planted import PLANTED_HEAD
@@ -68,10 +68,7 @@ def rows_of(modes: dict[str, Mode]) -> list[dict[str, Any]]:
     for name, mode in modes.items():
         reference = mode.alone or usual.alone
         for (batch, k), runs in mode.rounds.items():
-            row: dict[str, Any] = {"mode": name, "batch": batch, "draft_len": k}
-            for what in asdict(runs[0]):
-                values = [getattr(run, what) for run in runs]
-                row[what] = None if None in values else median(values)
+            row: dict[str, Any] = {"mode": name, "batch": batch, "draft_len": k, **medians(runs)}
             pairs = zip(runs, mode.rounds[batch, 0], strict=False)
             row["over_plain"] = median(
                 run.tokens_per_s / plain.tokens_per_s for run, plain in pairs
@@ -152,7 +149,7 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run everything, print the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen3-8b", choices=sorted(DRAFTS))
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--device", default="auto")
@@ -171,7 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=sorted(ATTENTIONS),
         help="kinds to run beside the one that is chosen; default: all on a GPU, none on a CPU",
     )
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
 
     device, tiny = resolve_device(args.device), args.shape == "tiny"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks.gpu.ceilings import ModelWork, Rates
 from cluster.bench.transformers_runs import Transformers
+from cluster.bench.workload import synthetic_prompts
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters.model import ModelSource
@@ -24,6 +24,7 @@ from replicas.models.pair import Pair, load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
+from scheduler.simulation import uniform
 
 USUAL, TRANSFORMERS, HEAD = "plain", "transformers", "head"
 GENERATE_BATCH = 8
@@ -80,12 +81,9 @@ class Mode:
 
 def random_requests(n: int, vocab: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
     """Prompts of random ids, from half to the whole of `prompt_tokens` long."""
-    rng = random.Random(0)
-    lengths = [rng.randint(max(2, prompt_tokens // 2), prompt_tokens) for _ in range(n)]
-    return [
-        Request(str(i), tuple(rng.randrange(vocab) for _ in range(length)), new_tokens)
-        for i, length in enumerate(lengths)
-    ]
+    lengths = uniform(max(2, prompt_tokens // 2), prompt_tokens)
+    prompts = synthetic_prompts(n, lengths, vocab, seed=0)
+    return [Request(str(i), prompt, new_tokens) for i, prompt in enumerate(prompts)]
 
 
 def lockstep(

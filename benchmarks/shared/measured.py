@@ -41,11 +41,13 @@ class StepFigures:
 def over_rounds(runs: Sequence[StepFigures]) -> StepFigures:
     """The median of each figure."""
     assert runs, "nothing has run to its end"
-    overall: dict[str, Any] = {}
-    for name in asdict(runs[0]):
-        values = [getattr(run, name) for run in runs]
-        overall[name] = None if None in values else median(values)
-    return StepFigures(**overall)
+    return StepFigures(**medians(runs))
+
+
+def medians(runs: Sequence[Any]) -> dict[str, Any]:
+    """Of each field of a dataclass's instances; None where one of them has none."""
+    by_name = {name: [getattr(run, name) for run in runs] for name in asdict(runs[0])}
+    return {name: None if None in values else median(values) for name, values in by_name.items()}
 
 
 class MeasuredWay:

@@ -5,7 +5,6 @@ Must be called by a process that is connected to the cluster's Ray.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +59,3 @@ def lives(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state not in "ZX"
-
-
-def resident_mib(pid: int) -> float | None:
-    """Resident memory of a process in MiB; None when it is gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.report import machine
+from cluster.bench.figures import percentile
+from cluster.bench.report import machine, number
 
-__all__ = ["machine", "table", "write_json"]
+__all__ = ["machine", "percentiles", "table", "write_json"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table; floats to three digits."""
-    cells = [[_cell(value) for value in row] for row in rows]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in cells]
+    for row in rows:
+        cells = (number(value) if isinstance(value, float) else str(value) for value in row)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(value: object) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and value < 100
-        else (f"{value:.0f}" if isinstance(value, float) else str(value))
-    )
+def percentiles(values: Iterable[float], at: Sequence[int]) -> dict[str, float]:
+    """By name; none of no values."""
+    ordered = sorted(values)
+    return {f"p{n}": round(percentile(ordered, n / 100), 4) for n in at if ordered}
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write the figures, with the machine, if a path is given."""
+    """Write the figures, with the machine, if a path is given; what JSON has not, as text."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **figures}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": machine(), **figures}, indent=2, default=str) + "\n")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.cluster.ideal import PLAYS, ideal
-from benchmarks.cluster.load import Load, percentiles
+from benchmarks.cluster.load import Load
 from benchmarks.cluster.parts import load_of
 from benchmarks.shared.synthetic import Speed
 from scheduler.config import SchedulerConfig
@@ -45,7 +45,3 @@ def test_replicas_share_the_clients_and_tokens_are_right() -> None:
         for prompt in load.prompts
     ]
     assert one.tokens == four.tokens == expected
-
-
-def test_percentiles_are_of_the_values() -> None:
-    assert percentiles([float(n) for n in range(101)]) == {"p50": 50.0, "p99": 99.0}

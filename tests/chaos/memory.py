@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import linear_regression, pvariance
 from typing import Any
 
-from benchmarks.shared.processes import Process, resident_mib
+from benchmarks.shared.processes import Process
 from tests.chaos.hosted import HostedCluster
 
 EVERY_S = 5.0
@@ -64,7 +66,7 @@ class Memory:
         while not self._over.wait(EVERY_S):
             at_s = time.monotonic() - start_s
             for process in self._hosted.processes():
-                if (mib := resident_mib(process.pid)) is not None:
+                if (mib := _resident_mib(process.pid)) is not None:
                     self._samples[process].append((at_s, mib))
 
     def figures(self, after_s: float) -> list[dict[str, Any]]:
@@ -78,3 +80,12 @@ class Memory:
             for process, samples in late.items()
             if len(samples) > 1
         ]
+
+
+def _resident_mib(pid: int) -> float | None:
+    """Resident memory of a process in MiB; None when it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
