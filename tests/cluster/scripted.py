@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import grpc
 from grpc import StatusCode
+from hypothesis import strategies as st
 
 from cluster.client import RetryPolicy
 from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
-from tests.cluster.fakes import tokenizer
+from tests.cluster.fakes import SAMPLES, tokenizer
 
 PROMPT = "the quick"
 PROMPT_IDS = tokenizer().encode(PROMPT).ids
@@ -135,14 +136,64 @@ def chunks_of(script: Script, request: pb.GenerateRequest) -> Iterator[pb.Genera
     yield chunk
 
 
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Script, pb.GenerateRequest]:
+    """Texts with characters of one to four tokens, stop strings that come, and that only begin."""
+    alphabet = st.sampled_from(sorted(set("".join(SAMPLES))))
+    text = draw(st.text(alphabet, min_size=1, max_size=40))
+    tokens = tokenizer().encode(text).ids
+    if draw(st.booleans()):
+        # Ends within a character, or has bytes that are no character at all.
+        tokens = tokens[: draw(st.integers(1, len(tokens)))] + draw(
+            st.lists(st.integers(2, 257), max_size=4)
+        )
+    at = draw(st.integers(0, len(text) - 1))
+    stop = text[at : at + draw(st.integers(1, 5))]
+    stops = draw(st.sampled_from([[], [stop], [stop + "never"], [stop + "never", stop[-1] + "!"]]))
+    cut = st.tuples(st.integers(0, 6), st.sampled_from(BREAKS)).map(
+        lambda made: (made[0], *made[1])
+    )
+    script = Script(
+        tokens=tokens,
+        sizes=draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)),
+        cuts=list(draw(st.lists(cut, max_size=6))),
+        silent=draw(st.booleans()),
+        refuses=draw(st.booleans()),
+    )
+    request = pb.GenerateRequest(
+        prompt=PROMPT,
+        stop=stops,
+        temperature=draw(st.sampled_from([0.0, 0.7])),
+        request_id=draw(st.sampled_from(["", "mine"])),
+        timeout_s=100.0,
+    )
+    return script, request
+
+
+def fruitful_breaks(script: Script, request: pb.GenerateRequest) -> int:
+    """How often the script breaks a stream that has brought tokens."""
+    breaks, have = 0, 0
+    asked = pb.GenerateRequest()
+    for at, *_ in (cut for cut in script.cuts if cut is not None):
+        asked.CopyFrom(request)
+        asked.committed_token_ids.extend(script.tokens[:have])
+        chunks = list(chunks_of(script, asked))
+        if at >= len(chunks):
+            break
+        came = sum(len(chunk.token_ids) for chunk in chunks[:at])
+        breaks += came > 0
+        have += came
+    return breaks
+
+
 @dataclass(frozen=True)
 class Running:
     server: Server
     address: str
 
 
-def run_server() -> Iterator[Running]:
-    servicer = Server()
+def run_server(servicer: Server | None = None) -> Iterator[Running]:
+    servicer = servicer or Server()
     server = grpc.server(ThreadPoolExecutor(4))
     lockstep_pb2_grpc.add_LockstepServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

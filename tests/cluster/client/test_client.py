@@ -10,18 +10,18 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
 from grpc import StatusCode
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy
 from cluster.client.channel import OPTIONS
 from cluster.frontend.status_codes import FINAL_HEADER
-from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
-from tests.cluster.fakes import SAMPLES, perfect, tokenizer
+from protos import lockstep_pb2 as pb
+from tests.cluster.fakes import perfect
 from tests.cluster.scripted import (
     ACTOR_DIED,
     BREAKS,
@@ -32,8 +32,10 @@ from tests.cluster.scripted import (
     Script,
     Server,
     chunks_of,
+    fruitful_breaks,
     joined,
     run_server,
+    worlds,
 )
 
 FINAL = [
@@ -45,6 +47,9 @@ FINAL = [
     StatusCode.ALREADY_EXISTS,
     StatusCode.UNIMPLEMENTED,
 ]
+BREAKING = dict.fromkeys(code for code, _ in BREAKS)
+Trailing = tuple[tuple[str, str], ...]
+MARKED = ((FINAL_HEADER, "1"),)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,51 +87,18 @@ def read_async(address: str, request: pb.GenerateRequest) -> list[pb.GenerateChu
 # --------------------------------------------------------------------------- streams
 
 
-@st.composite
-def worlds(draw: st.DrawFn) -> tuple[Script, pb.GenerateRequest]:
-    """Texts with characters of one to four tokens, stop strings that come, and that only begin."""
-    alphabet = st.sampled_from(sorted(set("".join(SAMPLES))))
-    text = draw(st.text(alphabet, min_size=1, max_size=40))
-    tokens = tokenizer().encode(text).ids
-    if draw(st.booleans()):
-        # Ends within a character, or has bytes that are no character at all.
-        tokens = tokens[: draw(st.integers(1, len(tokens)))] + draw(
-            st.lists(st.integers(2, 257), max_size=4)
-        )
-    at = draw(st.integers(0, len(text) - 1))
-    stop = text[at : at + draw(st.integers(1, 5))]
-    stops = draw(st.sampled_from([[], [stop], [stop + "never"], [stop + "never", stop[-1] + "!"]]))
-    cut = st.tuples(st.integers(0, 6), st.sampled_from(BREAKS)).map(
-        lambda made: (made[0], *made[1])
-    )
-    script = Script(
-        tokens=tokens,
-        sizes=draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)),
-        cuts=list(draw(st.lists(cut, max_size=6))),
-        silent=draw(st.booleans()),
-        refuses=draw(st.booleans()),
-    )
-    request = pb.GenerateRequest(
-        prompt=PROMPT,
-        stop=stops,
-        temperature=draw(st.sampled_from([0.0, 0.7])),
-        request_id=draw(st.sampled_from(["", "mine"])),
-        timeout_s=100.0,
-    )
-    return script, request
-
-
 @settings(max_examples=150)
 @given(world=worlds())
 def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
     first: Running, world: tuple[Script, pb.GenerateRequest]
 ) -> None:
     script, request = world
-    whole = joined(list(chunks_of(script, request)))
+    whole, before = joined(list(chunks_of(script, request))), str(request)
     fruitful = fruitful_breaks(script, request)
     first.server.script = script
     with Client(first.address, retry=QUICK) as client:
         chunks = read(client, request)
+    assert str(request) == before, "the caller's own is left as it is"
     assert joined(chunks) == whole
     assert client.retries == len(script.asked) - 1
     assert all(chunk.text or chunk.token_ids or chunk.HasField("end") for chunk in chunks)
@@ -145,22 +117,6 @@ def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
         for name in ("committed_token_ids", "timeout_s", "seed"):
             asked.ClearField(name)
     assert all(asked == request for asked in script.asked)
-
-
-def fruitful_breaks(script: Script, request: pb.GenerateRequest) -> int:
-    """How often the script breaks a stream that has brought tokens."""
-    breaks, have = 0, 0
-    asked = pb.GenerateRequest()
-    for at, *_ in (cut for cut in script.cuts if cut is not None):
-        asked.CopyFrom(request)
-        asked.committed_token_ids.extend(script.tokens[:have])
-        chunks = list(chunks_of(script, asked))
-        if at >= len(chunks):
-            break
-        came = sum(len(chunk.token_ids) for chunk in chunks[:at])
-        breaks += came > 0
-        have += came
-    return breaks
 
 
 @settings(max_examples=25)
@@ -206,19 +162,21 @@ def test_tokens_that_the_caller_had_are_continued_too(first: Running, client: Cl
 # --------------------------------------------------------------------------- what is final
 
 
-@pytest.mark.parametrize("code", FINAL, ids=lambda code: code.name)
+@pytest.mark.parametrize(
+    ("code", "trailing"),
+    [*((code, ()) for code in FINAL), *((code, MARKED) for code in BREAKING)],
+    ids=str,
+)
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_status_that_speaks_of_the_request_is_final(
-    first: Running, client: Client, code: StatusCode, at: int
+def test_a_status_that_speaks_of_the_request_or_that_the_server_has_marked_is_final(
+    first: Running, client: Client, code: StatusCode, trailing: Trailing, at: int
 ) -> None:
-    first.server.script = Script(perfect(PROMPT_IDS, 20), cuts=[(at, code, "a reason")] * 2)
-    seen: list[pb.GenerateChunk] = []
-    with pytest.raises(grpc.RpcError) as caught:
-        seen.extend(client.stream(pb.GenerateRequest(prompt=PROMPT)))
-    with pytest.raises(grpc.RpcError) as unary:
-        client.generate(pb.GenerateRequest(prompt=PROMPT))
-    for error in (caught.value, unary.value):
-        assert (error.code(), error.details()) == (code, "a reason")
+    cuts = [(at, code, "a reason")] * 2
+    first.server.script = Script(perfect(PROMPT_IDS, 20), cuts=cuts, trailing=trailing)
+    for call in (client.generate, functools.partial(read, client)):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(pb.GenerateRequest(prompt=PROMPT))
+        assert (caught.value.code(), caught.value.details()) == (code, "a reason")
     assert len(first.server.script.asked) == 2
 
 
@@ -232,13 +190,8 @@ def test_a_failure_that_the_server_ended_itself_is_final(
     script = Script(tokens, reason=pb.FINISH_REASON_FAILED, status_at_end=status)
     first.server.script = script
     seen: list[pb.GenerateChunk] = []
-
-    def take(client: Client) -> None:
-        for chunk in client.stream(pb.GenerateRequest(prompt=PROMPT)):
-            seen.append(chunk)
-
     with pytest.raises(grpc.RpcError) as caught:
-        take(client)
+        seen.extend(client.stream(pb.GenerateRequest(prompt=PROMPT)))
     assert caught.value.code() is status[0]
     assert joined(seen)[1] == tokens
     assert seen[-1].end.finish_reason == pb.FINISH_REASON_FAILED
@@ -254,39 +207,26 @@ def test_a_connection_that_breaks_behind_the_last_chunk_does_not_matter(
     assert len(first.server.script.asked) == 1
 
 
-@pytest.mark.parametrize("code", [code for code, _ in BREAKS], ids=lambda code: code.name)
-@pytest.mark.parametrize("streaming", [True, False])
-def test_what_the_server_has_marked_is_final_whatever_its_code(
-    first: Running, client: Client, code: StatusCode, streaming: bool
-) -> None:
-    cuts = [(0, code, "a reason")] * 3
-    final = Script(perfect(PROMPT_IDS, 5), cuts=list(cuts), trailing=((FINAL_HEADER, "1"),))
-    request = pb.GenerateRequest(prompt=PROMPT)
-    call = functools.partial(read, client) if streaming else client.generate
-    first.server.script = final
-    with pytest.raises(grpc.RpcError):
-        call(request)
-    first.server.script = unmarked = Script(perfect(PROMPT_IDS, 5), cuts=cuts)
-    call(request)
-    assert (len(final.asked), len(unmarked.asked)) == (1, 4)
-
-
 # --------------------------------------------------------------------------- unary calls
 
 
-def test_a_unary_call_is_repeated_with_one_seed(first: Running) -> None:
-    cuts = [(0, *BREAKS[0]), (0, *BREAKS[2])]
-    for temperature in (0.0, 0.5):
+def test_a_unary_call_is_repeated_with_one_seed_of_its_own(first: Running) -> None:
+    cuts, seeds = [(0, *BREAKS[0]), (0, *BREAKS[2])], []
+    for temperature in (0.0, 0.5, 0.5):
         first.server.script = Script(perfect(PROMPT_IDS, 9), cuts=list(cuts))
         request = pb.GenerateRequest(prompt=PROMPT, temperature=temperature, timeout_s=50)
+        before = str(request)
         with Client(first.address, retry=QUICK) as client:
             answer = client.generate(request)
+        assert str(request) == before, "the caller's own is left as it is"
         asked = first.server.script.asked
         assert list(answer.token_ids) == perfect(PROMPT_IDS, 9)
         assert len(asked) == 3
         assert len({one.seed for one in asked}) == 1
         assert all(one.HasField("seed") == (temperature > 0) for one in asked)
         assert asked[0].timeout_s == 50 > asked[1].timeout_s > asked[2].timeout_s
+        seeds.append(asked[0].seed)
+    assert seeds[1] != seeds[2]
 
 
 def test_a_seed_that_only_the_caller_can_know_is_not_made_up(
@@ -298,23 +238,6 @@ def test_a_seed_that_only_the_caller_can_know_is_not_made_up(
     )
     client.generate(request)
     assert not first.server.script.asked[0].HasField("seed")
-
-
-def test_two_calls_without_a_seed_get_different_ones(first: Running, client: Client) -> None:
-    first.server.script = Script(perfect(PROMPT_IDS, 5))
-    for _ in range(2):
-        client.generate(pb.GenerateRequest(prompt=PROMPT, temperature=1.0))
-    one, other = first.server.script.asked
-    assert one.seed != other.seed
-
-
-def test_the_request_of_the_caller_is_left_as_it_is(first: Running, client: Client) -> None:
-    first.server.script = Script(perfect(PROMPT_IDS, 9), cuts=[(1, *BREAKS[0])] * 2)
-    request = pb.GenerateRequest(prompt=PROMPT, temperature=1.0, timeout_s=5.0)
-    before = request.SerializeToString(deterministic=True)
-    client.generate(request)
-    read(client, request)
-    assert request.SerializeToString(deterministic=True) == before
 
 
 # --------------------------------------------------------------------------- bounds
@@ -393,17 +316,10 @@ def test_closing_a_stream_cancels_it_and_asks_nothing_more(first: Running) -> No
                 yield pb.GenerateChunk(token_ids=[5])
                 time.sleep(0.005)
 
-    server = grpc.server(ThreadPoolExecutor(2))
-    servicer = Endless()
-    lockstep_pb2_grpc.add_LockstepServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        with Client(f"127.0.0.1:{port}", retry=QUICK) as client:
+    with contextmanager(run_server)(Endless()) as running:
+        with Client(running.address, retry=QUICK) as client:
             streaming = client.stream(pb.GenerateRequest(prompt=PROMPT))
             next(streaming)
             streaming.close()  # type: ignore[attr-defined]
             assert gone.wait(60)
-        assert len(servicer.script.asked) == 1
-    finally:
-        server.stop(None)
+        assert len(running.server.script.asked) == 1
