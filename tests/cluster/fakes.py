@@ -50,6 +50,15 @@ class Clock:
         return self.now_s
 
 
+class ClockAhead:
+    """The machine's, and so much more."""
+
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
 @dataclass
 class _Resident:
     content: list[int]

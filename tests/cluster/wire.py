@@ -14,6 +14,7 @@ from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView
 from cluster.transport.stream import Stream, StreamKind
 from cluster.worker.worker import Worker, _Stop
+from scheduler.status import PoolStatus
 
 
 class _Pipe:
@@ -62,6 +63,16 @@ class Wire:
     def replicas(self) -> list[str]:
         """Those that the pool knows."""
         return [*self.actor._workers]
+
+    @property
+    def frontends(self) -> list[str]:
+        """Sessions that the pool knows."""
+        return [*self.actor._frontends]
+
+    @property
+    def snapshot(self) -> PoolStatus:
+        """Of the pool's scheduler."""
+        return self.actor._scheduler.snapshot()
 
     def restart(self) -> None:
         """The pool's process ends, and a new one takes its place."""

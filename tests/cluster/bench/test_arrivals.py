@@ -13,19 +13,17 @@ from cluster.bench.figures import Record, latencies
 from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Batch, Request, StepResult
+from tests.cluster import fakes
 from tests.cluster.fakes import FakeReplica, perfect
 
 PROMPT = (5, 6, 7)
 
 
-class Clock:
+class Clock(fakes.Clock):
     """Time passes in steps and sleeps only."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+        super().__init__(100.0)
 
     def sleep(self, seconds: float) -> None:
         assert seconds > 0

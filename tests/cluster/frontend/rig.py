@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -58,9 +59,10 @@ async def frontend(
     load: Callable[[], HostedReplica] | None = None,
     text: TargetText | None = None,
     bound_s: float = 100.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[GrpcApi]:
-    """`load` and `text`: of a real replica, in place of the fake ones."""
-    pool = Wire(config)
+    """`load` and `text`: of a real replica, in place of the fake ones; `clock`: the pool's."""
+    pool = Wire(config, clock=clock)
     load = load or (lambda: FakeReplica(step_s))
     runners = [Worker(config, load, [pool], f"r{n}") for n in range(replicas)]
     text = text or load_fake_text(ReplicaConfig())

@@ -51,7 +51,13 @@ class Cluster:
     """Pools that can be lost or replaced, one frontend's sessions to all of them, and replicas."""
 
     def __init__(
-        self, shards: int, config: ClusterConfig, loss: float, seed: int, **options: Any
+        self,
+        shards: int,
+        config: ClusterConfig,
+        loss: float,
+        seed: int,
+        unreachable_s: float,
+        **options: Any,
     ) -> None:
         self.config = config
         self.wires = [Wire(config, loss, seed + shard, **options) for shard in range(shards)]
@@ -61,7 +67,7 @@ class Cluster:
             "frontend",
             config.pool.beat_s,
             MOVE_S,
-            unreachable_s=1000.0,
+            unreachable_s,
         )
         self.workers: list[Worker] = []
         self.fakes: list[FakeReplica] = []
@@ -98,11 +104,10 @@ class Cluster:
         )
 
     def live(self) -> list[int]:
-        return [wire.actor._scheduler.snapshot().live for wire in self.wires]
+        return [wire.snapshot.live for wire in self.wires]
 
     def reserved_blocks(self) -> int:
-        replicas = self.wire.actor._scheduler.snapshot().replicas
-        return sum(replica.kv_blocks_used for replica in replicas)
+        return sum(replica.kv_blocks_used for replica in self.wire.snapshot.replicas)
 
 
 @asynccontextmanager
@@ -111,10 +116,11 @@ async def shards(
     config: ClusterConfig = CONFIG,
     loss: float = 0.0,
     seed: int = 0,
+    unreachable_s: float = 1000.0,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     """With so many replicas in each shard."""
-    made = Cluster(len(replicas), config, loss, seed, **options)
+    made = Cluster(len(replicas), config, loss, seed, unreachable_s, **options)
     made.router.start()
     try:
         async with asyncio.timeout(100):

@@ -14,11 +14,10 @@ from cluster.pool.actor import PoolActor
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.peers import WorkerPeer
 from cluster.pool.protocol import FRONTEND
-from cluster.transport.stream import Stream
 from scheduler.messages import FinishReason
-from tests.cluster.fakes import FakeReplica
+from tests.cluster.fakes import Clock, FakeReplica
 from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards
-from tests.cluster.wire import kill, until
+from tests.cluster.wire import Wire, kill, until
 
 
 @pytest.mark.parametrize(("loss", "seed"), [(0.0, 0), *((0.05, seed) for seed in range(4))])
@@ -55,13 +54,16 @@ async def test_a_session_that_is_given_up_is_ended_and_its_requests_go_on(lost: 
         if lost == "stream":
             w.wire.break_streams()
         else:
-            w.wire.actor._lose_frontend(w.session._session, "is silent")
-        await check(requests)
+            w.wire.flows.clear()
+            await until(lambda: not w.wire.frontends)
+        later = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
+        w.wire.flows.set()
+        await check(requests + later)
         for live in requests:
             assert live.finish is not None
-            assert live.finish.usage.recovered == 1
+            assert (live.recovered, live.finish.usage.recovered) == (1, 1)
             assert live.finish.usage.completion_tokens == 120
-        assert len(w.wire.actor._frontends) == 1
+        assert len(w.wire.frontends) == 1
 
 
 async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
@@ -76,7 +78,7 @@ async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> No
             await until(lambda: bool(requests[-1].tokens))
         kill(first)
         w.wire.restart()
-        await until(lambda: w.wire.actor._scheduler.snapshot().waiting == 6)
+        await until(lambda: w.wire.snapshot.waiting == 6)
         await w.add_replica()
         await check(requests)
 
@@ -90,8 +92,7 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         w.wire.restart()
         # By this one alone it would be refused.
         await w.add_replica(kv_blocks=4)
-        pool = w.wire.actor._scheduler
-        await until(lambda: bool(pool.snapshot().waiting) or live.ended.is_set())
+        await until(lambda: bool(w.wire.snapshot.waiting) or live.ended.is_set())
         assert live.reject is None
         assert (live.recovered, live.tokens) == (1, [])
         await w.add_replica()
@@ -99,36 +100,20 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
 
 
 async def test_a_pool_that_itself_stood_still_takes_no_peer_for_lost() -> None:
-    now_s = 0.0
-    actor = PoolActor(CONFIG, clock=lambda: now_s)
-    stream = Stream(FRONTEND.calling, asyncio.Event().wait, asyncio.sleep)
-    await actor.join("r", FakeReplica().spec, None)
-    serving = asyncio.create_task(actor.serve_frontend("f", stream))
-    await asyncio.sleep(0)
-    now_s += 10 * CONFIG.pool.lease_s
-    actor.tick()
-    assert (set(actor._workers), set(actor._frontends)) == ({"r"}, {"f"})
+    clock = Clock()
+    wire = Wire(CONFIG, clock=clock)
+    await wire.join("r", FakeReplica().spec, None)
+    await wire.connect(FRONTEND, "f")
+    await until(lambda: bool(wire.frontends))
+    clock.now_s += 10 * CONFIG.pool.lease_s
+    wire.actor.tick()
+    assert (wire.replicas, wire.frontends) == (["r"], ["f"])
     # Nor does that make anybody's silence good for ever.
     for _ in range(12):
-        now_s += CONFIG.pool.lease_s / 10
-        actor.tick()
-    assert (set(actor._workers), set(actor._frontends)) == (set(), set())
-    assert actor._ticker is not None
-    actor._ticker.cancel()
-    serving.cancel()
-
-
-async def test_a_frontend_that_was_lost_starts_over() -> None:
-    async with shards(0) as w:
-        await w.add_replica(step_s=0.01)
-        first = [w.submit(prompt, 200) for prompt in prompts(3)]
-        await until(lambda: all(len(live.tokens) > 5 for live in first))
-        w.wire.flows.clear()
-        await until(lambda: not w.wire.actor._frontends)
-        second = [w.submit(prompt, 20) for prompt in prompts(3, seed=1)]
-        w.wire.flows.set()
-        await check(first + second)
-        assert {live.recovered for live in first} == {1}
+        clock.now_s += CONFIG.pool.lease_s / 10
+        wire.actor.tick()
+    assert (wire.replicas, wire.frontends) == ([], [])
+    wire.close()
 
 
 async def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
@@ -202,8 +187,7 @@ async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
         await until(lambda: w.reserved_blocks() > 0)
         await w.session.close()
         await until(lambda: w.reserved_blocks() == 0)
-        assert not w.wire.actor._owners
-        assert not w.wire.actor._frontends
+        assert (w.live(), w.wire.frontends) == ([0], [])
 
 
 async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
@@ -227,8 +211,7 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
 
 @pytest.mark.parametrize("lives", [False, True])
 async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: bool) -> None:
-    async with shards(0) as w:
-        w.session._unreachable_s = 0.3
+    async with shards(0, unreachable_s=0.3) as w:
         if lives:
             half_dead(w.wire)
         else:

@@ -176,7 +176,7 @@ async def test_all_shards_look_like_one_pool() -> None:
         ]
         assert not any(shard.silent for shard in status.shards)
         assert {shard.incarnation for shard in status.shards} == {
-            wire.actor._incarnation for wire in s.wires
+            (await wire.status()).incarnation for wire in s.wires
         }
 
 

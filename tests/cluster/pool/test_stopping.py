@@ -24,7 +24,7 @@ from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
-from tests.cluster.fakes import perfect
+from tests.cluster.fakes import ClockAhead, perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, pool_of, stream
 from tests.cluster.pool.rig import CONFIG, PROMPTS, Cluster, Stuck, check, shards
 from tests.cluster.wire import Wire, kill, until
@@ -126,7 +126,7 @@ async def test_an_open_watch_says_so_and_ends_at_once(service: str) -> None:
 async def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
     async with shards(0) as w:
         old = w.submit(PROMPT_IDS, 4)
-        await until(lambda: bool(w.wire.actor._owners))
+        await until(lambda: w.live() == [1])
         w.wire.restart()
         await w.wire.actor.stop_accepting(60.0)
         await until(w.session.stopping.is_set)
@@ -141,11 +141,12 @@ async def test_what_another_incarnation_had_accepted_is_accepted_again() -> None
 
 
 async def test_a_stop_that_was_never_finished_heals() -> None:
-    async with frontend() as made:
+    clock = ClockAhead()
+    async with frontend(clock=clock) as made:
         await stop(made)
         assert not await made.service.ready()
         # The stop is good for a minute from when it was last told.
-        pool_of(made).actor._clock = lambda: time.monotonic() + 61.0
+        clock.ahead_s = 61.0
         while made.service.stopping.is_set():
             await asyncio.sleep(0.05)
         assert await made.service.ready()
@@ -238,7 +239,7 @@ async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> 
         asked = handle.asked
         await until(lambda: handle.asked > asked + 3 or stopping.done())
         w.wire.loss = 0.0
-        await until(lambda: bool(w.wire.actor._owners) or stopping.done())
+        await until(lambda: w.live() == [1] or stopping.done())
         stands_at_s.clear()
         await stopping
         assert live.finish is not None

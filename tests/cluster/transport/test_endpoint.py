@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from cluster.transport.codec import FRAME_BYTES_MAX, Messages, NotEncodable
 from cluster.transport.credentials import SERVER_NAME, Authority, Key
 from cluster.transport.endpoint import Endpoint, Server, connect
 from cluster.transport.stream import Stream, StreamKind, StreamLost
+from tests.cluster.wire import until
 
 HOST = "127.0.0.1"
 ECHO = StreamKind("Echo", calling=Messages(bytes | int), called=Messages(bytes | int))
@@ -84,11 +85,6 @@ async def echoed(stream: Stream, *messages: Any) -> list[Any]:
         if len(came) >= len(messages):
             break
     return came
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 # --------------------------------------------------------------------------- messages

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -20,7 +19,7 @@ from cluster.frontend.grpc_api.health import SERVICE
 from cluster.frontend.status_codes import CODES, MEANINGS
 from protos import lockstep_pb2 as pb
 from scheduler.messages import FinishReason, RejectCode
-from tests.cluster.fakes import CONTEXT, VOCAB, perfect
+from tests.cluster.fakes import CONTEXT, VOCAB, ClockAhead, perfect
 from tests.cluster.frontend.rig import (
     CONFIG,
     PROMPT,
@@ -170,15 +169,15 @@ async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
 
 
 async def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
-    async with frontend(step_s=0.02) as made:
-        pool = pool_of(made)
+    clock = ClockAhead()
+    async with frontend(step_s=0.02, clock=clock) as made:
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=100.0)
         streamed, unary = Context(), Context()
         streaming = asyncio.ensure_future(stream(made, request, streamed))
         asking = asyncio.ensure_future(made.Generate(request, unary))
         lives = made.service._router.sessions[0]._live
         await until(lambda: len(lives) == 2 and all(live.tokens for live in lives.values()))
-        pool.actor._clock = lambda: time.monotonic() + 101.0
+        clock.ahead_s = 101.0
         chunks = await streaming
         await asking
         for context in (streamed, unary):
@@ -211,7 +210,7 @@ async def test_overload_says_when_to_come_back(settings: dict[str, object], repl
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
         first = asyncio.ensure_future(made.Generate(request, Context()))
         pool = pool_of(made)
-        await until(lambda: pool.actor._scheduler.snapshot().live == 1)
+        await until(lambda: pool.snapshot.live == 1)
         for context in await both(made, request):
             assert context.code is StatusCode.RESOURCE_EXHAUSTED
             assert int(context.trailing["retry-after"]) >= 1
