@@ -30,7 +30,7 @@ from replicas.replica import Replica
 VOCAB = 97
 ARCHITECTURES = ("llama", "qwen3", "glm4")
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -50,10 +50,10 @@ _SHAPE = {
 def random_model(architecture: str) -> PreTrainedModel:
     """Of torch's random state, on its default device."""
     if architecture == "llama":
-        return LlamaForCausalLM(LlamaConfig(**_SHAPE))
+        return LlamaForCausalLM(LlamaConfig(**SHAPE))
     if architecture == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**_SHAPE))
-    return Glm4ForCausalLM(Glm4Config(**_SHAPE))
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    return Glm4ForCausalLM(Glm4Config(**SHAPE))
 
 
 @cache

@@ -258,6 +258,7 @@ class _Held:
             del environment["RAY_SERVE_PROXY_USE_GRPC"]
         os.environ.update(environment)
         options = {"include_dashboard": False, "object_store_memory": 100 << 20}
+        quiet = {"log_to_driver": False, "configure_logging": False}
         if plan.worker_nodes:
             from ray.cluster_utils import Cluster
 
@@ -265,15 +266,9 @@ class _Held:
             self._nodes = Cluster(initialize_head=True, head_node_args=head)
             for _ in range(plan.worker_nodes):
                 self.add_node()
-            ray.init(self._nodes.address, log_to_driver=False, configure_logging=False)
+            ray.init(self._nodes.address, **quiet)
         else:
-            ray.init(
-                "local",
-                num_cpus=plan.cpus,
-                log_to_driver=False,
-                configure_logging=False,
-                **options,
-            )
+            ray.init("local", num_cpus=plan.cpus, **quiet, **options)
         if plan.pool_on_worker or plan.pool is not None:
             self._open_pool()
         serve.start(

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.cluster.fakes import VOCAB, tokenizer
+from tests.cluster.fakes import EOS, VOCAB, tokenizer
+from tests.tiny_pairs import SHAPE
 
 
 def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:
@@ -15,18 +16,8 @@ def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:
     encoder = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(), bos_token="<s>", eos_token="</s>"
     )
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    own = {"vocab_size": VOCAB, "max_position_embeddings": positions}
+    config = LlamaConfig(**SHAPE | own | {"bos_token_id": 0, "eos_token_id": EOS})
     with torch.random.fork_rng():
         torch.manual_seed(7)
         target = LlamaForCausalLM(config)

@@ -12,6 +12,7 @@ import torch
 from replicas.cuda import graphs
 from replicas.cuda.graphs import GraphedModel, buckets
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
+from tests.replicas.built import built, uneven_model
 from tests.tiny_pairs import ARCHITECTURES, tiny_replica
 
 
@@ -45,37 +46,33 @@ def test_there_are_few_kinds_and_none_is_made_within_a_request(
     assert list(target._passes) == kinds
 
 
-def test_a_pass_outside_of_all_kinds_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_outside_of_all_kinds_runs_as_it_is() -> None:
+    """Some are: those of few rows with short drafts."""
     replica = tiny_replica("llama", graphs="on", plan_rows=2, plan_draft_len=1)
-    monkeypatch.setattr(graphs._FixedPass, "run", None)
-    replica._target._kinds.clear()
-    replica._drafter.model._kinds.clear()
-    check_answers(replica, greedy_answers("llama"), 2, 1)
+    check_answers(replica, greedy_answers("llama"), 5, 3)
 
 
-def test_a_recording_that_fails_is_said_and_the_pass_runs_unrecorded(
+def test_a_recording_that_fails_is_said_and_the_pass_is_unrecorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a device that calls itself a GPU."""
-    replica = tiny_replica("llama", graphs="on", plan_rows=1, plan_draft_len=1)
-    model = replica._target.model
+    model, _ = built(uneven_model("llama"))
 
     def refuse(*args: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "warm_up", refuse)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    kind = next(iter(replica._target._passes))
+    monkeypatch.setattr(torch, "zeros", _on_cpu(torch.zeros))
+    monkeypatch.setattr(torch, "full", _on_cpu(torch.full))
 
     class OnGpu:
         device = torch.device("cuda")
-        forward = staticmethod(model.forward)
+        backend, cache, vocab, forward = model.backend, model.cache, model.vocab, model.forward
 
-    monkeypatch.setattr(torch, "zeros", _on_cpu(torch.zeros))
-    monkeypatch.setattr(torch, "full", _on_cpu(torch.full))
     with pytest.warns(UserWarning, match="runs unrecorded"):
-        fixed = graphs._FixedPass(OnGpu, model.backend.shape, kind, (), "pool")  # type: ignore[arg-type]
-    assert not fixed.recorded
+        made = GraphedModel(OnGpu(), rows_most=1, widths=[1])  # type: ignore[arg-type]
+    assert made.recorded == 0
 
 
 def _on_cpu(make):  # type: ignore[no-untyped-def]

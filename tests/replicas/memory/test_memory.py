@@ -39,7 +39,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy
 from tests.replicas.models.test_pair import WORDS, save_model
-from tests.tiny_pairs import _SHAPE, target_model, tiny_pair, tiny_replica
+from tests.tiny_pairs import SHAPE, target_model, tiny_pair, tiny_replica
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -290,7 +290,7 @@ def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_counted_without_being_read_and_tied_ones_once(tied: bool) -> None:
-    config = LlamaConfig(**{**_SHAPE, "tie_word_embeddings": tied})
+    config = LlamaConfig(**{**SHAPE, "tie_word_embeddings": tied})
     model = LlamaForCausalLM(config)
     assert weight_bytes(without_storage(config, ReplicaConfig())) == weight_bytes(model)
     stored = {p.data_ptr(): p.numel() * 4 for p in model.parameters()}

@@ -19,7 +19,7 @@ from replicas.models.load import PairRefused, resolve
 from replicas.models.names import ModelRefused
 from replicas.models.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
-from tests.tiny_pairs import _SHAPE
+from tests.tiny_pairs import SHAPE
 
 pytest.importorskip("gguf", reason="GGUF files are written and read by the package gguf")
 pytest.importorskip("accelerate", reason="transformers reads GGUF files with it")
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def model() -> PreTrainedModel:
-    shape = {**_SHAPE, "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": EOS}
+    shape = {**SHAPE, "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": EOS}
     return LlamaForCausalLM(LlamaConfig(**shape)).eval()
 
 

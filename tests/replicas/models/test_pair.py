@@ -27,7 +27,7 @@ from replicas.models.pair import check_attention, leave_out_cudnn, load_pair, re
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
-from tests.tiny_pairs import _SHAPE
+from tests.tiny_pairs import SHAPE
 
 
 def save_model(
@@ -38,7 +38,7 @@ def save_model(
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos).save_pretrained(path)
-    config = LlamaConfig(**{**_SHAPE, "vocab_size": vocab_size, **shape})
+    config = LlamaConfig(**{**SHAPE, "vocab_size": vocab_size, **shape})
     LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
 
@@ -134,18 +134,18 @@ def test_a_checkpoint_in_fp8_is_the_model_with_its_dequantized_weights(
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_positions_that_depend_on_batch_mates_are_refused(kind: str) -> None:
-    model = LlamaConfig(**_SHAPE)
+    model = LlamaConfig(**SHAPE)
     model.rope_parameters = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(PairRefused, match="batch mates"):
         check_attention(model, 256)
 
 
 def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
-    model = MistralConfig(**_SHAPE, sliding_window=128)
+    model = MistralConfig(**SHAPE, sliding_window=128)
     check_attention(model, 128)
     with pytest.raises(PairRefused, match="set context_len to at most 128"):
         check_attention(model, 129)
-    check_attention(Qwen3Config(**_SHAPE), 256)
+    check_attention(Qwen3Config(**SHAPE), 256)
 
 
 def test_demo_names_the_embedded_pair() -> None:
@@ -172,7 +172,7 @@ def test_a_revision_of_the_hub_is_a_snapshot(
 def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(
     own: str, tmp_path: Path
 ) -> None:
-    LlamaConfig(**_SHAPE, dtype=own).save_pretrained(tmp_path)
+    LlamaConfig(**SHAPE, dtype=own).save_pretrained(tmp_path)
     named = ReplicaConfig(target=str(tmp_path), draft=None)
     for device, dtype in (("cpu", "float32"), ("cuda", own if own != "float64" else "float32")):
         assert dtype_name(named.model_copy(update={"device": device})) == dtype
@@ -272,7 +272,7 @@ def test_embeddings_padded_to_different_sizes_change_nothing(
 def test_attention_that_is_not_the_plain_one_is_refused_at_load(tmp_path: Path) -> None:
     """A soft cap on the scores would silently be left out, and the tokens would be others."""
     target = save_model(tmp_path / "t", WORDS, vocab_size=8)
-    shape = {**_SHAPE, "vocab_size": 8, "num_hidden_layers": 2}
+    shape = {**SHAPE, "vocab_size": 8, "num_hidden_layers": 2}
     capped = Gemma2Config(**shape, sliding_window=256, attn_logit_softcapping=50.0)
     Gemma2ForCausalLM(capped).save_pretrained(target)
     with pytest.raises(PairRefused, match="'softcap', which is not served"):

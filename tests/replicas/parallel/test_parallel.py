@@ -323,30 +323,22 @@ def test_a_rank_that_cannot_be_started_ends_those_that_were() -> None:
         return started[-1]
 
     with pytest.raises(BlockingIOError, match="no process left"):
-        load_parallel(config("tiny", tensor_parallel=2).model_copy(update=THREE), start)
+        load_parallel(config("vicuna-68m", tensor_parallel=3, draft=None, kv_blocks=1024), start)
     assert [handle.left for handle in started] == [True]
 
 
-THREE = {
-    "tensor_parallel": 3,
-    "target": "planted:vicuna-68m?scale=0.8",
-    "draft": None,
-    "kv_blocks": 1024,
-}
-
-
-def test_too_little_memory_for_a_rank_is_refused_before_any_is_started(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"memory": 1000}, TooLittleMemory, "do not hold"),
+        ({"tensor_parallel": 3}, PairRefused, "num_attention_heads is 4.*3 ranks"),
+        ({"tensor_parallel": 4}, PairRefused, "num_key_value_heads is 2, which 4 ranks"),
+        ({"device": "cuda:1"}, ValidationError, "device cuda:1 is one of several"),
+    ],
+)
+def test_what_no_rank_can_have_is_refused_before_any_is_started(
+    settings: dict[str, Any], error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel, "start_here", lambda *_args: pytest.fail("a rank was started"))
-    with pytest.raises(TooLittleMemory, match="do not hold"):
-        load_parallel(config("tiny", tensor_parallel=2, memory=1000))
-
-
-def test_what_cannot_be_divided_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(PairRefused, match=r"tensor_parallel: num_attention_heads is 4.*3 ranks"):
-        load_parallel(config("tiny", tensor_parallel=3))
-    with pytest.raises(PairRefused, match="num_key_value_heads is 2, which 4 ranks"):
-        load_parallel(config("tiny", tensor_parallel=4))
-    with pytest.raises(ValidationError, match="tensor_parallel: device cuda:1 is one of several"):
-        ReplicaConfig(device="cuda:1", tensor_parallel=2)
+    with pytest.raises(error, match=match):
+        load_parallel(config("tiny", **{"tensor_parallel": 2, **settings}))
