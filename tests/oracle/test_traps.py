@@ -5,8 +5,9 @@ Elsewhere: 2, 6 and 9, a stop token in the prompt, lengths with padding in them,
 end, in tests/scheduler and tests/sim; 3 and 7, the bonus token, and 4, a draft that reads all anew,
 in tests/replicas/test_eqspec.py; 8, the caller's order, and 12, sampling that depends on batch
 mates, in the oracle of drafters and of sampling; 10, unlike vocabularies, in
-tests/replicas/models/test_pair.py; 13, log-probabilities of the draft, in
-tests/oracle/test_decoding.py.
+tests/replicas/models/test_pair.py; 11, a finished row that changes while others run, in
+tests/oracle/test_greedy.py, which reads outputs when all have ended; 13, log-probabilities of the
+draft, in tests/oracle/test_decoding.py.
 """
 
 from __future__ import annotations
@@ -60,15 +61,3 @@ def test_trap_05_realignment_moves_no_kv_data() -> None:
             table = replica._blocks.table([name], layer.device)[0]
             kept = layer[table].flatten(0, 1)[:length]
             assert kept.equal(before[table].flatten(0, 1)[:length])
-
-
-def test_trap_11_a_finished_row_stays_as_it_is_while_others_run() -> None:
-    engine = LocalEngine(tiny_replica("llama"), SchedulerConfig(rows_max=4, draft_len=3))
-    engine.submit(Request("short", prompt(5), 3))
-    engine.submit(Request("long", prompt(5, seed=1), 60))
-    while engine.outputs["short"].reason is None:
-        engine.advance()
-    frozen = (list(engine.outputs["short"].tokens), engine.outputs["short"].usage)
-    engine.run()
-    assert (engine.outputs["short"].tokens, engine.outputs["short"].usage) == frozen
-    assert engine.outputs["long"].tokens == reference(prompt(5, seed=1), 60)

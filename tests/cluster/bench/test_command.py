@@ -46,12 +46,6 @@ def test_what_contradicts_itself_is_refused(arguments: list[str]) -> None:
     assert RUN.invoke(main, ["bench", "--engine", *arguments]).exit_code == 2
 
 
-def test_no_server_is_an_error_with_a_sentence() -> None:
-    result = RUN.invoke(main, ["bench", "--address", "localhost:1"])
-    assert result.exit_code == 1
-    assert "localhost:1" in result.output
-
-
 WRONG = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] [/models/x] :cat: no memory"
 """Brackets, a slash in them and colons mean something to rich."""
 

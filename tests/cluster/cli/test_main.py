@@ -72,8 +72,14 @@ def test_a_number_that_no_request_can_hold_is_refused_by_name(command: list[str]
 def test_no_server_is_an_error_with_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    for args in (["status"], ["generate", "x"], ["generate", "--prompts", str(path)]):
-        assert RUN.invoke(main, [*args, "--address", NOWHERE]).exit_code == 1
+    for args, said in (
+        (["status"], NOWHERE),
+        (["bench"], NOWHERE),
+        (["generate", "x"], NOWHERE),
+        (["generate", "--prompts", str(path)], "1 of 1 requests failed"),
+    ):
+        result = RUN.invoke(main, [*args, "--address", NOWHERE])
+        assert (result.exit_code, said in result.output) == (1, True), args
 
 
 def test_prompt_files(tmp_path: Path) -> None:

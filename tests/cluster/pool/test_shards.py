@@ -97,11 +97,8 @@ async def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing
         assert 1 in {live.shard for live in later}
         await check(lives)
         await check(later)
-        assert all(
-            not wire.actor._workers[each].draining
-            for wire in s.wires
-            for each in wire.actor._workers
-        )
+        replicas = [replica for wire in s.wires for replica in wire.snapshot.replicas]
+        assert not any(replica.draining for replica in replicas)
 
 
 async def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
@@ -209,13 +206,12 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
 
     async def kill_holder(s: Cluster, live: InFlightRequest) -> None:
         """The only replica of the shard that holds the request dies, in a batch with it."""
-        actor = s.wires[live.shard].actor
-        replicas = actor._scheduler._pool.replicas
-        await until(lambda: any(len(replica.pipeline) for replica in replicas.values()))
-        [replica_id] = s.wires[live.shard].replicas
+        wire = s.wires[live.shard]
+        await until(lambda: any(one.batches_in_flight for one in wire.snapshot.replicas))
+        [replica_id] = wire.replicas
         [runner] = [one for one in s.workers if one.replica_id == replica_id]
         kill(runner)
-        actor._lose_worker(replica_id, "has died", by_batch=True)
+        wire.actor._lose_worker(replica_id, "has died", by_batch=True)
 
     async with shards(0, 0) as s:
         await add_replica(s, 0)

@@ -5,6 +5,7 @@ counts as a reason; its requests end elsewhere with the right tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -30,6 +31,21 @@ class Broken(FakeReplica):
         if batch.id in self.bad and batch.kind in self.bad_kinds:
             raise MemoryError("too much")
         return super().step(batch, *rest)
+
+
+async def ended(worker: Worker, match: str) -> ReplicaUnhealthy:
+    """What Serve is told once the replica cannot serve any more."""
+
+    def serves() -> bool:
+        with contextlib.suppress(ReplicaUnhealthy):
+            worker.check()
+            return True
+        return False
+
+    await until(lambda: not serves())
+    with pytest.raises(ReplicaUnhealthy, match=match) as raised:
+        worker.check()
+    return raised.value
 
 
 async def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
@@ -71,9 +87,7 @@ async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
         fake.bad, fake.bad_kinds = range(1, 1000), kinds
         worker = await w.add_replica(fake=fake)
         live = w.submit([7, 8], 10)
-        await until(lambda: worker._member.done())
-        with pytest.raises(ReplicaUnhealthy, match="in a row"):
-            worker.check()
+        await ended(worker, "in a row")
         assert live.finish is None, "the replica is broken, not the request"
         await w.add_replica()
         await check([live])
@@ -126,13 +140,10 @@ async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds
         worker = fake.worker
         assert worker is not None
         live = [w.submit([7, n], 40) for n in range(4)]
-        await until(lambda: worker._member.done())
-        with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
-            worker.check()
-        assert raised.value.by_batch
+        assert (await ended(worker, "it is broken: rank 1 has ended")).by_batch
+        await until(lambda: not w.wire.replicas)
         assert fake.begun == 3, "no batch was tried on what is broken"
         assert left == [True]
-        assert not w.wire.replicas
         await w.add_replica()
         await check(live)
 
@@ -145,9 +156,7 @@ async def test_a_replica_that_breaks_with_nothing_to_do_leaves_by_no_batch() -> 
         worker.check()
         fake.broken = RuntimeError("rank 1 has ended")
         await until(lambda: not w.wire.replicas)
-        with pytest.raises(ReplicaUnhealthy, match="it is broken: rank 1 has ended") as raised:
-            worker.check()
-        assert not raised.value.by_batch
+        assert not (await ended(worker, "it is broken: rank 1 has ended")).by_batch
         assert left == [False]
         assert fake.begun == 0
 
@@ -232,9 +241,7 @@ async def test_a_replica_of_another_output_is_refused(other: dict[str, str], mes
         fake = FakeReplica()
         fake.spec = replace(fake.spec, **other)
         worker = await w.add_replica(fake=fake)
-        await until(worker._member.done)
-        with pytest.raises(ReplicaUnhealthy, match=message):
-            worker.check()
+        await ended(worker, message)
         assert len(w.wire.replicas) == 1
 
 

@@ -96,28 +96,22 @@ def test_drafts_are_those_of_the_equations(
     assert client.new_tokens("a") == reference[: len(client.new_tokens("a"))]
 
 
-def test_equal_vocabularies_need_no_map_and_a_head_may_bring_its_embedding(tmp_path: Path) -> None:
-    whole = said(True, draft_vocab_size=TARGET_VOCAB)
-    path = save_head(tmp_path, TARGET, whole, own_embedding=True)
-    assert load_head(path, read_head(path, TARGET), torch.float32, CPU).ids is None
-    replica = headed_replica(path)
-    client = Client(replica)
-    client.prefill(a=prompt(7))
-    assert drafts_of(replica, ["a"], 3)[0][0] == expected(path, prompt(7), 3)
-
-
 @pytest.mark.parametrize(
     "whole",
     [
         said(True, hidden_size=24, target_hidden_size=32, fc_norm=True),
         said(False, "qwen3", hidden_size=48, target_hidden_size=32, norm_before_fc=True),
+        said(True, draft_vocab_size=TARGET_VOCAB),
     ],
-    ids=["narrower", "wider"],
+    ids=["narrower", "wider", "with all of the target's tokens"],
 )
-def test_a_head_may_have_another_width_than_its_target(
+def test_a_head_may_bring_its_embedding_and_have_a_width_and_a_vocabulary_of_its_own(
     tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     path = save_head(tmp_path, TARGET, whole, own_embedding=True)
+    config = read_head(path, TARGET)
+    mapped = load_head(path, config, torch.float32, CPU).ids is not None
+    assert mapped == (config.vocab_size < TARGET_VOCAB)
     replica = headed_replica(path)
     client = Client(replica)
     client.prefill(a=prompt(7), b=prompt(12))
