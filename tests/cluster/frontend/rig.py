@@ -14,6 +14,7 @@ from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
+from cluster.pool.session import PoolSession
 from cluster.worker.worker import HostedReplica, Worker
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
@@ -90,6 +91,17 @@ def pool_of(made: GrpcApi) -> Wire:
     [pool] = made.service._router._pools
     assert isinstance(pool, Wire)
     return pool
+
+
+def unfinished(service: FrontendService) -> int:
+    """Sequences whose end the frontend has not told yet."""
+    return service._router.unfinished
+
+
+def session_of(made: GrpcApi) -> PoolSession:
+    """The only one."""
+    [session] = made.service._router.sessions
+    return session
 
 
 async def both(made: GrpcApi, request: pb.GenerateRequest, **caller: str) -> list[Context]:

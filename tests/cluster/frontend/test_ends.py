@@ -20,7 +20,15 @@ from cluster.pool.in_flight import InFlightRequest
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend, stream
+from tests.cluster.frontend.rig import (
+    PROMPT,
+    PROMPT_IDS,
+    Context,
+    frontend,
+    session_of,
+    stream,
+    unfinished,
+)
 from tests.cluster.wire import until
 
 ANSWER = "a \U0001f98a says END or ENDE"
@@ -30,13 +38,13 @@ UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
 
 async def asked(made: GrpcApi) -> InFlightRequest:
     """The one request that the frontend has."""
-    lives = made.service._router.sessions[0]._live
+    lives = session_of(made)._live
     await until(lambda: len(lives) == 1)
     return next(iter(lives.values()))
 
 
 def ends(made: GrpcApi, live: InFlightRequest, reason: FinishReason) -> None:
-    made.service._router.sessions[0]._take(Finish(live.pool_id, reason))
+    session_of(made)._take(Finish(live.pool_id, reason))
 
 
 async def streamed(
@@ -99,7 +107,7 @@ def finished(reason: FinishReason) -> End:
 
 def refused(code: RejectCode) -> End:
     def refuse(made: GrpcApi, live: InFlightRequest, _call: object) -> None:
-        made.service._router.sessions[0]._live.pop(live.pool_id)
+        session_of(made)._live.pop(live.pool_id)
         live.reject = Reject(live.pool_id, code, "prompt", "no")
         live.end()
 
@@ -118,7 +126,7 @@ ENDS: list[tuple[End, str]] = [
     (finished(FinishReason.DEADLINE), "DEADLINE_EXCEEDED"),
     (finished(FinishReason.FAILED), "INTERNAL"),
     *((refused(code), CODES[code].name) for code in RejectCode),
-    (lambda made, _live, _call: made.service._router.sessions[0]._give_up(), "UNAVAILABLE"),
+    (lambda made, _live, _call: session_of(made)._give_up(), "UNAVAILABLE"),
     (stops, "OK"),
     (lambda _made, _live, call: call.cancel(), "CANCELLED"),
 ]
@@ -149,7 +157,7 @@ async def test_an_end_counts_with_the_status_that_the_client_got(
             assert status == "CANCELLED"
         else:
             assert (context.code or StatusCode.OK).name == status
-        await until(lambda: not made.service._router.unfinished)
+        await until(lambda: not unfinished(made.service))
 
 
 # --------------------------------------------------------------------------- others' turns

@@ -19,7 +19,7 @@ from cluster.frontend.calls import Delta, GenerateCall, TextPrompt, TokenPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 from scheduler.messages import FinishReason
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, frontend
+from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, frontend, unfinished
 from tests.cluster.wire import until
 
 HERE = Caller(address="127.0.0.1")
@@ -92,7 +92,7 @@ async def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> No
         service = made.service
         call = replace(CALL, caller=caller, prompts=prompts, max_new_tokens=400)
         running = asyncio.ensure_future(answers(service, call))
-        await until(lambda: service._router.unfinished == 3)
+        await until(lambda: unfinished(service) == 3)
         use = service._admission._tenants["alice"]
         assert use.bucket is not None
         assert use.bucket._level < 10**6 - 3 * 400
@@ -107,7 +107,7 @@ async def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> No
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert use.in_flight == 0
-        await until(lambda: not service._router.unfinished)
+        await until(lambda: not unfinished(service))
 
 
 async def test_one_sequence_that_is_not_served_in_full_ends_the_call() -> None:
@@ -119,7 +119,7 @@ async def test_one_sequence_that_is_not_served_in_full_ends_the_call() -> None:
         assert [end.reason for end in ends] == [FinishReason.DEADLINE]
         assert ends[0].refusal is not None
         assert ends[0].refusal.code is StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: not service._router.unfinished)
+        await until(lambda: not unfinished(service))
 
 
 async def test_one_sequence_that_is_wrong_submits_none() -> None:
@@ -134,4 +134,4 @@ async def test_one_sequence_that_is_wrong_submits_none() -> None:
                 await answers(made.service, call)
             assert refused.value.refusal.code is StatusCode.INVALID_ARGUMENT
             assert refused.value.refusal.field == field
-            assert made.service._router.unfinished == 0
+            assert unfinished(made.service) == 0

@@ -25,7 +25,17 @@ from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
 from tests.cluster.fakes import ClockAhead, perfect
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, pool_of, stream
+from tests.cluster.frontend.rig import (
+    PROMPT,
+    PROMPT_IDS,
+    Context,
+    both,
+    frontend,
+    pool_of,
+    session_of,
+    stream,
+    unfinished,
+)
 from tests.cluster.pool.rig import CONFIG, PROMPTS, Cluster, Stuck, check, shards
 from tests.cluster.wire import Wire, kill, until
 
@@ -47,9 +57,7 @@ async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
     async with frontend(step_s=0.01, config=SLOW_BEATS) as made:
         context = Context()
         running = asyncio.ensure_future(stream(made, LONG, context))
-        await until(
-            lambda: any(live.tokens for live in made.service._router.sessions[0]._live.values())
-        )
+        await until(lambda: any(live.tokens for live in session_of(made)._live.values()))
         assert await stop(made) == 1
         with pytest.MonkeyPatch.context() as patch:
             # The frontend knows by itself: no pool is asked, nothing is tokenized.
@@ -81,7 +89,7 @@ async def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
 
         running = asyncio.ensure_future(read())
         asking = asyncio.ensure_future(made.Generate(LONG, unary))
-        await until(lambda: bool(chunks) and made.service._router.unfinished == 2)
+        await until(lambda: bool(chunks) and unfinished(made.service) == 2)
         await stop(made)
         assert not running.done()
         await stop(made, cut=True)

@@ -34,7 +34,7 @@ from replicas.replica import Replica
 from tests.cluster.frontend.fuzz import messages as fuzz_messages, requests as draw
 from tests.cluster.frontend.http_api.test_http import http
 from tests.cluster.frontend.http_api.test_openai_decoding import PAIR, text
-from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream
+from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream, unfinished
 from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
 
 ANSWER_S = 60.0
@@ -73,7 +73,7 @@ async def nothing_left(made: GrpcApi) -> None:
             left = status.waiting + status.running
             for replica in status.replicas:
                 left += replica.residents + replica.kv_blocks - replica.kv_blocks_free
-            if not left and not made.service._router.unfinished:
+            if not left and not unfinished(made.service):
                 return
             await asyncio.sleep(0.01)
 

@@ -28,8 +28,10 @@ from tests.cluster.frontend.rig import (
     both,
     frontend,
     pool_of,
+    session_of,
     stream,
     text_of,
+    unfinished,
 )
 from tests.cluster.wire import until
 
@@ -104,7 +106,7 @@ async def test_a_bad_request_is_refused_with_the_name_of_its_field() -> None:
                 assert context.code is StatusCode.INVALID_ARGUMENT, number
                 assert context.details.startswith(f"{field}: "), number
             assert await stream(made, request, Context()) == [pb.GenerateChunk()]
-            assert made.service._router.unfinished == 0
+            assert unfinished(made.service) == 0
         good = pb.GenerateRequest(prompt="still here", max_new_tokens=3)
         assert len((await made.Generate(good, Context())).token_ids) == 3
 
@@ -153,7 +155,7 @@ async def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
             assert end.stop == stop
             assert end.usage.completion_tokens == len(tokens)
             assert end.speculation.steps > 0
-        await until(lambda: not made.service._router.unfinished)
+        await until(lambda: not unfinished(made.service))
 
 
 async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
@@ -175,7 +177,7 @@ async def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
         streamed, unary = Context(), Context()
         streaming = asyncio.ensure_future(stream(made, request, streamed))
         asking = asyncio.ensure_future(made.Generate(request, unary))
-        lives = made.service._router.sessions[0]._live
+        lives = session_of(made)._live
         await until(lambda: len(lives) == 2 and all(live.tokens for live in lives.values()))
         clock.ahead_s = 101.0
         chunks = await streaming

@@ -21,7 +21,7 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.http_api.test_http import Answer, http
-from tests.cluster.frontend.rig import CONFIG, PROMPT, Context, frontend
+from tests.cluster.frontend.rig import CONFIG, PROMPT, Context, frontend, unfinished
 from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
 from tests.cluster.wire import until
 
@@ -268,7 +268,7 @@ async def test_a_client_that_leaves_cancels_its_call(stream: bool) -> None:
             {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 2, "stream": stream}
         ).encode()
         asking = asyncio.ensure_future(http(app, body, path="/v1/completions", gone=gone))
-        await until(lambda: made.service._router.unfinished == 2)
+        await until(lambda: unfinished(made.service) == 2)
         gone.set()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: not made.service._router.unfinished)
+        await until(lambda: not unfinished(made.service))
