@@ -168,7 +168,7 @@ def _usual(
             backend = HostBackend(cache, shape, arithmetic)
     paged = PagedModel(model, cache, backend, arithmetic, decoder)
     trial_logits(paged)
-    return paged, layers
+    return paged, f"{layers}, prepacked weights" if prepack else layers
 
 
 def _joined(
