@@ -62,6 +62,7 @@ class PoolConfig(_Settings):
     beat_s: float = Field(
         1.0,
         gt=0,
+        validate_default=True,
         description="How often a replica and a frontend show that they live; below lease_s.",
     )
     tick_s: float = Field(
@@ -78,6 +79,14 @@ class PoolConfig(_Settings):
     idle_exit_s: float = Field(
         60.0, gt=0, description="The actor ends after so long without a call."
     )
+
+    @field_validator("beat_s")
+    @classmethod
+    def _beats_keep_the_lease(cls, beat_s: float, info: ValidationInfo) -> float:
+        lease_s = info.data.get("lease_s")
+        if lease_s is not None and beat_s >= lease_s:
+            raise ValueError(f"must be below lease_s ({lease_s:g}), is {beat_s:g}")
+        return beat_s
 
     @field_validator("tick_s")
     @classmethod

@@ -6,28 +6,36 @@ from hashlib import blake2b
 from itertools import chain
 
 import torch
-from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
+from replicas.models.build import trial_logits
 from replicas.models.load import dtype_name
+from replicas.models.paged_model import PagedModel
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes."""
 
 
-def fingerprint(target: PreTrainedModel, config: ReplicaConfig) -> str:
+def fingerprint(target: PagedModel, config: ReplicaConfig) -> str:
     """A hash of the target's weights, the dtype and what else changes the bits of its logits.
 
     Of each weight the sum of its bits is taken, so that a large model costs one reading of it. The
-    rates of its rotations are no weights, but come from the config that lies beside them.
+    rates of its rotations are no weights, but come from the config that lies beside them. Where a
+    token's bits depend on its row alone, those of a few tokens are in it, too: they tell how the
+    layers compute, and on which processor and library.
     """
     digest = blake2b(digest_size=16)
-    device = target.device.type
-    digest.update(
-        repr((dtype_name(config), config.deterministic, config.tensor_parallel, device)).encode()
-    )
-    for name, weight in chain(target.named_parameters(), target.named_buffers()):
-        bits = weight.detach().contiguous().view(_BITS[weight.element_size()]).flatten()
+    model, arithmetic, joined = target.model, target.arithmetic, target.decoder is not None
+    computed = (dtype_name(config), config.deterministic, config.tensor_parallel)
+    digest.update(repr((*computed, model.device.type, joined, arithmetic)).encode())
+    for name, weight in chain(model.named_parameters(), model.named_buffers()):
+        bits = _bits(weight)
         sums = (int(bits.sum(dtype=torch.int64)), int(bits[::7].sum(dtype=torch.int64)))
         digest.update(repr((name, tuple(weight.shape), sums)).encode())
+    if arithmetic.proven:
+        digest.update(_bits(trial_logits(target)).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().view(_BITS[x.element_size()]).flatten()

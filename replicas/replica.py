@@ -64,11 +64,11 @@ class Replica:
             # Recordings and timing events are made on the thread's current device.
             torch.cuda.set_device(pair.device)
         plan = plan or _plan(pair, config)
-        mark = fingerprint(pair.target, config)
         self._device = pair.device
         self._work = plan.work
         self._blocks = BlockAllocator(plan.kv_blocks, config.block_size)
         target, built = _built(pair, config, plan)
+        mark = fingerprint(target, config)
         self._drafter = drafter = drafter or pair.drafter(config, plan)
         dtype = str(pair.dtype).removeprefix("torch.")
         identity = (pair.target_name, drafter.name if drafter else "", dtype, config.block_size)

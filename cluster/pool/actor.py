@@ -241,12 +241,12 @@ class PoolActor:
             raise PoolFailed("the pool has failed and ends")
         try:
             self._delivery.post(self._scheduler.step(event, self._clock()))
+            self._delivery.flush()
         except Exception as error:
             self._fail(event, batch, error)
             raise PoolFailed("an invariant of the pool is broken") from error
-        self._delivery.flush()
 
-    def _fail(self, event: object, batch: Batch | None, error: Exception) -> None:
+    def _fail(self, event: Event, batch: Batch | None, error: Exception) -> None:
         """Tell the frontends which event it was, and end: what is half-made must not go on."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         self._failed = requests = requests_of(event, batch)
@@ -295,7 +295,7 @@ class PoolActor:
             except PoolFailed:
                 return
             except Exception as error:
-                self._fail(self, None, error)
+                self._fail(Tick(), None, error)
                 return
 
     def tick(self) -> None:

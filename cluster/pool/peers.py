@@ -45,8 +45,8 @@ class WorkerPeer:
 
     def flush(self) -> None:
         if self.stream is not None and self._waiting:
-            self.stream.send(*self._waiting)
-            self._waiting.clear()
+            waiting, self._waiting = self._waiting, []
+            self.stream.send(*waiting)
 
     def loss(self, probe: Probe | None, now_s: float, lease_s: float) -> tuple[str, bool] | None:
         """Why it is lost, if it is, and whether that counts against the batches in hand.
@@ -130,8 +130,8 @@ class FrontendPeer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.stream.send(*self._waiting, self.state(self.submits))
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, []
+        self.stream.send(*waiting, self.state(self.submits))
 
     def close(self) -> None:
         self.lost = True
@@ -150,7 +150,8 @@ def unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:
     if other.fingerprint != spec.fingerprint:
         return (
             f"its weights or its arithmetic are not those of {other_id} of this pool:"
-            f" fingerprint {spec.fingerprint}, not {other.fingerprint}"
+            f" fingerprint {spec.fingerprint} ({spec.arithmetic}), not {other.fingerprint}"
+            f" ({other.arithmetic})"
         )
     return None
 

@@ -99,7 +99,7 @@ class ResumeNote(Message, frozen=True):
 
 
 class PoolState(Message, frozen=True):
-    """What the pool says of itself, last in every frame."""
+    """What the pool says of itself, after all that it sends together."""
 
     submits: int
     """How many requests of this session it has accepted or refused; `load` is with them."""

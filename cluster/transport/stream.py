@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from cluster.transport.codec import Messages, NotDecodable, encode
+from cluster.transport.codec import Messages, NotDecodable, NotEncodable, encode
 
 log = logging.getLogger("lockstep.transport")
 
@@ -59,11 +59,19 @@ class Stream:
         """Whether nothing can be sent any more."""
 
     def send(self, *messages: object) -> None:
-        """In one frame, after all that was sent before; on a lost stream it does nothing.
+        """In one frame, or in several where one would be too large, after all that was sent before;
+        on a lost stream it does nothing.
 
-        Raises NotEncodable.
+        Raises NotEncodable for a message that cannot be sent; those before it may have been.
         """
-        self._put(encode(messages))
+        try:
+            self._put(encode(messages))
+        except NotEncodable:
+            half = len(messages) // 2
+            if not half:
+                raise
+            self.send(*messages[:half])
+            self.send(*messages[half:])
 
     def end(self) -> None:
         """Have the other side end the stream once it has all that was sent."""

@@ -90,6 +90,19 @@ def build(
     return paged, built
 
 
+@torch.inference_mode()
+def trial_logits(paged: PagedModel) -> torch.Tensor:  # [tokens, vocab]
+    """The logits of a pass over the first blocks, which belong to no sequence yet."""
+    shape = paged.backend.shape
+    tokens = _trial_tokens(paged.model, shape)
+    width = tokens.shape[0]
+    table = torch.arange(1, 1 - (-width // shape.block_size), device=paged.device)[None]
+    layout = paged.backend.step_layout(table, [0], width).window(0, width)
+    out: Output = paged.forward(tokens, layout)
+    assert out.logits is not None
+    return out.logits
+
+
 def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
     """Whether attention is that of a CPU, whose cache lies by head."""
     on_cpu = device.type == "cpu" and not config.fixed_shapes(device)
@@ -108,7 +121,7 @@ def _in_tiles(
             ways.insert(0, efficient_attention)
         backends = [GatherBackend(cache, shape, way) for way in ways]
     paged = PagedModel(model, cache, backends[0], Arithmetic())
-    _try_out(paged, shape)
+    trial_logits(paged)
     length = trial_length(CHUNK, shape.context_len)
     columns = -(-length // shape.block_size)
     blocks = min(columns, cache.blocks // ROWS)
@@ -154,8 +167,8 @@ def _usual(
                 one.tile = arithmetic.tile if arithmetic.proven else None
             backend = HostBackend(cache, shape, arithmetic)
     paged = PagedModel(model, cache, backend, arithmetic, decoder)
-    _try_out(paged, shape)
-    return paged, layers
+    trial_logits(paged)
+    return paged, f"{layers}, prepacked weights" if prepack else layers
 
 
 def _joined(
@@ -172,7 +185,7 @@ def _joined(
         decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
     except NotJoined as reason:
         return None, f"separate layers ({reason})"
-    joined = _try_out(PagedModel(model, cache, backend, Arithmetic(), decoder), shape)
+    joined = trial_logits(PagedModel(model, cache, backend, Arithmetic(), decoder))
     own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
     floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
     truly = str(finer).removeprefix("torch.")
@@ -186,18 +199,6 @@ def _joined(
 def _trial_tokens(model: PreTrainedModel, shape: CacheShape) -> torch.Tensor:
     width = min(shape.context_len, _TRIAL_TOKENS)
     return torch.arange(1, width + 1, device=model.device) % int(model.config.vocab_size)
-
-
-@torch.inference_mode()
-def _try_out(paged: PagedModel, shape: CacheShape) -> torch.Tensor:  # [tokens, vocab]
-    """The logits of a pass over the first blocks, which belong to no sequence yet."""
-    tokens = _trial_tokens(paged.model, shape)
-    width = tokens.shape[0]
-    table = torch.arange(1, 1 - (-width // shape.block_size), device=paged.device)[None]
-    layout = paged.backend.step_layout(table, [0], width).window(0, width)
-    out: Output = paged.forward(tokens, layout)
-    assert out.logits is not None
-    return out.logits
 
 
 def _tiled_products(model: PreTrainedModel, prepack: bool) -> list[Product]:

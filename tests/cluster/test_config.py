@@ -45,7 +45,11 @@ def test_strings_from_a_command_line_become_values() -> None:
         ({"draft_len": 2, "scheduler": {"draft_len": 3}}, "scheduler.draft_len"),
         ({"scheduler": "fast"}, "scheduler"),
         ({"scheduler": "fast", "draft_len": 2}, "draft_len"),
-        ({"pool": {"lease_s": 0.1}}, "pool.tick_s: must be at most a quarter of lease_s (0.1)"),
+        (
+            {"pool": {"lease_s": 0.1, "beat_s": 0.05}},
+            "pool.tick_s: must be at most a quarter of lease_s (0.1)",
+        ),
+        ({"pool": {"lease_s": 1}}, "pool.beat_s: must be below lease_s (1), is 1"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(args: dict[str, object], named: str) -> None:
@@ -53,7 +57,7 @@ def test_a_wrong_key_or_value_is_named(args: dict[str, object], named: str) -> N
         from_args(args)
 
 
-@pytest.mark.parametrize("pool", [{"lease_s": 0.4, "tick_s": 0.1}, {"tick_s": 0.75}])
+@pytest.mark.parametrize("pool", [{"lease_s": 0.4, "beat_s": 0.2, "tick_s": 0.1}, {"tick_s": 0.75}])
 def test_the_slowest_tick_with_which_leases_end(pool: dict[str, float]) -> None:
     assert from_args({"pool": pool}).pool.tick_s == pool["tick_s"]
 

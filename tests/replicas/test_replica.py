@@ -188,5 +188,7 @@ def test_replicas_whose_output_could_differ_have_other_fingerprints(tmp_path: Pa
         fingerprint(str(tmp_path)),
         fingerprint(dtype="bfloat16"),
         fingerprint(dtype="bfloat16", deterministic=True),
+        fingerprint(fuse_layers=False),
+        fingerprint(prepack_weights=False),
     ]
     assert len(set(found)) == len(found)

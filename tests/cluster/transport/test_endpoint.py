@@ -113,6 +113,19 @@ async def test_what_is_sent_together_arrives_together() -> None:
         assert await anext(stream.frames()) == [1, b"two", 3]
 
 
+async def test_what_is_too_large_for_one_frame_arrives_in_order() -> None:
+    async with served() as s:
+        stream = await s.caller()
+        sent = [bytes([n]) * (FRAME_BYTES_MAX // 3) for n in range(4)]
+        stream.send(*sent)
+        came: list[Any] = []
+        async for frame in stream.frames():
+            came += frame
+            if len(came) == len(sent):
+                break
+        assert came == sent
+
+
 @pytest.mark.parametrize("value", [object(), 1 << 70, "\ud800", bytes(FRAME_BYTES_MAX)])
 async def test_what_cannot_be_sent_is_refused_before_it_is(value: Any) -> None:
     async with served() as s:
