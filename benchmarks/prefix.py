@@ -41,12 +41,11 @@ class Round:
     prefill_tokens: int
     """KV positions that were computed."""
     reused_tokens: int
-    outputs: list[list[int]]
 
 
 def serve(
     replica: Replica, requests: Sequence[Request], in_flight: int, config: SchedulerConfig
-) -> Round:
+) -> tuple[Round, list[list[int]]]:
     """Runs the requests, `in_flight` at a time."""
     engine = LocalEngine(replica, config)
     count = len(requests)
@@ -55,15 +54,15 @@ def serve(
     waits = first_token_times(records)
     assert len(waits) == count, "every request gets tokens"
     figures = engine.scheduler.snapshot().figures
-    return Round(
+    figured = Round(
         sharing=replica.spec.prefix_sharing,
         tokens_per_s=sum(map(len, outputs)) / max(record.end_s or 0.0 for record in records),
         first_token_p50_s=median(waits),
         first_token_p95_s=quantiles(waits, n=20)[-1],
         prefill_tokens=figures.prefill_tokens,
         reused_tokens=figures.reused_tokens,
-        outputs=outputs,
     )
+    return figured, outputs
 
 
 def main() -> None:
@@ -96,12 +95,13 @@ def main() -> None:
 
     for replica in replicas:  # warm-up
         serve(replica, requests("warm-up")[: args.in_flight], args.in_flight, pool)
-    rounds = [
+    served = [
         serve(replica, requests(f"round {number}"), args.in_flight, pool)
         for number in range(args.rounds)
         for replica in replicas[:: 1 if number % 2 else -1]
     ]
-    same = all(one.outputs == rounds[0].outputs for one in rounds)
+    rounds = [one for one, _ in served]
+    same = all(outputs == served[0][1] for _, outputs in served)
     rows = []
     for sharing in (False, True):
         mine = [one for one in rounds if one.sharing == sharing]
@@ -118,11 +118,8 @@ def main() -> None:
     header = ("sharing", "tokens/s", "TTFT p50, ms", "p95", "positions computed", "found")
     print(table(header, rows))
     print(f"outputs identical: {'yes' if same else 'NO'}")
-    figures = [
-        {key: value for key, value in asdict(one).items() if key != "outputs"} for one in rounds
-    ]
     options = {key: value for key, value in vars(args).items() if key != "json"}
-    write_json(args.json, {"options": options, "identical": same, "rounds": figures})
+    write_json(args.json, {"options": options, "identical": same, "rounds": [*map(asdict, rounds)]})
 
 
 if __name__ == "__main__":

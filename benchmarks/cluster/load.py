@@ -26,12 +26,12 @@ from benchmarks.shared.processes import cluster_processes
 from benchmarks.shared.report import percentiles
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.figures import Record, first_token_times, latencies
-from cluster.bench.load import drive
+from cluster.bench.load import drive, grpc_request
+from cluster.bench.workload import Workload
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
-from protos import lockstep_pb2 as pb
+from scheduler.messages import SamplingParams
 
-Prompts = Sequence[Sequence[int]]
 Tokens = list[list[int]]
 
 WAYS = ("unary", "stream", "sse")
@@ -40,19 +40,20 @@ WAYS = ("unary", "stream", "sse")
 _salts = itertools.count()
 
 
-def fresh_salt() -> str:
-    """A cache salt that no run had: the prompts are those of earlier runs, and a prefix that is
-    found costs nothing."""
-    return f"run {next(_salts)}"
-
-
 @dataclass(frozen=True)
 class Load:
     """So many clients, each with its next request as soon as it has its answer."""
 
-    prompts: Prompts
+    prompts: Sequence[Sequence[int]]
     new_tokens: int
     in_flight: int
+
+    def workload(self) -> Workload:
+        """Its requests, greedy, with a cache salt that no run had: the prompts are those of earlier
+        runs, and a prefix that is found costs nothing."""
+        prompts = tuple(map(tuple, self.prompts))
+        salt = f"run {next(_salts)}"
+        return Workload(prompts, "", self.new_tokens, SamplingParams(), salt=salt)
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,21 @@ class Clients:
     http: aiohttp.ClientSession
     model: str
 
-    async def unary(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
-        yield list((await self.grpc.generate(_request(prompt, new, salt))).token_ids)
+    async def unary(self, workload: Workload, number: int) -> AsyncIterator[list[int]]:
+        yield list((await self.grpc.generate(grpc_request(workload, number))).token_ids)
 
-    async def stream(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
-        async for chunk in self.grpc.stream(_request(prompt, new, salt)):
+    async def stream(self, workload: Workload, number: int) -> AsyncIterator[list[int]]:
+        async for chunk in self.grpc.stream(grpc_request(workload, number)):
             yield list(chunk.token_ids)
 
-    async def sse(self, prompt: Sequence[int], new: int, salt: str) -> AsyncIterator[list[int]]:
+    async def sse(self, workload: Workload, number: int) -> AsyncIterator[list[int]]:
         fields = {
             "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": new,
+            "prompt": workload.prompt(number),
+            "max_tokens": workload.max_new_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "cache_salt": salt,
+            "cache_salt": workload.cache_salt(number),
             "stream": True,
             "return_token_ids": True,
         }
@@ -130,15 +131,6 @@ class Clients:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])["choices"][0]["token_ids"]
-
-
-def _request(prompt: Sequence[int], new: int, salt: str) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        prompt_token_ids=pb.TokenIds(ids=prompt),
-        max_new_tokens=new,
-        ignore_eos=True,
-        cache_salt=salt,
-    )
 
 
 async def compare(
@@ -210,18 +202,21 @@ async def run(
     """The load once, in one of WAYS; with the processes' CPU time if batches are counted."""
     ask = {"unary": clients.unary, "stream": clients.stream, "sse": clients.sse}[way]
     chunks = 0
-    salt = fresh_salt()
+    workload = load.workload()
     outputs: Tokens = [[] for _ in load.prompts]
 
     async def one(number: int, record: Record, now_s: Callable[[], float]) -> None:
         nonlocal chunks
-        async for new in ask(load.prompts[number], load.new_tokens, salt):
+        async for new in ask(workload, number):
             chunks += 1
             if new:
                 record.chunks.append((now_s(), len(new)))
                 outputs[number].extend(new)
 
-    processes = _processes() if count_batches else {}
+    processes: dict[int, str] = {}
+    if count_batches:
+        processes = {each.pid: each.kind for each in cluster_processes()}
+        processes[os.getpid()] = "client"
     batches = count_batches() if count_batches else 0
     before = _cpu_s(processes)
     start = perf_counter()
@@ -237,11 +232,6 @@ async def run(
         first_token_times(records),
         chunks if way != "unary" else 0,
     )
-
-
-def _processes() -> dict[int, str]:
-    """Kind by process id."""
-    return {each.pid: each.kind for each in cluster_processes()} | {os.getpid(): "client"}
 
 
 def _cpu_s(processes: Mapping[int, str]) -> dict[str, float]:

@@ -13,23 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.ideal import ideal
-from benchmarks.cluster.load import (
-    WAYS,
-    Base,
-    Load,
-    batch_counter,
-    clients_of,
-    compare,
-    fresh_salt,
-    run,
-)
+from benchmarks.cluster.load import WAYS, Base, Load, batch_counter, clients_of, compare, run
 from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.engine import drive
 from cluster.bench.figures import latencies
-from cluster.bench.workload import HELD_OUT_LENGTHS, synthetic_prompts
+from cluster.bench.workload import HELD_OUT_LENGTHS, engine_request, synthetic_prompts
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
 from cluster.local_engine import LocalEngine
@@ -115,13 +106,11 @@ def _measure(
 def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
     """The engine alone with so many requests in flight."""
     engine = LocalEngine(replica, config.scheduler)
-    salt = fresh_salt()
+    workload, count = load.workload(), len(load.prompts)
 
     def request(number: int) -> Request:
-        prompt = tuple(load.prompts[number])
-        return Request(str(number), prompt, load.new_tokens, cache_salt=salt)
+        return engine_request(workload, number, encode=lambda _text: (), eos=())
 
-    count = len(load.prompts)
     records = drive(engine, request, Closed(load.in_flight), Extent(requests=count))
     spent_s = max(record.end_s or 0.0 for record in records)
     tokens = [engine.outputs[str(number)].tokens for number in range(count)]

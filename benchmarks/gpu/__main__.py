@@ -93,17 +93,10 @@ def show(modes: dict[str, Mode]) -> None:
             table(list(rows[0]), [["" if x is None else x for x in row.values()] for row in rows])
         )
     header = ("mode", "state", "attention", "steps unrecorded", "GPU memory, GB", "message")
-    said = [
-        (
-            name,
-            one.state,
-            one.attention,
-            len(one.unrecorded),
-            one.memory_gb or "",
-            one.message.replace("|", "\\|"),
-        )
-        for name, one in modes.items()
-    ]
+    said = []
+    for name, one in modes.items():
+        message, memory_gb = one.message.replace("|", "\\|"), one.memory_gb or ""
+        said.append((name, one.state, one.attention, len(one.unrecorded), memory_gb, message))
     print(table(header, said))
 
 
