@@ -42,7 +42,7 @@ from scheduler.state import (
     InFlight,
     Move,
     Pool,
-    Replica,
+    ReplicaRecord,
     Sequence,
     State,
     answers_of,
@@ -255,7 +255,7 @@ class Scheduler:
     def _tell_records(self, rows: list[Sequence]) -> None:
         self._out.extend(RecordFailure(one.id, one.record) for one in rows if one.live)
 
-    def _end_batch(self, replica_id: str, batch_id: int) -> tuple[Replica, InFlight] | None:
+    def _end_batch(self, replica_id: str, batch_id: int) -> tuple[ReplicaRecord, InFlight] | None:
         """Takes a batch out of flight; None for one that is unknown or was answered before."""
         replica = self._pool.replicas.get(replica_id)
         if replica is None:
@@ -266,7 +266,7 @@ class Scheduler:
         self._dispatcher.touch(replica_id)
         return replica, flight
 
-    def _rows_back(self, replica: Replica, flight: InFlight) -> list[Sequence]:
+    def _rows_back(self, replica: ReplicaRecord, flight: InFlight) -> list[Sequence]:
         """The live rows of a batch that has ended; leaving ones are let go."""
         rows = flight.rows
         if not replica.rows_in[State.LEAVING]:
@@ -311,19 +311,19 @@ class Scheduler:
         self._released.setdefault(replica_id, []).append(sequence_id)
         self._dispatcher.touch(replica_id)
 
-    def _send_back(self, replica: Replica, sequences: list[Sequence]) -> None:
+    def _send_back(self, replica: ReplicaRecord, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._release(replica.id, sequence.id)
         if sequences:
             self._pool.send_back(sequences)
             self._dispatcher.offer_to_all()
 
-    def _hand_back(self, replica: Replica) -> None:
+    def _hand_back(self, replica: ReplicaRecord) -> None:
         """A draining replica's rows wait again, but for those that batches hold."""
         rows = [*replica.partial.values(), *replica.ready, *replica.quarantined.values()]
         self._send_back(replica, rows)
 
-    def _balance(self, replica: Replica) -> None:
+    def _balance(self, replica: ReplicaRecord) -> None:
         """Moves ready rows to a replica with far fewer, where that is worth their prefill."""
         target = lightest(replica, self._pool, self.config)
         if target is None:

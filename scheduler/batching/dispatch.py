@@ -47,7 +47,7 @@ from scheduler.messages import (
     Release,
     StepRow,
 )
-from scheduler.state import Pool, Replica, Sequence
+from scheduler.state import Pool, ReplicaRecord, Sequence
 from scheduler.validation import blocks_needed
 
 
@@ -100,14 +100,14 @@ class Dispatcher:
                         break
                     self._fill_pipeline(replicas[replica_id])
 
-    def interrupt(self, replica: Replica, out: list[Action]) -> None:
+    def interrupt(self, replica: ReplicaRecord, out: list[Action]) -> None:
         """Ends the batch of several steps, if one is in flight."""
         long = replica.pipeline.long_batch()
         if long is not None:
             out.append(Interrupt(replica.id, long.batch.id))
             long.interrupted = True
 
-    def chunk(self, replica: Replica) -> int:
+    def chunk(self, replica: ReplicaRecord) -> int:
         begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,
@@ -116,13 +116,13 @@ class Dispatcher:
             begin=0 if begun is None else begun.filled,
         )
 
-    def _fill_pipeline(self, replica: Replica) -> None:
+    def _fill_pipeline(self, replica: ReplicaRecord) -> None:
         self._drop_vain_reservation(replica)
         while len(replica.pipeline) < self._config.batches_in_flight_max:
             if not self._next(replica):
                 return
 
-    def _next(self, replica: Replica) -> bool:
+    def _next(self, replica: ReplicaRecord) -> bool:
         """Does what the first rule says that holds. Returns whether anything has changed that may
         lead to another batch."""
         pipeline, ready = replica.pipeline, len(replica.ready)
@@ -167,7 +167,7 @@ class Dispatcher:
             steps_most = self._config.steps_per_batch_max
         return self._step(replica, rows, steps_most)
 
-    def _quarantine_is_next(self, replica: Replica) -> bool:
+    def _quarantine_is_next(self, replica: ReplicaRecord) -> bool:
         """Whether rows in quarantine are to go next, here or from the queue."""
         if replica.quarantined:
             return True
@@ -176,7 +176,7 @@ class Dispatcher:
         sequence = self._pool.waiting[replica.reserved_for]
         return sequence.quarantined and has_room(replica, sequence, self._config)
 
-    def _drop_vain_reservation(self, replica: Replica) -> None:
+    def _drop_vain_reservation(self, replica: ReplicaRecord) -> None:
         """A sequence that reserved the only replica may have failed on it. If there is another now,
         it goes there."""
         if replica.reserved_for is None:
@@ -186,7 +186,7 @@ class Dispatcher:
             self._pool.drop_reservation(sequence)
             self._offer_to_all = True
 
-    def _prefill(self, replica: Replica, placement: Placement, tokens: int) -> None:
+    def _prefill(self, replica: ReplicaRecord, placement: Placement, tokens: int) -> None:
         """Chunks of the chosen rows and of those that were begun."""
         for sequence, passes in placement.overtaken:
             sequence.overtaken += passes
@@ -204,7 +204,7 @@ class Dispatcher:
         self._pool.fill(given, batch.id)
         self._send(replica, batch, [sequence for sequence, _, _ in given])
 
-    def _next_rows(self, replica: Replica) -> list[Sequence]:
+    def _next_rows(self, replica: ReplicaRecord) -> list[Sequence]:
         """Ready rows of near length. Of rows that lie too far apart to be read together only a
         part, unless one of them is due."""
         ready, wait_rounds = replica.ready, self._config.wait_rounds
@@ -223,7 +223,7 @@ class Dispatcher:
         begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
         return rows[begin:end]
 
-    def _rows_in_quarantine(self, replica: Replica) -> list[Sequence]:
+    def _rows_in_quarantine(self, replica: ReplicaRecord) -> list[Sequence]:
         """The ones that wait longest, no more than each of them may run with."""
         limit = replica.rows_max(self._config.rows_max)
         rows: list[Sequence] = []
@@ -235,7 +235,7 @@ class Dispatcher:
             rows.append(sequence)
         return sorted(rows, key=lambda one: one.length)
 
-    def _step(self, replica: Replica, rows: list[Sequence], steps_most: int) -> bool:
+    def _step(self, replica: ReplicaRecord, rows: list[Sequence], steps_most: int) -> bool:
         """Some steps of these ready rows, by rising length. Where blocks run out, a sequence is
         sent back, if nothing is in flight that may free some."""
         plan = self._policy.plan(replica.id, rows, steps_most)
@@ -267,12 +267,12 @@ class Dispatcher:
         self._send(replica, batch, rows)
         return True
 
-    def _send(self, replica: Replica, batch: Batch, rows: list[Sequence]) -> None:
+    def _send(self, replica: ReplicaRecord, batch: Batch, rows: list[Sequence]) -> None:
         self.interrupt(replica, self._out)
         replica.pipeline.send(batch, rows, self._now_s)
         self._out.append(Dispatch(batch))
 
-    def _preempt(self, replica: Replica) -> None:
+    def _preempt(self, replica: ReplicaRecord) -> None:
         """KV blocks ran out: the youngest sequence of the lowest priority waits again with its
         tokens, in the order of its class. None goes twice: a sequence that was sent back once has
         all blocks that it may need, so it is not the cause, and another is."""
@@ -303,7 +303,7 @@ def _prefill_row(sequence: Sequence, begin: int, until: int) -> PrefillRow:
 
 
 def _lacking(
-    replica: Replica, rows: list[Sequence], plan: StepPlan
+    replica: ReplicaRecord, rows: list[Sequence], plan: StepPlan
 ) -> tuple[list[tuple[Sequence, int]], int]:
     """Rows whose blocks do not last for all that they can hold after these steps, each with those
     that it needs; and how many that is more."""

@@ -17,7 +17,7 @@ from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_r
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.workload import WorkloadRequest
-from scheduler.simulation.world import FaultPlan, Outcome, World
+from scheduler.simulation.world import FaultPlan, RequestOutcome, World
 from scheduler.status import PoolStatus
 
 SAMPLES_MAX = 100
@@ -225,7 +225,7 @@ class Experiment:
         at_s = now_s + self._rng.uniform(*self._setup.message_s)
         self._worlds[shard].submit(at_s, submitted, request.acceptance)
 
-    def _end(self, number: int, outcome: Outcome) -> None:
+    def _end(self, number: int, outcome: RequestOutcome) -> None:
         figures, count = self._figures, len(self._requests)
         arrived_s, shard = self._arrived[number]
         self._outstanding[shard] -= self._requests[number].new_tokens

@@ -77,7 +77,7 @@ class FaultPlan:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What happened to one request."""
 
     submitted_s: float
@@ -98,7 +98,7 @@ class Outcome:
 class Report:
     """What happened in a world. Times are virtual seconds."""
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
     ended_s: float = 0.0
     killed: int = 0
     """Replicas killed by deadly requests."""
@@ -166,7 +166,7 @@ class World:
         Each of its draft tokens is accepted with this probability if those before it are.
         """
         assert request.id not in self.report.outcomes, f"{request.id} was submitted before"
-        self.report.outcomes[request.id] = Outcome(at_s, acceptance)
+        self.report.outcomes[request.id] = RequestOutcome(at_s, acceptance)
         self._unfinished += 1
         self._clock.at(at_s, lambda: self._tell(Submit(request)))
 

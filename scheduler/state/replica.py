@@ -126,7 +126,7 @@ class Pipeline:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class ReplicaRecord:
     """One incarnation of a replica."""
 
     id: str

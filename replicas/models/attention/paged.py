@@ -25,7 +25,7 @@ from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceWindow, PagedCache
 from replicas.models.attention.gather import DeviceLayouts, GatherBackend
 from replicas.models.decoder import LayerAttention
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+AttendPaged = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """Queries [rows, heads, width, head_dim], keys and values [blocks + 1, block_size, kv_heads,
 head_dim] of the whole cache, and the scale of scores; returns [rows, width, heads, head_dim].
 Queries that see nothing get 0."""
@@ -150,7 +150,7 @@ class FlexAttention:
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         self._attend = attend
 
-    def enter(self, window: DeviceWindow) -> Attend:
+    def enter(self, window: DeviceWindow) -> AttendPaged:
         table = window.blocks.view(window.rows, -1)
         rows, columns = table.shape
         logical = logical_blocks(table, self._blocks)
@@ -209,7 +209,7 @@ class VarlenAttention:
             raise NotPaged("this torch's varlen attention takes no block table")
         self._varlen: Callable[..., Any] = varlen_attn
 
-    def enter(self, window: DeviceWindow) -> Attend:
+    def enter(self, window: DeviceWindow) -> AttendPaged:
         rows, width = window.rows, window.width
         device = window.blocks.device
         table = window.blocks.view(rows, -1).to(torch.int32)
