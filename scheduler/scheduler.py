@@ -60,7 +60,6 @@ class Scheduler:
         self._pool = Pool(self.config)
         self._policy = DraftPolicy(self.config)
         self._dispatcher = Dispatcher(self.config, self._pool, self._policy)
-        self._rejected = 0
         self._now_s = 0.0
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Submit: self._submit,
@@ -100,7 +99,7 @@ class Scheduler:
 
     def snapshot(self) -> PoolStatus:
         """The pool as it stands, O(replicas)."""
-        return pool_status(self._pool, self._rejected, self._now_s, self._policy)
+        return pool_status(self._pool, self._now_s, self._policy)
 
     @property
     def outstanding_tokens(self) -> int:
@@ -123,7 +122,6 @@ class Scheduler:
         request, pool = event.request, self._pool
         refused = refusal(event, pool, now_s)
         if refused is not None:
-            self._rejected += 1
             self._out.append(refused)
             return
         sequence = pool.accept(request, now_s)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, ValuesView
+from collections.abc import Iterator, Mapping
 from typing import Protocol, TypeVar
 
 from scheduler.messages import Priority, Request
@@ -160,9 +160,6 @@ class WaitingQueue(Mapping[str, Item]):
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __contains__(self, sequence_id: object) -> bool:
-        return sequence_id in self._sequences
-
     def __getitem__(self, sequence_id: str) -> Item:
         return self._sequences[sequence_id]
 
@@ -189,9 +186,6 @@ class WaitingQueue(Mapping[str, Item]):
                     if one[2] not in given:
                         oldest[name] = one
                         break
-
-    def values(self) -> ValuesView[Item]:
-        return ValuesView(self)
 
     def quarantined(self) -> Iterator[Item]:
         """Those in quarantine, by arrival."""
