@@ -198,8 +198,8 @@ class Scheduler:
         batch, sent_s = flight.batch, flight.sent_s
         committed = 0
         answers = answers_of(self._rows_back(replica, flight), result)
-        trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
-        self._policy.observe(batch, result, answers, trip_s)
+        round_trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
+        self._policy.observe(batch, result, answers, round_trip_s)
         if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(answers)
             if committed:

@@ -8,8 +8,9 @@
 | 4 | other rows are ready, nothing is in flight; the last batch was one of rows in quarantine, or the last step failed | the others take one step |
 | 5 | a sequence that waits was passed over too often, or is in quarantine and cannot go yet | it reserves the replica |
 | 6 | prompts can be filled; the last batch was no prefill, or no row is ready | a chunk of prompts |
-| 7 | ready rows are worth a batch | they step; several times if no other row waits |
-| 8 | else | nothing |
+| 7 | prompts can be filled, but rows step first | a batch of several steps that is in flight is interrupted; then as rule 8 says |
+| 8 | ready rows are worth a batch | they step; several times if no other row waits |
+| 9 | else | nothing |
 
 So between two batches of rows in quarantine the others take a step, which shows whether the replica
 works; and prefills take turns with steps, so that neither waits for long.
@@ -52,7 +53,8 @@ from scheduler.validation import blocks_needed
 
 
 class Dispatcher:
-    """Gives batches to the replicas that were touched; keeps no state between two events."""
+    """Gives batches to the replicas that were touched. Between two events it keeps the next batch's
+    number and nothing else."""
 
     def __init__(self, config: SchedulerConfig, pool: Pool, policy: DraftPolicy) -> None:
         self._config = config

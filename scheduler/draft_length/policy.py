@@ -333,8 +333,8 @@ def row_draft_len(sequence: Sequence, draft_len: int) -> int:
 
     The target adds one token of its own, so a row with n tokens left drafts at most n - 1.
     """
-    pinned = sequence.request.draft_len
-    if pinned is not None and pinned < draft_len:
-        draft_len = pinned
+    own = sequence.request.draft_len
+    if own is not None and own < draft_len:
+        draft_len = own
     most = sequence.length_max - sequence.length - 1
     return draft_len if draft_len < most else most

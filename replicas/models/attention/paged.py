@@ -179,9 +179,9 @@ def logical_blocks(
 ) -> torch.Tensor:  # [rows, blocks + 1], int32
     """The table's inverse: which column of a row a physical block is, -1 where it is none."""
     rows, columns = table.shape
-    batch = torch.arange(columns, dtype=torch.int32, device=table.device)
+    numbers = torch.arange(columns, dtype=torch.int32, device=table.device)
     inverse = torch.full((rows, blocks + 1), -1, dtype=torch.int32, device=table.device)
-    inverse.scatter_(1, table, batch.expand(rows, -1))
+    inverse.scatter_(1, table, numbers.expand(rows, -1))
     inverse[:, SCRAP_BLOCK].fill_(-1)  # it pads tables, and several columns of one
     return inverse
 
@@ -215,8 +215,8 @@ class VarlenAttention:
         table = window.blocks.view(rows, -1).to(torch.int32)
         # Of no position before the first, and none in the row that only pads.
         used = (window.starts + width).clamp(min=0).to(torch.int32)
-        batch = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        begins, room = batch * width, batch * window.reach
+        numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        begins, room = numbers * width, numbers * window.reach
 
         def attend(
             query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
