@@ -234,8 +234,8 @@ class Experiment:
             figures.samples.append(self._sample())
         if self._setup.in_flight is not None:
             self._plan_next()
-        if outcome.reject is not None:
-            named = filter(None, (outcome.reject.field, outcome.reject.message))
+        if isinstance(outcome.end, Reject):
+            named = filter(None, (outcome.end.field, outcome.end.message))
             figures.refusals.append(": ".join(named))
             return
         assert outcome.finished_s is not None
