@@ -219,7 +219,7 @@ class Dispatcher:
         apart = self._policy.apart(replica.id)
         if padding <= apart:
             return rows
-        # Of the parts the one of the row that is behind, or else of the oldest: they take turns.
+        # The part of the row that is behind, or else of the oldest: the two take turns.
         behind = row_behind(ready, per_round, wait_rounds)
         anchor = next(one for one in ready if one in rows) if behind is None else behind
         begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
