@@ -143,8 +143,8 @@ class Dispatcher:
         if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
             tokens = self.chunk(replica)
             placement = next_placement(replica, self._pool, tokens)
-            for sequence in placement.left:
-                sequence.left += 1
+            for sequence in placement.deferred:
+                sequence.deferrals += 1
             if placement.reserve is not None:
                 self._pool.reserve(placement.reserve, replica)
                 return True

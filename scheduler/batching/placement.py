@@ -64,7 +64,7 @@ class Placement:
     """What these leave of the batch for rows that were begun."""
     overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences that do not fit here, and how many that were behind them are placed."""
-    left: list[Sequence] = field(default_factory=list)
+    deferred: list[Sequence] = field(default_factory=list)
     """Sequences that other replicas have the prefix of."""
     reserve: Sequence | None = None
     """A sequence that reserves this replica now."""
@@ -190,7 +190,7 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
         if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
             break
         if _has_rival(replica, others, sequence, load, config):
-            placement.left.append(sequence)
+            placement.deferred.append(sequence)
             continue
         chunks.append((sequence, 0, part))
         taken += replica.blocks_for(sequence)
@@ -242,7 +242,11 @@ def _has_rival(
     """
     if not replica.spec.prefix_sharing or not (replica.pipeline.batches or replica.ready):
         return False
-    if sequence.left >= config.passes_max or sequence.recovered or sequence.reservation is not None:
+    if (
+        sequence.deferrals >= config.passes_max
+        or sequence.recovered
+        or sequence.reservation is not None
+    ):
         return False
     here = load - _rows_worth(replica, sequence)
     return any(

@@ -135,7 +135,7 @@ class Sequence:
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
     cached_tokens: int = 0
-    left: int = 0
+    deferrals: int = 0
     """How often a replica left it to another that has its prefix."""
     keys: tuple[BlockKey, ...] = ()
     """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
