@@ -8,6 +8,7 @@ from scheduler.state.replica import (
     BatchFigures as BatchFigures,
     InFlight as InFlight,
     ReplicaRecord as ReplicaRecord,
+    computed as computed,
 )
 from scheduler.state.sequence import (
     Answer as Answer,
