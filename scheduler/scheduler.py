@@ -323,7 +323,7 @@ class Scheduler:
 
     def _balance(self, replica: ReplicaRecord) -> None:
         """Moves ready rows to a replica with far fewer, where that is worth their prefill."""
-        target = lightest(replica, self._pool, self.config)
+        target = lightest(replica, self._pool)
         if target is None:
             return
         chunk = self._dispatcher.chunk(target)

@@ -191,10 +191,9 @@ def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
 
 
 def _likeliest(
-    scores: torch.Tensor, most: int
+    scores: torch.Tensor, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, width, n] each, float32 and int64
     """The best scores and their places, which rise."""
-    n = min(most, scores.shape[-1])
     if scores.is_cpu:
         places = likeliest(scores.flatten(0, 1), n).view(*scores.shape[:2], n)
     else:

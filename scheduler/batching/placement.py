@@ -259,17 +259,16 @@ def _has_rival(
     )
 
 
-def lightest(replica: ReplicaRecord, pool: Pool, config: SchedulerConfig) -> ReplicaRecord | None:
+def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
     """The replica that should take rows of this one, if the imbalance is large enough.
 
     None while sequences wait, for those go first, or while it could not take rows at once.
     """
     if pool.waiting:
         return None
-    most = config.batches_in_flight_max
+    most, rows_max = pool.config.batches_in_flight_max, pool.config.rows_max
     takes = ((load, pool.replicas[replica_id]) for load, replica_id in pool.open)
     load, target = next((one for one in takes if len(one[1].pipeline) < most), (0, None))
-    rows_max = config.rows_max
     if target is None or replica.load - load <= rows_max:
         return None
     if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):

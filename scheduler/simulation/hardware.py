@@ -70,12 +70,7 @@ class Decoder:
 
 
 def forward_s(
-    device: Device,
-    model: Decoder,
-    tokens: int,
-    kv_positions: int,
-    attended: int,
-    head: bool = True,
+    device: Device, model: Decoder, tokens: int, kv_positions: int, attended: int, head: bool = True
 ) -> float:
     """Seconds of one forward pass of `tokens` tokens that reads `kv_positions` positions of KV.
 
