@@ -30,10 +30,10 @@ from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.metrics import FrontendMeter, ray_sink
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.garbage import collect_seldom
+from cluster.metrics import FrontendMeter, ray_sink
 from cluster.pool.protocol import silence_s
 from cluster.pool.ray_pool import RayPool, log_to_stderr, open_pool, this_process
 from cluster.pool.stopping import stop_pools

@@ -16,10 +16,10 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
-from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
 from cluster.frontend.tools import CallDelta, ToolReader
+from cluster.metrics import FrontendMeter
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter

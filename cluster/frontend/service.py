@@ -28,12 +28,12 @@ from cluster.frontend.calls import (
     check_call,
     check_number,
 )
-from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
+from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded

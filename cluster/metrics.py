@@ -54,7 +54,7 @@ def _seconds(help_: str, *tags: str) -> Metric:
 METRICS: Mapping[str, Metric] = {
     "lockstep_tokens_committed": _counter("Tokens committed by the pool."),
     "lockstep_requests_finished": _counter("Requests finished, by reason.", "reason"),
-    "lockstep_requests_rejected": _counter("Requests refused at the pool's door, by code.", "code"),
+    "lockstep_requests_rejected": _counter("Requests that the pool refused, by code.", "code"),
     "lockstep_prompt_tokens": _counter("Prompt tokens of finished requests."),
     "lockstep_cached_tokens": _counter(
         "Those of them that an earlier request with the same prefix had computed."
@@ -77,16 +77,20 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_replicas": _gauge("Replicas that have joined the pool."),
     "lockstep_kv_blocks": _gauge("KV blocks of all replicas."),
     "lockstep_kv_blocks_free": _gauge("Free KV blocks of all replicas."),
-    "lockstep_acceptance": _gauge("Accepted over draft tokens since the pool began."),
+    "lockstep_acceptance": _gauge(
+        "Accepted over draft tokens, of the replicas that are there now."
+    ),
     "lockstep_batch_spread": _gauge(
-        "Longest minus shortest row of a batch, mean since the pool began."
+        "Longest minus shortest row of a batch, mean over the replicas that are there now."
     ),
     "lockstep_queue_seconds": _seconds("From a pool's acceptance to the first replica."),
     "lockstep_first_token_seconds": _seconds("From a request's arrival to its first token."),
     "lockstep_request_seconds": _seconds(
         "From a request's arrival to its end, by status code.", "status"
     ),
-    "lockstep_calls_refused": _counter("Calls refused before any work, by status code.", "status"),
+    "lockstep_calls_refused": _counter(
+        "Calls refused by a frontend or the pool, by status code.", "status"
+    ),
     "lockstep_streamed_chunks": _counter("Chunks sent to streaming clients."),
 }
 
