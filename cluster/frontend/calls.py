@@ -203,8 +203,8 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
     if call.structure is not None:
         call.structure.check(call.ignore_eos)
     for name in ("temperature", "top_p", "min_p", "timeout_s"):
-        if not math.isfinite(getattr(call, name) or 0.0):
-            raise InvalidRequest(name, "must be a finite number")
+        if not math.isfinite(value := getattr(call, name) or 0.0):
+            raise InvalidRequest(name, f"must be a finite number, is {value}")
     if call.committed_token_ids:
         if call.sequences > 1:
             raise InvalidRequest("committed_token_ids", "only one sequence can be continued")

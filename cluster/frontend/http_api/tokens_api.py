@@ -130,6 +130,6 @@ def _names(text: TargetText, tokens: Sequence[int]) -> list[str]:
 def _decoded(text: TargetText, tokens: list[int]) -> str:
     """Raises InvalidRequest."""
     for token in tokens:
-        if not 0 <= token < text.spec.vocab_size:
-            raise InvalidRequest("tokens", f"token id {token} is not in the vocabulary")
+        if not 0 <= token < (size := text.spec.vocab_size):
+            raise InvalidRequest("tokens", f"must be token ids below {size}, one is {token}")
     return text.tokenizer.decode(tokens, skip_special_tokens=False)
