@@ -107,7 +107,9 @@ def generate(
         Path | None, typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True)
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a file in flight; 16 unless given.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
 ) -> None:
     """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
@@ -116,11 +118,13 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts FILE")
     if prompt is not None:
+        if limit is not None or concurrency is not None:
+            raise typer.BadParameter("--limit, --concurrency: only with --prompts")
         text = sys.stdin.read() if prompt == "-" else prompt
         code = cli_generate.one(server, text, request, as_json)
     else:
         assert prompts is not None
-        code = cli_generate.many(server, prompts, limit, request, concurrency, as_json)
+        code = cli_generate.many(server, prompts, limit, request, concurrency or 16, as_json)
     raise typer.Exit(code)
 
 
@@ -194,6 +198,8 @@ def status(
     """What the pool and its replicas are doing."""
     from cluster.cli.status import print_status
 
+    if watch and as_json:
+        raise typer.BadParameter("--watch: not with --json")
     raise typer.Exit(print_status(server, as_json, watch))
 
 
