@@ -1,7 +1,7 @@
-"""The composition root: every `ray.remote` and every Serve deployment stands here, nothing else.
+"""The composition root: Serve's deployments, the actors of ranks, start and stop of a cluster.
 
 `build` is what `serve run cluster.app:build target=...` and Serve config files name;
-`ClusterRun` is the same for the command line.
+`ClusterRun` is the same for the command line. `cluster.pool.ray_pool` makes the pools' actors.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def build_app(
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
-        # Whoever is killed in the middle of a batch counts against the requests in it.
+        # A replica that is killed in the middle of a batch counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=quiet,
     ).bind(sharing_gpus(config, gpus), load)

@@ -61,7 +61,7 @@ class ServeApp:
     def _is_running(self) -> bool:
         application = self._look()
         if application is None:
-            raise StartFailed("somebody has deleted it")
+            raise StartFailed("the application was deleted while it started")
         if application.status == ApplicationStatus.DEPLOY_FAILED:
             # Serve itself says which deployments failed, and not why.
             reasons = _raised(application) or [_one_line(application.message)]

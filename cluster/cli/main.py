@@ -74,7 +74,7 @@ def serve(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
     from cluster.cli.serve import at_revision, with_key, with_paths
-    from cluster.frontend.admission.control import check_doors
+    from cluster.frontend.admission.control import check_exposure
     from cluster.frontend.admission.keys import read
 
     try:
@@ -84,7 +84,7 @@ def serve(
         if settings.replica.chat_template is not None:
             Path(settings.replica.chat_template).read_text(encoding="utf-8")
         settings = with_key(settings, api_key)
-        check_doors(settings)
+        check_exposure(settings)
         if settings.auth.keys_file is not None:
             read(Path(settings.auth.keys_file))
     except (ConfigError, OSError) as error:
@@ -257,7 +257,7 @@ def add(
     with _errors():
         key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max)
     typer.echo(key)
-    typer.echo(f"The key of {name}; nobody can show it again.", err=True)
+    typer.echo(f"The key of {name}; it is not stored and cannot be shown again.", err=True)
 
 
 @keys.command("list")

@@ -64,7 +64,7 @@ class Caller:
         return not self.forwarded and is_loopback(self.address)
 
 
-def check_doors(config: ClusterConfig) -> None:
+def check_exposure(config: ClusterConfig) -> None:
     """Raises `ConfigError` for a server that would listen to a network without API keys."""
     host, auth = config.server.http_host, config.auth
     if (

@@ -1,5 +1,5 @@
 """What all routes share: the caller and the model of a request, and errors in the shape of OpenAI's
-API, also those that nobody expects."""
+API, unexpected exceptions among them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def refusal_response(refusal: Refusal) -> JSONResponse:
 
 
 class UnexpectedErrors:
-    """ASGI middleware: logs an exception that nobody has caught, and tells the client of it.
+    """ASGI middleware: logs an exception that no route has caught, and tells the client of it.
 
     Within a stream that is an event, and the last.
     """

@@ -158,10 +158,10 @@ async def test_too_many_at_once_are_refused_and_every_end_makes_place(
             await asyncio.gather(last, return_exceptions=True)
             held.cancel()
             await asyncio.gather(held, return_exceptions=True)
-        door = made.service._admission
+        control = made.service._admission
         if with_key:
-            assert door._tenants["alice"].in_flight == 0
-        assert door._addresses == {}
+            assert control._tenants["alice"].in_flight == 0
+        assert control._addresses == {}
 
 
 # --------------------------------------------------------------------------- logs and figures
