@@ -45,6 +45,13 @@ class ChatPrompt:
     options: Mapping[str, Any] = field_of(default_factory=dict)
     """What else the template is told, by name."""
 
+    @classmethod
+    def of(
+        cls, turns: Sequence[Mapping[str, Any]], tools: ToolUse | None, options: Mapping[str, Any]
+    ) -> ChatPrompt:
+        """`tools`: those that the target may use, if any."""
+        return cls(turns, () if tools is None else tools.for_template, options)
+
     @property
     def size(self) -> int:
         """Bytes in UTF-8."""

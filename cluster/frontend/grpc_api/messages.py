@@ -94,7 +94,7 @@ def _prompt(message: pb.GenerateRequest, tools: ToolUse | None) -> Prompt:
     if message.messages:
         turns = [_turn(f"messages.{at}", one) for at, one in enumerate(message.messages)]
         options = _json_object(message.chat_template_kwargs, "chat_template_kwargs")
-        return ChatPrompt(turns, () if tools is None else tools.for_template, options)
+        return ChatPrompt.of(turns, tools, options)
     if form == "prompt_token_ids":
         return TokenPrompt(message.prompt_token_ids.ids)
     if form == "prompt":

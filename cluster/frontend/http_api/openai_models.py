@@ -258,8 +258,7 @@ class ChatRequest(_Request):
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         turns = [turn.for_template for turn in self.messages]
-        tools = () if self.tool_use is None else self.tool_use.for_template
-        return (ChatPrompt(turns, tools, self.chat_template_kwargs),)
+        return (ChatPrompt.of(turns, self.tool_use, self.chat_template_kwargs),)
 
     @property
     def tool_use(self) -> ToolUse | None:

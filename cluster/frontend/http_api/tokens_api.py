@@ -57,8 +57,7 @@ class Tokenize(_Asked):
         if self.messages is None:
             return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
         turns = [turn.for_template for turn in self.messages]
-        tools = () if self.tool_use is None else self.tool_use.for_template
-        return ChatPrompt(turns, tools, self.chat_template_kwargs or {})
+        return ChatPrompt.of(turns, self.tool_use, self.chat_template_kwargs or {})
 
 
 class Detokenize(_Asked):
