@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cluster.cli.flags import ENGINE, with_server, with_settings
+from cluster.cli.flags import ENGINE, help_of_request, with_server, with_settings
 from cluster.files import check_writable
 
 if TYPE_CHECKING:
@@ -75,18 +75,16 @@ def bench(
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="The end of a text ends its request.")
     ] = False,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help=help_of_request("temperature"))] = 0.0,
     top_k: Annotated[
         int, typer.Option(min=0, max=INT32_MAX, help="Keep the k most probable; 0: all.")
     ] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set with this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens above this share.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help=help_of_request("top_p"))] = 1.0,
+    min_p: Annotated[float, typer.Option(help=help_of_request("min_p"))] = 0.0,
     seed: Annotated[
         int, typer.Option(min=0, max=SEED_MAX, help="Of prompts, arrivals and sampling.")
     ] = 0,
-    draft_len: Annotated[
-        int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")
-    ] = None,
+    draft_len: Annotated[int | None, typer.Option(min=0, help=help_of_request("draft_len"))] = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Then: no drafting, and transformers' own ways, here."),

@@ -251,6 +251,16 @@ def with_server(command: Command) -> Command:
     return _adding("server", _parameters_of(_server), lambda options: _server(**options))(command)
 
 
+def help_of(model: type[BaseModel], field: str) -> str:
+    """What the model says of a field."""
+    return model.model_fields[field].description or ""
+
+
+def help_of_request(field: str) -> str:
+    """Of a field of a GenerateRequest."""
+    return _REQUEST[field][1]
+
+
 class PriorityName(StrEnum):
     """The queue's classes, as people write them."""
 

@@ -70,6 +70,11 @@ def _known(table: Mapping[str, Any]) -> Callable[[str], Any]:
     return look
 
 
+def _name_in(table: Mapping[str, Any]) -> Any:
+    """An option whose text is a name in the table."""
+    return _read_by(_known(table), f"One of {', '.join(table)}.", "NAME")
+
+
 def _counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -157,12 +162,8 @@ def simulate(
         Any,
         _read_by(parse_acceptance, "Of draft tokens; or a mix of requests, as 0.9:3,0.4:1.", "A"),
     ] = "0.7",
-    device: Annotated[
-        Any, _read_by(_known(DEVICES), "h200, h100, a100-80gb or l40s.", "NAME")
-    ] = "h100",
-    pair: Annotated[
-        Any, _read_by(_known(PAIRS), "qwen3-8b/0.6b, glm-4-9b or vicuna-7b/68m.", "NAME")
-    ] = "qwen3-8b/0.6b",
+    device: Annotated[Any, _name_in(DEVICES)] = "h100",
+    pair: Annotated[Any, _name_in(PAIRS)] = "qwen3-8b/0.6b",
     times: Annotated[
         Any, _read_by(_fitted, "Fitted times as JSON, instead of both.", "FILE")
     ] = None,

@@ -54,10 +54,10 @@ class KeyEntry(BaseModel):
         "normal", description="The highest class that it may ask for."
     )
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="Prompt and new tokens; null for no limit."
+        None, ge=1, description="Prompt and new tokens; no limit unless given."
     )
     requests_max: int | None = Field(
-        None, ge=1, description="Requests in flight; null for no limit."
+        None, ge=1, description="Requests in flight; no limit unless given."
     )
 
     @property

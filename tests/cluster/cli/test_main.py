@@ -83,6 +83,12 @@ def test_a_number_that_no_request_can_hold_is_refused_by_name(command: list[str]
     assert command[-1].removeprefix("--").replace("-", "_") in result.output
 
 
+def test_a_port_that_is_none_is_a_wrong_option_of_the_demo() -> None:
+    result = RUN.invoke(main, ["demo", "--grpc-port", "70000"])
+    assert result.exit_code == 2
+    assert "server.grpc_port: must be at most 65535, is 70000" in result.output
+
+
 def test_no_server_is_an_error_with_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "x"}\n')
