@@ -18,7 +18,7 @@ from ray.util import list_named_actors
 _LOOK_S = 0.25
 """Between two looks; each is work for Serve's controller."""
 _DELETE_S = 10.0
-"""For Serve to strike what was killed from its books; it looks several times a second."""
+"""For Serve to notice what was killed; it looks several times a second."""
 
 
 class StartFailed(RuntimeError):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from cluster.bench.arrivals import Arrivals, Closed, Extent
+from cluster.bench.arrivals import Arrivals, Closed, Extent, Note
 from cluster.bench.figures import PoolSums, Record
 from cluster.bench.workload import BenchError, Workload
 from cluster.client import AsyncClient
@@ -17,8 +17,6 @@ from protos import lockstep_pb2 as pb
 Send = Callable[[int, Record, Callable[[], float]], Awaitable[None]]
 """Sends the request of this number, and notes in the record what comes and when, by the clock that
 it is given; a failure too."""
-Note = Callable[[int], None]
-"""Called with how many requests have ended."""
 
 
 def grpc_request(workload: Workload, number: int) -> pb.GenerateRequest:

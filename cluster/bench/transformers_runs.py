@@ -176,14 +176,14 @@ def _listening() -> Iterator[list[str]]:
     is printed meanwhile."""
     heard: list[str] = []
 
-    class Ear(logging.Handler):
+    class Keeping(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.exc_info:
                 heard.append(record.getMessage())
 
-    logger, ear = logging.getLogger(_CONTINUOUS_LOGGER), Ear()
+    logger, keeping = logging.getLogger(_CONTINUOUS_LOGGER), Keeping()
     handlers, propagate = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [ear], False
+    logger.handlers, logger.propagate = [keeping], False
     try:
         yield heard
     finally:

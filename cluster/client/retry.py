@@ -168,7 +168,7 @@ class Attempts:
         policy = self._policy
         self._first = False
         self._failures += 1
-        # Being served is no failing, and no attempt that only fails lasts as long as patience does.
+        # An attempt that lasts longer than `give_up_s` was served for some of that time.
         if self._failing_since_s is None or now_s - self._attempt_s > policy.give_up_s:
             self._failing_since_s = now_s
         pause_s = min(policy.backoff_s * 2.0 ** (self._failures - 1), policy.backoff_s_max)

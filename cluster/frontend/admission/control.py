@@ -75,7 +75,7 @@ def check_exposure(config: ClusterConfig) -> None:
         raise ConfigError(
             f"server.http_host: other machines can reach {host}, but without API keys only this "
             "one is served; set auth.keys_file (--keys-file) or give --api-key, or "
-            "auth.allow_anyone (--allow-anyone) if everybody who reaches the port may come in"
+            "auth.allow_anyone (--allow-anyone) to serve every caller that reaches the port"
         )
 
 
