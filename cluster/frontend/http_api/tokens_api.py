@@ -128,7 +128,8 @@ def _names(text: TargetText, tokens: Sequence[int]) -> list[str]:
 
 def _decoded(text: TargetText, tokens: list[int]) -> str:
     """Raises InvalidRequest."""
+    most = text.spec.vocab_size - 1
     for token in tokens:
-        if not 0 <= token < (size := text.spec.vocab_size):
-            raise InvalidRequest("tokens", f"must be token ids below {size}, one is {token}")
+        if not 0 <= token <= most:
+            raise InvalidRequest("tokens", f"must be token ids from 0 to {most}, one is {token}")
     return text.tokenizer.decode(tokens, skip_special_tokens=False)
