@@ -261,6 +261,12 @@ def help_of_request(field: str) -> str:
     return _REQUEST[field][1]
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was said, and not left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 class PriorityName(StrEnum):
     """The queue's classes, as people write them."""
 

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from cluster import simulate as runs
-from cluster.cli.flags import with_settings
+from cluster.cli.flags import is_given, with_settings
 from cluster.files import check_writable, read_prompts
+from cluster.sentences import did_you_mean
 from scheduler.messages import ReplicaSpec
 from scheduler.simulation import (
     DEVICES,
@@ -64,7 +65,8 @@ def _read_by(parse: Callable[[str], Any], help_: str, metavar: str) -> Any:
 def _known(table: Mapping[str, Any]) -> Callable[[str], Any]:
     def look(name: str) -> Any:
         if name not in table:
-            raise ValueError(f"expected one of {', '.join(table)}")
+            near = did_you_mean(name, table)
+            raise ValueError(f"expected one of {', '.join(table)}, got {name!r}{near}")
         return table[name]
 
     return look
@@ -262,8 +264,7 @@ def _write(option: str, path: _Said, text: Callable[[], str]) -> None:
 
 def _refuse_what_a_trace_says(context: typer.Context) -> None:
     for name in _SAID_BY_A_TRACE:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
+        if is_given(context, name):
             option = "--" + name.replace("_", "-")
             raise typer.BadParameter(f"{option}: a --trace says what comes and when")
 
