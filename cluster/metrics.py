@@ -26,6 +26,8 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
+_EVERY_S = 1.0
+"""Between two observations of the pool."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -138,9 +140,8 @@ def ray_sink() -> Sink:
 class PoolMeter:
     """What the pool counts. Sums between two observations, so that a step costs an addition."""
 
-    def __init__(self, sink: Sink = _nowhere, every_s: float = 1.0) -> None:
+    def __init__(self, sink: Sink = _nowhere) -> None:
         self._sink = sink
-        self._every_s = every_s
         self._next_s = 0.0
         self._sums: Counter[str] = Counter()
         """By the name of a counter, since the last observation."""
@@ -167,10 +168,10 @@ class PoolMeter:
         self._sink("lockstep_requests_rejected", 1, {"code": reject.code.value})
 
     def observe(self, scheduler: Scheduler, now_s: float) -> None:
-        """Write the sums and the gauges, at most every `every_s`."""
+        """Write the sums and the gauges, at most once a second."""
         if now_s < self._next_s or self._sink is _nowhere:
             return
-        self._next_s = now_s + self._every_s
+        self._next_s = now_s + _EVERY_S
         sums, self._sums = self._sums, Counter()
         for name, total in sums.items():
             self._sink(name, total, {})
