@@ -156,7 +156,6 @@ class AdmissionControl:
         self._file = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
         sha256 = auth.api_key_sha256
         self._one_key = () if sha256 is None else (KeyEntry(name="api-key", sha256=sha256),)
-        self._known: tuple[KeyEntry, ...] = ()
         self._tenants: dict[str, _Tenant] = {}
         self._addresses: dict[str, _Tenant] = {}
 
