@@ -31,7 +31,7 @@ from cluster.config_sources import (
     overridden,
     server_address,
 )
-from cluster.sentences import joined
+from cluster.sentences import did_you_mean, joined, shown_value
 
 Command = Callable[..., None]
 ENGINE = ("replica", "scheduler")
@@ -78,15 +78,33 @@ class Flag:
             return text
         if is_null(self.field, text):
             return None
-        if model_of(self.info) is not None and text.lower() != "none":
-            try:
-                return json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{self.name}: not JSON: {error}") from None
+        if model_of(self.info) is not None:
+            return self._section(text)
         if get_origin(type_of(self.info)) is tuple:
             return [part.strip() for part in text.split(",") if part.strip()]
         # A server is another process, with another working directory.
         return str(Path(text).resolve()) if self.field in _FILES else text
+
+    def _section(self, text: str) -> Any:
+        """Of JSON, or of a method alone where the section has methods. Raises ConfigError."""
+        if text.lower() in self._methods:
+            return {"method": text.lower()}
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            reason = f"not JSON: {error}"
+            if self._methods and not text.lstrip().startswith("{"):
+                near = did_you_mean(text, self._methods)
+                methods = ", ".join(self._methods)
+                reason = f"must be a method ({methods}) or JSON, is {shown_value(text)}{near}"
+            raise ConfigError(f"{self.name}: {reason}") from None
+
+    @property
+    def _methods(self) -> tuple[str, ...]:
+        """What a section's field of this name may be, if it has one."""
+        model = model_of(self.info)
+        method = model.model_fields.get("method") if model is not None else None
+        return get_args(method.annotation) if method is not None else ()
 
     def _metavar(self) -> str:
         type_ = type_of(self.info)
@@ -94,7 +112,9 @@ class Flag:
             return "|".join(map(str, get_args(type_)))
         if get_origin(type_) is tuple:
             return "A,B"
-        return "JSON" if model_of(self.info) else _METAVARS.get(type_, "TEXT")
+        if model_of(self.info) is not None:
+            return "METHOD|JSON" if self._methods else "JSON"
+        return _METAVARS.get(type_, "TEXT")
 
     def _help(self) -> str:
         model, default = model_of(self.info), self.info.get_default(call_default_factory=True)
@@ -229,6 +249,22 @@ class SectionedCommand(TyperCommand):
 def with_server(command: Command) -> Command:
     """A command that gets the `server` to speak to, a `cluster.client.channel.Server`."""
     return _adding("server", _parameters_of(_server), lambda options: _server(**options))(command)
+
+
+def help_of(model: type[BaseModel], field: str) -> str:
+    """What the model says of a field."""
+    return model.model_fields[field].description or ""
+
+
+def help_of_request(field: str) -> str:
+    """Of a field of a GenerateRequest."""
+    return _REQUEST[field][1]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was said, and not left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 class PriorityName(StrEnum):

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy
 from cluster.client.channel import OPTIONS
-from cluster.frontend.status_codes import FINAL_HEADER
+from cluster.client.retry import FINAL_KEY
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.cluster.fakes import SAMPLES, perfect, tokenizer
 from tests.cluster.scripted import (
@@ -260,7 +260,7 @@ def test_what_the_server_has_marked_is_final_whatever_its_code(
     first: Running, client: Client, code: StatusCode, streaming: bool
 ) -> None:
     cuts = [(0, code, "a reason")] * 3
-    final = Script(perfect(PROMPT_IDS, 5), cuts=list(cuts), trailing=((FINAL_HEADER, "1"),))
+    final = Script(perfect(PROMPT_IDS, 5), cuts=list(cuts), trailing=((FINAL_KEY, "1"),))
     request = pb.GenerateRequest(prompt=PROMPT)
     call = functools.partial(read, client) if streaming else client.generate
     first.server.script = final
