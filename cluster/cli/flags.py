@@ -31,7 +31,7 @@ from cluster.config_sources import (
     overridden,
     server_address,
 )
-from cluster.sentences import did_you_mean, joined, shown_value
+from cluster.sentences import joined
 
 Command = Callable[..., None]
 ENGINE = ("replica", "scheduler")
@@ -78,33 +78,22 @@ class Flag:
             return text
         if is_null(self.field, text):
             return None
-        if model_of(self.info) is not None:
-            return self._section(text)
+        method = self._names_a_method and not text.lstrip().startswith("{")
+        if model_of(self.info) is not None and not method:
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{self.name}: not JSON: {error}") from None
         if get_origin(type_of(self.info)) is tuple:
             return [part.strip() for part in text.split(",") if part.strip()]
         # A server is another process, with another working directory.
         return str(Path(text).resolve()) if self.field in _FILES else text
 
-    def _section(self, text: str) -> Any:
-        """Of JSON, or of a method alone where the section has methods. Raises ConfigError."""
-        if text.lower() in self._methods:
-            return {"method": text.lower()}
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            reason = f"not JSON: {error}"
-            if self._methods and not text.lstrip().startswith("{"):
-                near = did_you_mean(text, self._methods)
-                methods = ", ".join(self._methods)
-                reason = f"must be a method ({methods}) or JSON, is {shown_value(text)}{near}"
-            raise ConfigError(f"{self.name}: {reason}") from None
-
     @property
-    def _methods(self) -> tuple[str, ...]:
-        """What a section's field of this name may be, if it has one."""
+    def _names_a_method(self) -> bool:
+        """Whether it is JSON or a method alone, which the config tells apart."""
         model = model_of(self.info)
-        method = model.model_fields.get("method") if model is not None else None
-        return get_args(method.annotation) if method is not None else ()
+        return model is not None and "method" in model.model_fields
 
     def _metavar(self) -> str:
         type_ = type_of(self.info)
@@ -113,7 +102,7 @@ class Flag:
         if get_origin(type_) is tuple:
             return "A,B"
         if model_of(self.info) is not None:
-            return "METHOD|JSON" if self._methods else "JSON"
+            return "METHOD|JSON" if self._names_a_method else "JSON"
         return _METAVARS.get(type_, "TEXT")
 
     def _help(self) -> str:

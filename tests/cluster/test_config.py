@@ -191,8 +191,9 @@ def test_what_drafts_is_overridden_whichever_way_it_was_said(
     assert after.drafting.model in (None, "b") or method is None
 
 
-def test_what_drafts_may_be_json_as_a_command_line_gives_it() -> None:
+def test_what_drafts_may_be_json_or_a_method_as_a_command_line_gives_it() -> None:
     said = from_args({"speculative": '{"method": "suffix", "num_speculative_tokens": 4}'})
     assert said == from_args({"speculative": {"method": "suffix", "num_speculative_tokens": 4}})
-    with pytest.raises(ConfigError, match="speculative: no JSON"):
+    assert from_args({"speculative": "Suffix"}) == from_args({"speculative": {"method": "suffix"}})
+    with pytest.raises(ConfigError, match="speculative: not JSON"):
         from_args({"speculative": "{suffix}"})

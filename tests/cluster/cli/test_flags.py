@@ -150,8 +150,8 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--speculative-config", "{"], "--speculative-config: not JSON: "),
         (
             ["--speculative-config", "sufix"],
-            "--speculative-config: must be a method (draft_model, suffix, eagle3, none) or JSON, is"
-            " 'sufix'; did you mean suffix?",
+            "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none', is"
+            " 'sufix'",
         ),
         (
             ["--speculative-config", "eagle3"],
