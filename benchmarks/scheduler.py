@@ -61,7 +61,7 @@ TIMES = FittedTimes(
     overhead_s=5e-4,
 )
 """Like a small GPU's."""
-TRIP_S = 3e-4
+ANSWER_DELAY_S = 3e-4
 """Between a batch's end and its answer."""
 EVENTS = 200
 """Submits, cancels and ticks of a round."""
@@ -189,7 +189,7 @@ class Load:
         self._replicas[batch.replica_id].receive(batch)
         began_s = max(self._now_s, self._busy_until_s.get(batch.replica_id, 0.0))
         done_s = self._busy_until_s[batch.replica_id] = began_s + TIMES.times(batch).total_s
-        heappush(self._batches, (done_s + TRIP_S, batch.id, batch))
+        heappush(self._batches, (done_s + ANSWER_DELAY_S, batch.id, batch))
 
     def _tell(self, event: Event) -> float:
         began_s = time.process_time()

@@ -1,7 +1,7 @@
-"""The composition root: every `ray.remote` and every Serve deployment stands here, nothing else.
+"""The composition root: Serve's deployments, the actors of ranks, start and stop of a cluster.
 
 `build` is what `serve run cluster.app:build target=...` and Serve config files name;
-`ClusterRun` is the same for the command line.
+`ClusterRun` is the same for the command line. `cluster.pool.ray_pool` makes the pools' actors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.metrics import FrontendMeter, ray_sink
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.garbage import collect_seldom
+from cluster.metrics import FrontendMeter, ray_sink
 from cluster.pool.protocol import silence_s
 from cluster.pool.ray_pool import RayPool, log_to_stderr, open_pool, this_process
 from cluster.pool.stopping import stop_pools
@@ -186,7 +186,7 @@ def build_app(
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
-        # Whoever is killed in the middle of a batch counts against the requests in it.
+        # A replica that is killed in the middle of a batch counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=quiet,
     ).bind(sharing_gpus(config, gpus), load)

@@ -2,7 +2,7 @@
 
 Serve's controller makes one `PoolPolicy` for the replica deployment and calls it in its control
 loop, ten times a second. Replicas cannot report while there are none, and Serve hears of a custom
-figure only every ten seconds; so the policy asks the pool's actor, which lives as long as an
+figure only every ten seconds; so the policy asks the pool's actor, which lives as long as a
 frontend does. It asks on a thread of its own and never waits: between two answers the number stays.
 
 Serve takes the class's code along by value, and the modules that it imports from the environment of
@@ -71,13 +71,13 @@ class PoolPolicy:
         """The number of replicas, and what Serve should remember for us: nothing."""
         wanted = context.target_num_replicas
         try:
-            view = self._news()
+            view = self._new_answer()
             return (wanted if view is None else self._decide(view, wanted)), {}
         except Exception:
             log.exception("the autoscaling policy failed; the number of replicas stays")
             return wanted, {}
 
-    def _news(self) -> PoolView | None:
+    def _new_answer(self) -> PoolView | None:
         """The pool's answer when there is a new one; asks again when it is time."""
         now_s = self._clock()
         answer = self._answer

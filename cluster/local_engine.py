@@ -1,6 +1,7 @@
 """The scheduler and one replica in one process: no Ray, no network, the same cores.
 
-What `lockstep verify` and the benchmarks run, and what the cluster's own cost is measured against.
+What `lockstep.LLM`, `lockstep verify` and the benchmarks run, and what the cluster's own cost is
+measured against.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class LocalEngine:
         check: bool = False,
         isolates: bool = False,
     ) -> None:
-        """`isolates`: a batch that raises fails the row that is to blame, as in a cluster; else
-        it raises to the caller."""
+        """`isolates`: a batch that raises fails the row that causes it, as in a cluster; else it
+        raises to the caller."""
         self.scheduler = Scheduler(config)
         self.outputs: dict[str, Output] = {}
         self.results: list[StepResult] = []

@@ -25,6 +25,9 @@ _RULES: Mapping[str, str] = {
 """By pydantic's type of error; filled in with its context."""
 _PATTERNS: Mapping[str, str] = {
     r"^(auto|cpu|cuda(:\d+)?)$": "must be auto, cpu, cuda or cuda:N",
+    "^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,63}$": "must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.'"
+    " and '-', the first a letter or a digit",
+    "^[a-zA-Z0-9_.-]{1,64}$": "must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-'",
     "^/": "must be an absolute path",
     "^[0-9a-f]{64}$": "must be 64 hexadecimal digits",
 }
@@ -61,11 +64,6 @@ def validated(model: type[_M], fields: dict[str, Any]) -> _M:
         raise InvalidRequest(field if colon else "request", reason or said) from None
 
 
-def sentences(error: ValidationError, model: type[BaseModel], values: bool = True) -> str:
-    """All that `problems` finds."""
-    return joined(problems(error, model, values=values))
-
-
 def joined(found: Iterable[tuple[str, str]]) -> str:
     """A sentence for each place and what is wrong there, with semicolons between them."""
     # What concerns several fields has no place of its own.
@@ -83,13 +81,29 @@ def problems(
 
     `model`: what was validated, or a list of it. `more`: names that are allowed at the top beside
     its own. `values`: whether a wrong value is shown. `given`: what was validated, needed where a
-    place may hold one of several kinds of value: pydantic names the kind among the place's parts.
+    place may hold one of several kinds of value: pydantic names the kind among the place's parts,
+    and says of each kind why the value is none of it.
     """
-    found = []
+    found: dict[tuple[str | int, ...], dict[str, str]] = {}
     for item in error.errors():
         place = item["loc"] if given is None else _place(item["loc"], model, given)
-        found.append((".".join(map(str, place)), _reason(dict(item), place, model, more, values)))
-    return tuple(found)
+        shown = f", is {shown_value(item['input'])}" if values else ""
+        reason, is_rule = _reason(dict(item), place, model, more)
+        found.setdefault(place, {})[reason] = shown if is_rule else ""
+    # Of a value of the right kind only what is wrong inside it is said.
+    outer = {place[:length] for place in found for length in range(len(place))}
+    return tuple(
+        (".".join(map(str, place)), _either(reasons))
+        for place, reasons in found.items()
+        if place not in outer
+    )
+
+
+def _either(reasons: Mapping[str, str]) -> str:
+    """One sentence of the reasons at one place, each with what follows it."""
+    first, *others = reasons
+    more = "".join(f" or {other.removeprefix('must be ')}" for other in others)
+    return first + more + reasons[first]
 
 
 def _place(loc: Sequence[str | int], model: type[BaseModel], given: Any) -> tuple[str | int, ...]:
@@ -115,41 +129,38 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def shown_value(value: Any) -> str:
+    """A wrong value as a sentence shows it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _VALUE_CHARS_MAX else text[:_VALUE_CHARS_MAX] + "..."
+
+
 def _reason(
-    item: dict[str, Any],
-    place: Sequence[str | int],
-    model: type[BaseModel],
-    more: Iterable[str],
-    values: bool,
-) -> str:
+    item: dict[str, Any], place: Sequence[str | int], model: type[BaseModel], more: Iterable[str]
+) -> tuple[str, bool]:
+    """What is wrong, and whether the value belongs behind it."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
         names = list(_fields(model, place[:-1]))
         if len(place) == 1:
             names += more
-        return "unknown name" + did_you_mean(str(place[-1]), names)
+        return "unknown name" + did_you_mean(str(place[-1]), names), False
     if kind == "missing":
-        return "must be given"
+        return "must be given", False
     if kind in ("value_error", "assertion_error"):
-        return str(context.get("error", item["msg"]))
+        return str(context.get("error", item["msg"])), False
     rule = (
         _PATTERNS.get(context.get("pattern", ""))
         or _RULES.get(kind)
         or _KINDS.get(kind.partition("_")[0])
     )
     limits = {name: _whole(value) for name, value in context.items()}
-    reason = rule.format(**limits) if rule else item["msg"]
-    return f"{reason}, is {_shown(item['input'])}" if values else reason
+    return rule.format(**limits) if rule else item["msg"], True
 
 
 def _whole(value: Any) -> Any:
     """A limit without a fraction of zero."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _VALUE_CHARS_MAX else text[:_VALUE_CHARS_MAX] + "..."
 
 
 def _fields(model: type[BaseModel], place: Sequence[str | int]) -> Iterable[str]:

@@ -18,7 +18,7 @@ from ray.util import list_named_actors
 _LOOK_S = 0.25
 """Between two looks; each is work for Serve's controller."""
 _DELETE_S = 10.0
-"""For Serve to strike what was killed from its books; it looks several times a second."""
+"""For Serve to notice what was killed; it looks several times a second."""
 
 
 class StartFailed(RuntimeError):
@@ -61,7 +61,7 @@ class ServeApp:
     def _is_running(self) -> bool:
         application = self._look()
         if application is None:
-            raise StartFailed("somebody has deleted it")
+            raise StartFailed("the application was deleted while it started")
         if application.status == ApplicationStatus.DEPLOY_FAILED:
             # Serve itself says which deployments failed, and not why.
             reasons = _raised(application) or [_one_line(application.message)]

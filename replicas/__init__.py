@@ -1,1 +1,1 @@
-"""Tensor maths without Ray: a target/draft pair, its paged KV cache and the EQSPEC step."""
+"""Tensor maths without Ray: a target and its drafter, paged KV caches and the EQSPEC step."""

@@ -225,11 +225,11 @@ class ReplicaConfig(BaseModel):
         said = given.get("speculative") if isinstance(given, dict) else None
         if said is None:
             return given
-        if isinstance(said, str):  # as a command line gives it
+        if isinstance(said, str):  # as a command line gives it: JSON, or a method alone
             try:
-                said = {"method": "none"} if said.lower() == "none" else json.loads(said)
+                said = json.loads(said) if said.lstrip()[:1] == "{" else {"method": said.lower()}
             except ValueError as error:
-                raise ValueError(f"speculative: no JSON: {error}") from None
+                raise ValueError(f"speculative: not JSON: {error}") from None
             given = {**given, "speculative": said}
         if not isinstance(said, dict | SpeculativeConfig):
             raise ValueError(f"speculative: must be an object, is {said!r}")

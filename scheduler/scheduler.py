@@ -42,7 +42,7 @@ from scheduler.state import (
     InFlight,
     Move,
     Pool,
-    Replica,
+    ReplicaRecord,
     Sequence,
     State,
     answers_of,
@@ -60,7 +60,6 @@ class Scheduler:
         self._pool = Pool(self.config)
         self._policy = DraftPolicy(self.config)
         self._dispatcher = Dispatcher(self.config, self._pool, self._policy)
-        self._rejected = 0
         self._now_s = 0.0
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Submit: self._submit,
@@ -100,7 +99,7 @@ class Scheduler:
 
     def snapshot(self) -> PoolStatus:
         """The pool as it stands, O(replicas)."""
-        return pool_status(self._pool, self._rejected, self._now_s, self._policy)
+        return pool_status(self._pool, self._now_s, self._policy)
 
     @property
     def outstanding_tokens(self) -> int:
@@ -123,7 +122,6 @@ class Scheduler:
         request, pool = event.request, self._pool
         refused = refusal(event, pool, now_s)
         if refused is not None:
-            self._rejected += 1
             self._out.append(refused)
             return
         sequence = pool.accept(request, now_s)
@@ -200,8 +198,8 @@ class Scheduler:
         batch, sent_s = flight.batch, flight.sent_s
         committed = 0
         answers = answers_of(self._rows_back(replica, flight), result)
-        trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
-        self._policy.observe(batch, result, answers, trip_s)
+        round_trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
+        self._policy.observe(batch, result, answers, round_trip_s)
         if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(answers)
             if committed:
@@ -255,7 +253,7 @@ class Scheduler:
     def _tell_records(self, rows: list[Sequence]) -> None:
         self._out.extend(RecordFailure(one.id, one.record) for one in rows if one.live)
 
-    def _end_batch(self, replica_id: str, batch_id: int) -> tuple[Replica, InFlight] | None:
+    def _end_batch(self, replica_id: str, batch_id: int) -> tuple[ReplicaRecord, InFlight] | None:
         """Takes a batch out of flight; None for one that is unknown or was answered before."""
         replica = self._pool.replicas.get(replica_id)
         if replica is None:
@@ -266,7 +264,7 @@ class Scheduler:
         self._dispatcher.touch(replica_id)
         return replica, flight
 
-    def _rows_back(self, replica: Replica, flight: InFlight) -> list[Sequence]:
+    def _rows_back(self, replica: ReplicaRecord, flight: InFlight) -> list[Sequence]:
         """The live rows of a batch that has ended; leaving ones are let go."""
         rows = flight.rows
         if not replica.rows_in[State.LEAVING]:
@@ -311,21 +309,21 @@ class Scheduler:
         self._released.setdefault(replica_id, []).append(sequence_id)
         self._dispatcher.touch(replica_id)
 
-    def _send_back(self, replica: Replica, sequences: list[Sequence]) -> None:
+    def _send_back(self, replica: ReplicaRecord, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._release(replica.id, sequence.id)
         if sequences:
             self._pool.send_back(sequences)
             self._dispatcher.offer_to_all()
 
-    def _hand_back(self, replica: Replica) -> None:
+    def _hand_back(self, replica: ReplicaRecord) -> None:
         """A draining replica's rows wait again, but for those that batches hold."""
         rows = [*replica.partial.values(), *replica.ready, *replica.quarantined.values()]
         self._send_back(replica, rows)
 
-    def _balance(self, replica: Replica) -> None:
+    def _balance(self, replica: ReplicaRecord) -> None:
         """Moves ready rows to a replica with far fewer, where that is worth their prefill."""
-        target = lightest(replica, self._pool, self.config)
+        target = lightest(replica, self._pool)
         if target is None:
             return
         chunk = self._dispatcher.chunk(target)

@@ -29,7 +29,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """The pool; `finished` and `rejected` are sums since its start."""
+    """The pool; `finished` are sums since its start."""
 
     waiting: int
     live: int
@@ -37,7 +37,6 @@ class PoolStatus:
     replicas: tuple[ReplicaStatus, ...]
     """By order of joining."""
     finished: Mapping[FinishReason, int]
-    rejected: int
     waiting_tokens: int = 0
     """Tokens (prompt and limit) of the requests that wait."""
     outstanding_tokens: int = 0
@@ -60,7 +59,7 @@ class PoolStatus:
         return sum((replica.figures for replica in self.replicas), BatchFigures())
 
 
-def pool_status(pool: Pool, rejected: int, now_s: float, policy: DraftPolicy) -> PoolStatus:
+def pool_status(pool: Pool, now_s: float, policy: DraftPolicy) -> PoolStatus:
     """Takes O(replicas)."""
     replicas = tuple(
         ReplicaStatus(
@@ -80,7 +79,6 @@ def pool_status(pool: Pool, rejected: int, now_s: float, policy: DraftPolicy) ->
         live=pool.live_count(),
         replicas=replicas,
         finished={reason: pool.finished[reason] for reason in FinishReason},
-        rejected=rejected,
         waiting_tokens=pool.waiting.tokens,
         outstanding_tokens=pool.outstanding_tokens,
         tokens_per_s=pool.rate.per_s(now_s),

@@ -61,7 +61,7 @@ def _play(
         world.submit(0.0, request, speed.acceptance)
     by_id = world.run().outcomes
     outcomes = [by_id[request.id] for request in requests]
-    assert all(outcome.finish is not None for outcome in outcomes), "a request was not served"
+    assert all(isinstance(outcome.end, Finish) for outcome in outcomes), "a request was not served"
     tokens = sum(len(outcome.tokens) for outcome in outcomes)
     ends_s = [outcome.finished_s or 0.0 for outcome in outcomes]
     spent_s = tuple(

@@ -1,4 +1,4 @@
 """`lockstep bench`: load, figures, comparison with transformers, and the report of a run.
 
-Only `load` speaks to a cluster; everything else needs neither Ray nor gRPC.
+`load` speaks to a cluster by gRPC, `openai_load` to any server by HTTP; nothing here needs Ray.
 """

@@ -9,11 +9,14 @@ server was late has waited, and is not left out of the figures (no coordinated o
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
 from scheduler.simulation import poisson
+
+Note = Callable[[int], None]
+"""Called with how many requests have ended."""
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,8 @@ def lockstep_way(runner: Runner, config: SchedulerConfig, draft_len: int | None)
 
     def run(requests: Sequence[Request]) -> list[list[int]]:
         engine = LocalEngine(runner, config)
-        pinned = [replace(request, draft_len=draft_len) for request in requests]
-        return [output.tokens for output in engine.generate(pinned)]
+        asked = [replace(request, draft_len=draft_len) for request in requests]
+        return [output.tokens for output in engine.generate(asked)]
 
     return run
 

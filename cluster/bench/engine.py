@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable
 from itertools import repeat
 
-from cluster.bench.arrivals import Arrivals, Closed, Extent
+from cluster.bench.arrivals import Arrivals, Closed, Extent, Note
 from cluster.bench.figures import PoolSums, Record
 from cluster.local_engine import LocalEngine, Output
 from scheduler.errors import LockstepError
 from scheduler.messages import FinishReason, Request
 
-Note = Callable[[int], None]
-"""Called with how many requests have ended."""
 REFUSED_PAUSE_S = 0.01
 """A refusal takes no time here, and each leaves a record: over a network it would take some."""
 

@@ -8,17 +8,15 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from cluster.bench.arrivals import Arrivals, Closed, Extent
+from cluster.bench.arrivals import Arrivals, Closed, Extent, Note
 from cluster.bench.figures import PoolSums, Record
 from cluster.bench.workload import BenchError, Workload
 from cluster.client import AsyncClient
 from protos import lockstep_pb2 as pb
 
-Ask = Callable[[int, Record, Callable[[], float]], Awaitable[None]]
+Send = Callable[[int, Record, Callable[[], float]], Awaitable[None]]
 """Sends the request of this number, and notes in the record what comes and when, by the clock that
 it is given; a failure too."""
-Note = Callable[[int], None]
-"""Called with how many requests have ended."""
 
 
 def grpc_request(workload: Workload, number: int) -> pb.GenerateRequest:
@@ -53,27 +51,27 @@ def check_requests(workload: Workload) -> None:
             raise BenchError(f"request {number} cannot be sent: {error}") from None
 
 
-def over_grpc(client: AsyncClient, make: Callable[[int], pb.GenerateRequest]) -> Ask:
+def over_grpc(client: AsyncClient, make: Callable[[int], pb.GenerateRequest]) -> Send:
     """Streams the answers to `make(0)`, `make(1)`, ..."""
 
-    async def ask(number: int, record: Record, now_s: Callable[[], float]) -> None:
+    async def send(number: int, record: Record, now_s: Callable[[], float]) -> None:
         try:
             async for chunk in client.stream(make(number)):
                 _take(record, chunk, now_s())
         except grpc.RpcError as error:
             record.error = error.code().name
 
-    return ask
+    return send
 
 
 async def drive(
-    ask: Ask,
+    send: Send,
     arrivals: Arrivals,
     extent: Extent,
     note: Note = lambda ended: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Record]:
-    """Ask with the requests 0, 1, ... and wait until all have ended.
+    """Send with the requests 0, 1, ... and wait until all have ended.
 
     A request that fails is noted with its status code; the load goes on.
     """
@@ -87,7 +85,7 @@ async def drive(
         now_s = clock() - begun_s
         record = Record(number, now_s if due_s is None else due_s, now_s)
         records.append(record)
-        await ask(number, record, lambda: clock() - begun_s)
+        await send(number, record, lambda: clock() - begun_s)
         record.end_s = clock() - begun_s
         ended += 1
         note(ended)

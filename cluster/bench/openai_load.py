@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from cluster.bench.figures import Record
-from cluster.bench.load import Ask
+from cluster.bench.load import Send
 from cluster.bench.workload import BenchError, Workload
 
 _SILENCE_S = 600.0
@@ -55,12 +55,11 @@ class OpenAIServer:
     async def __aexit__(self, *_exc: object) -> None:
         await self._http.close()
 
-    def ask(self, workload: Workload) -> Ask:
-        """Streams the answer to a request of the workload."""
-
+    def sends(self, workload: Workload) -> Send:
+        """Streams the answers to the requests of the workload."""
         path = "chat/completions" if self._chat else "completions"
 
-        async def ask(number: int, record: Record, now_s: Callable[[], float]) -> None:
+        async def send(number: int, record: Record, now_s: Callable[[], float]) -> None:
             fields = self._fields(workload, number)
             try:
                 async with self._http.post(f"{self.url}/v1/{path}", json=fields) as response:
@@ -75,7 +74,7 @@ class OpenAIServer:
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
                 record.error = type(error).__name__
 
-        return ask
+        return send
 
     def _fields(self, workload: Workload, number: int) -> dict[str, Any]:
         """Of the request; of those that not every server has only what was asked for."""

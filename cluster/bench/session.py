@@ -152,10 +152,10 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
 
 
 def run_on_cluster(plan: Plan, config: ClusterConfig, server: Any, note: Note) -> Iterator[Report]:
-    """Drive the cluster at `server` (a `client_channel.Server`). The comparison is of the models
-    that it serves, but for what `config` was given explicitly. Raises grpc.RpcError where the
-    server cannot be asked, BenchError, and what reading the settings of the compared models raises,
-    all before the first report."""
+    """Drive the cluster at `server`, a `cluster.client.channel.Server`. The comparison is of the
+    models that it serves, but for what `config` was given explicitly. Raises grpc.RpcError where
+    the server cannot be asked, BenchError, and what reading the settings of the compared models
+    raises, all before the first report."""
     load, config = asyncio.run(_through_cluster(plan, config, server, note))
     yield from _reports(plan, config, load, None, None, note)
 
@@ -179,15 +179,15 @@ async def _through_cluster(
         )
         driver.check_requests(workload)
 
-        def ask(asked: Workload) -> driver.Ask:
+        def sends(asked: Workload) -> driver.Send:
             return driver.over_grpc(client, lambda number: driver.grpc_request(asked, number))
 
         warming = _noting(note, "warm-up", plan.warm_up)
-        await driver.drive(ask(_salted(workload)), *plan.warming, warming)
+        await driver.drive(sends(_salted(workload)), *plan.warming, warming)
         before = driver.pool_sums(await client.status())
         retries = client.retries
         noting = _noting(note, "load", plan.extent.requests)
-        records = await driver.drive(ask(workload), plan.arrivals, plan.extent, noting)
+        records = await driver.drive(sends(workload), plan.arrivals, plan.extent, noting)
         retries = client.retries - retries
         closing, unanswered = await driver.closing_status(client)
         load = _Load(
@@ -228,10 +228,10 @@ async def _through_openai(plan: Plan, url: str, key: str | None, note: Note) -> 
 
     async with OpenAIServer(url, key, plan.model, plan.chat) as server:
         workload = plan.workload(server.model, 0)
-        warm = server.ask(_salted(workload))
+        warm = server.sends(_salted(workload))
         await drive(warm, *plan.warming, _noting(note, f"{url}: warm-up", plan.warm_up))
         noting = _noting(note, f"{url}: load", plan.extent.requests)
-        records = await drive(server.ask(workload), plan.arrivals, plan.extent, noting)
+        records = await drive(server.sends(workload), plan.arrivals, plan.extent, noting)
     served_by = {
         "served by": f"OpenAI's API at {url}",
         "target": server.model,

@@ -44,12 +44,10 @@ class Assistance:
     """Most draft tokens per step."""
     confidence: float = 0.0
     """The draft stops before a token that it gives less than this; 0 never does."""
-    schedule: str = "constant"
-    """"constant", or "heuristic": two more after a step that accepted all, else one less."""
 
     def __str__(self) -> str:
         stop = f", stops below {self.confidence:g}" if self.confidence else ""
-        return f"{self.draft_tokens} tokens, {self.schedule}{stop}"
+        return f"{self.draft_tokens} tokens, constant{stop}"
 
 
 ASSISTANCES = (
@@ -111,7 +109,7 @@ class Transformers:
         self._draft.generation_config = GenerationConfig(
             pad_token_id=0,
             num_assistant_tokens=how.draft_tokens,
-            num_assistant_tokens_schedule=how.schedule,
+            num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=how.confidence,
         )
         outputs = []
@@ -178,14 +176,14 @@ def _listening() -> Iterator[list[str]]:
     is printed meanwhile."""
     heard: list[str] = []
 
-    class Ear(logging.Handler):
+    class Keeping(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.exc_info:
                 heard.append(record.getMessage())
 
-    logger, ear = logging.getLogger(_CONTINUOUS_LOGGER), Ear()
+    logger, keeping = logging.getLogger(_CONTINUOUS_LOGGER), Keeping()
     handlers, propagate = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [ear], False
+    logger.handlers, logger.propagate = [keeping], False
     try:
         yield heard
     finally:

@@ -61,9 +61,7 @@ def synthetic_prompts(
     return tuple(tuple(rng.randrange(vocab_size) for _ in range(lengths(rng))) for _ in range(n))
 
 
-def held_out_prompts(
-    tokenizer: Any, n: int, lengths: Sequence[int] = HELD_OUT_LENGTHS, seed: int = 0
-) -> list[list[int]]:
+def held_out_prompts(tokenizer: Any, n: int, seed: int = 0) -> list[list[int]]:
     """n prompts of mixed length cut from text that the demo pair was not trained on."""
     from replicas.demo import build_corpus
 
@@ -73,11 +71,11 @@ def held_out_prompts(
         tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts
     ]
     longest = max(map(len, documents))
-    if longest < max(lengths):
+    if longest < max(HELD_OUT_LENGTHS):
         raise ValueError(f"the longest held-out document has only {longest} tokens")
     prompts: list[list[int]] = []
     while len(prompts) < n:  # several pieces of one document, at different places
-        wanted = lengths[len(prompts) % len(lengths)]
+        wanted = HELD_OUT_LENGTHS[len(prompts) % len(HELD_OUT_LENGTHS)]
         tokens = rng.choice(documents)
         if len(tokens) >= wanted:
             begin = rng.randrange(len(tokens) - wanted + 1)

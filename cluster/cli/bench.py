@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cluster.cli.flags import ENGINE, with_server, with_settings
+from cluster.cli.flags import ENGINE, help_of_request, is_given, with_server, with_settings
 from cluster.files import check_writable
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 INT32_MAX = 2**31 - 1
 """Greatest of most numbers in a request."""
+_ONLY_WITH = {"every": "burst", "rounds": "compare", "compare_prompts": "compare"}
+"""Options that do nothing without another one."""
 SEED_MAX = 2**62
 """Each request of a run has the next seed, and all are below 2**63."""
 
@@ -24,6 +26,7 @@ SEED_MAX = 2**62
 @with_server
 @with_settings(*ENGINE)
 def bench(
+    context: typer.Context,
     settings: Any,
     server: Any,
     engine: Annotated[
@@ -75,18 +78,16 @@ def bench(
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="The end of a text ends its request.")
     ] = False,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help=help_of_request("temperature"))] = 0.0,
     top_k: Annotated[
         int, typer.Option(min=0, max=INT32_MAX, help="Keep the k most probable; 0: all.")
     ] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set with this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens above this share.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help=help_of_request("top_p"))] = 1.0,
+    min_p: Annotated[float, typer.Option(help=help_of_request("min_p"))] = 0.0,
     seed: Annotated[
         int, typer.Option(min=0, max=SEED_MAX, help="Of prompts, arrivals and sampling.")
     ] = 0,
-    draft_len: Annotated[
-        int | None, typer.Option(min=0, help="Draft tokens per step; 0 is off.")
-    ] = None,
+    draft_len: Annotated[int | None, typer.Option(min=0, help=help_of_request("draft_len"))] = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Then: no drafting, and transformers' own ways, here."),
@@ -103,6 +104,16 @@ def bench(
     """
     if sum(each is not None for each in (in_flight, rate, burst)) > 1:
         raise typer.BadParameter("give one of --in-flight, --rate and --burst")
+    for name, other in _ONLY_WITH.items():
+        if is_given(context, name) and not context.params[other]:
+            raise typer.BadParameter(f"--{name.replace('_', '-')}: only with --{other}")
+    given = [
+        f"{section}.{field}"
+        for section in ENGINE
+        for field in sorted(getattr(settings, section).model_fields_set)
+    ]
+    if given and not (engine or compare):
+        raise typer.BadParameter(f"{', '.join(given)}: only with --engine or --compare")
     if openai and (engine or compare or draft_len is not None):
         raise typer.BadParameter("--openai: not with --engine, --compare and --draft-len")
     if openai and prompt_tokens is not None:
@@ -117,10 +128,13 @@ def bench(
     if prompts is not None and prompt_tokens is not None:
         raise typer.BadParameter("give either --prompts or --prompt-tokens")
     if compare and temperature > 0:
-        raise typer.BadParameter("--compare is greedy: transformers' sampling has other noise")
+        raise typer.BadParameter(
+            f"--compare: only with --temperature 0, is {temperature:g}: transformers' sampling has"
+            " other noise"
+        )
     for option, value in (("--top-p", top_p), ("--min-p", min_p)):
         if not 0 <= value <= 1:
-            raise typer.BadParameter(f"{option} must be in [0, 1]")
+            raise typer.BadParameter(f"{option}: must be in [0, 1], is {value:g}")
     from cluster.bench.arrivals import Arrivals, Bursts, Closed, Extent, Poisson
     from cluster.bench.session import Plan
     from scheduler.messages import SamplingParams

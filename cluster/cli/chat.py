@@ -17,9 +17,9 @@ from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb
 
 PATIENCE = RetryPolicy(give_up_s=10.0)
-"""Somebody sits there: a server that starts anew may take longer, but can be asked again."""
+"""A short wait: a server that starts anew may take longer, but the user can ask again."""
 _TELL_S = 1.0
-"""After so long without a server it is said that it is waited for."""
+"""After so long without a server the user is told of the wait."""
 HELP = "Ctrl-C stops an answer; /reset begins anew, /stats shows figures, /exit ends."
 
 

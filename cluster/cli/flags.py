@@ -78,7 +78,8 @@ class Flag:
             return text
         if is_null(self.field, text):
             return None
-        if model_of(self.info) is not None and text.lower() != "none":
+        method = self._names_a_method and not text.lstrip().startswith("{")
+        if model_of(self.info) is not None and not method:
             try:
                 return json.loads(text)
             except json.JSONDecodeError as error:
@@ -88,13 +89,21 @@ class Flag:
         # A server is another process, with another working directory.
         return str(Path(text).resolve()) if self.field in _FILES else text
 
+    @property
+    def _names_a_method(self) -> bool:
+        """Whether it is JSON or a method alone, which the config tells apart."""
+        model = model_of(self.info)
+        return model is not None and "method" in model.model_fields
+
     def _metavar(self) -> str:
         type_ = type_of(self.info)
         if get_origin(type_) is Literal:
             return "|".join(map(str, get_args(type_)))
         if get_origin(type_) is tuple:
             return "A,B"
-        return "JSON" if model_of(self.info) else _METAVARS.get(type_, "TEXT")
+        if model_of(self.info) is not None:
+            return "METHOD|JSON" if self._names_a_method else "JSON"
+        return _METAVARS.get(type_, "TEXT")
 
     def _help(self) -> str:
         model, default = model_of(self.info), self.info.get_default(call_default_factory=True)
@@ -229,6 +238,22 @@ class SectionedCommand(TyperCommand):
 def with_server(command: Command) -> Command:
     """A command that gets the `server` to speak to, a `cluster.client.channel.Server`."""
     return _adding("server", _parameters_of(_server), lambda options: _server(**options))(command)
+
+
+def help_of(model: type[BaseModel], field: str) -> str:
+    """What the model says of a field."""
+    return model.model_fields[field].description or ""
+
+
+def help_of_request(field: str) -> str:
+    """Of a field of a GenerateRequest."""
+    return _REQUEST[field][1]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was said, and not left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 class PriorityName(StrEnum):

@@ -15,13 +15,16 @@ from cluster.cli.flags import (
     ENGINE,
     PriorityName,
     SectionedCommand,
+    help_of,
+    help_of_request,
     with_request,
     with_server,
     with_settings,
 )
 from cluster.cli.simulate import simulate
-from cluster.config import ConfigError
+from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args
+from cluster.frontend.admission import keys as store
 
 main = typer.Typer(
     name="lockstep",
@@ -74,8 +77,7 @@ def serve(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
     from cluster.cli.serve import at_revision, with_key, with_paths
-    from cluster.frontend.admission.control import check_doors
-    from cluster.frontend.admission.keys import read
+    from cluster.frontend.admission.control import check_exposure
 
     try:
         if revision is not None:
@@ -84,9 +86,9 @@ def serve(
         if settings.replica.chat_template is not None:
             Path(settings.replica.chat_template).read_text(encoding="utf-8")
         settings = with_key(settings, api_key)
-        check_doors(settings)
+        check_exposure(settings)
         if settings.auth.keys_file is not None:
-            read(Path(settings.auth.keys_file))
+            store.read(Path(settings.auth.keys_file))
     except (ConfigError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     from cluster.cli.serve import serve_until_signal
@@ -107,7 +109,9 @@ def generate(
         Path | None, typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True)
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a file in flight; 16 unless given.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
 ) -> None:
     """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
@@ -116,11 +120,13 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts FILE")
     if prompt is not None:
+        if limit is not None or concurrency is not None:
+            raise typer.BadParameter("--limit, --concurrency: only with --prompts")
         text = sys.stdin.read() if prompt == "-" else prompt
         code = cli_generate.one(server, text, request, as_json)
     else:
         assert prompts is not None
-        code = cli_generate.many(server, prompts, limit, request, concurrency, as_json)
+        code = cli_generate.many(server, prompts, limit, request, concurrency or 16, as_json)
     raise typer.Exit(code)
 
 
@@ -131,7 +137,7 @@ def verify(
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts.", exists=True)],
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help=help_of_request("temperature"))] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, with a temperature.")] = 0,
 ) -> None:
     """Compare every token with plain decoding of the target; status 1 if any differs."""
@@ -194,6 +200,8 @@ def status(
     """What the pool and its replicas are doing."""
     from cluster.cli.status import print_status
 
+    if watch and as_json:
+        raise typer.BadParameter("--watch: not with --json")
     raise typer.Exit(print_status(server, as_json, watch))
 
 
@@ -215,15 +223,16 @@ def chat(
 def demo(
     replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
-    grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC proxy.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="Port of the HTTP proxy.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help=help_of(ServerConfig, "grpc_port"))] = None,
+    http_port: Annotated[int | None, typer.Option(help=help_of(ServerConfig, "http_port"))] = None,
     verbose: Verbose = False,
 ) -> None:
     """Start a cluster, stream eight answers, compare them with plain decoding, stop everything."""
     from cluster.cli.demo import run_demo
 
     given = {"replicas": replicas, "grpc_port": grpc_port, "http_port": http_port}
-    settings = from_args({name: value for name, value in given.items() if value is not None})
+    with _errors():
+        settings = from_args({name: value for name, value in given.items() if value is not None})
     raise typer.Exit(run_demo(settings, max_new_tokens, verbose))
 
 
@@ -233,32 +242,28 @@ File = Annotated[Path, typer.Option("--file", help="The file of keys.", dir_okay
 
 @keys.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Tenant of its requests.")],
+    name: Annotated[str, typer.Argument(help=help_of(store.KeyEntry, "name"))],
     file: File,
     priority_max: Annotated[
-        PriorityName, typer.Option(help="The highest class that it may ask for.")
+        PriorityName, typer.Option(help=help_of(store.KeyEntry, "priority_max"))
     ] = PriorityName.NORMAL,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Prompt and new tokens; no limit unless given.")
+        int | None, typer.Option(min=1, help=help_of(store.KeyEntry, "tokens_per_minute"))
     ] = None,
     requests_max: Annotated[
-        int | None, typer.Option(min=1, help="Requests in flight; no limit unless given.")
+        int | None, typer.Option(min=1, help=help_of(store.KeyEntry, "requests_max"))
     ] = None,
 ) -> None:
     """Make a key, print it, and store its hash. The file is made if need be."""
-    from cluster.frontend.admission import keys as store
-
     with _errors():
         key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max)
     typer.echo(key)
-    typer.echo(f"The key of {name}; nobody can show it again.", err=True)
+    typer.echo(f"The key of {name}; it is not stored and cannot be shown again.", err=True)
 
 
 @keys.command("list")
 def show(file: File) -> None:
     """Names and limits, one line each."""
-    from cluster.frontend.admission import keys as store
-
     with _errors():
         entries = store.read(file)
     for entry in entries:
@@ -276,8 +281,6 @@ def remove(
     file: File,
 ) -> None:
     """Take a key away. Requests that are running finish; new ones are refused within a second."""
-    from cluster.frontend.admission import keys as store
-
     with _errors():
         store.remove(file, name)
 

@@ -20,7 +20,6 @@ from replicas.models.names import DEMO, SMOLLM2, TINY, ModelRefused, with_revisi
 
 if TYPE_CHECKING:
     from cluster.app import ClusterRun
-    from cluster.cli.terminal import Stages
 
 _LOOK_S = 0.5
 
@@ -176,7 +175,7 @@ def _wait_until_ready(
     cluster: ClusterRun,
     config: ClusterConfig,
     told: threading.Event,
-    look: Callable[[], Stages],
+    look: Callable[[], None],
 ) -> str | None:
     """Until the first replica is ready; if none is to be there, until the frontend is up.
 

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from cluster import simulate as runs
-from cluster.cli.flags import with_settings
+from cluster.cli.flags import is_given, with_settings
 from cluster.files import check_writable, read_prompts
+from cluster.sentences import did_you_mean
 from scheduler.messages import ReplicaSpec
 from scheduler.simulation import (
     DEVICES,
@@ -64,10 +65,16 @@ def _read_by(parse: Callable[[str], Any], help_: str, metavar: str) -> Any:
 def _known(table: Mapping[str, Any]) -> Callable[[str], Any]:
     def look(name: str) -> Any:
         if name not in table:
-            raise ValueError(f"expected one of {', '.join(table)}")
+            near = did_you_mean(name, table)
+            raise ValueError(f"expected one of {', '.join(table)}, got {name!r}{near}")
         return table[name]
 
     return look
+
+
+def _name_in(table: Mapping[str, Any]) -> Any:
+    """An option whose text is a name in the table."""
+    return _read_by(_known(table), f"One of {', '.join(table)}.", "NAME")
 
 
 def _counts(text: str) -> list[int]:
@@ -157,12 +164,8 @@ def simulate(
         Any,
         _read_by(parse_acceptance, "Of draft tokens; or a mix of requests, as 0.9:3,0.4:1.", "A"),
     ] = "0.7",
-    device: Annotated[
-        Any, _read_by(_known(DEVICES), "h200, h100, a100-80gb or l40s.", "NAME")
-    ] = "h100",
-    pair: Annotated[
-        Any, _read_by(_known(PAIRS), "qwen3-8b/0.6b, glm-4-9b or vicuna-7b/68m.", "NAME")
-    ] = "qwen3-8b/0.6b",
+    device: Annotated[Any, _name_in(DEVICES)] = "h100",
+    pair: Annotated[Any, _name_in(PAIRS)] = "qwen3-8b/0.6b",
     times: Annotated[
         Any, _read_by(_fitted, "Fitted times as JSON, instead of both.", "FILE")
     ] = None,
@@ -261,8 +264,7 @@ def _write(option: str, path: _Said, text: Callable[[], str]) -> None:
 
 def _refuse_what_a_trace_says(context: typer.Context) -> None:
     for name in _SAID_BY_A_TRACE:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
+        if is_given(context, name):
             option = "--" + name.replace("_", "-")
             raise typer.BadParameter(f"{option}: a --trace says what comes and when")
 

@@ -95,10 +95,6 @@ class Stages:
                 said.append(f"{self._name(process)} {stage}")
         return said
 
-    @property
-    def up(self) -> int:
-        return sum(stage == UP for stage in self.of.values())
-
     def lines(self) -> list[tuple[str, str]]:
         return [(self._name(process), stage) for process, stage in self.of.items()]
 
@@ -153,7 +149,7 @@ class Terminal:
         self.console.print(text)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[], Stages]]:
+    def progress(self, what: str) -> Iterator[Callable[[], None]]:
         """Shows what is waited for and how far each replica is; a call takes a look at the log.
 
         Elsewhere than on a terminal each change is a line.
@@ -169,11 +165,10 @@ class Terminal:
                 table.add_row("", f"{name} {stage}")
             return table
 
-        def look() -> Stages:
+        def look() -> None:
             for said in stages.read(self._new_lines()):
                 if not moving or said.endswith(UP):
                     self.say(said)
-            return stages
 
         if moving:
             spinner = Spinner("dots")

@@ -18,10 +18,10 @@ import grpc
 
 from protos import lockstep_pb2 as pb
 
-RETRY_AFTER = "retry-after"
+RETRY_AFTER_KEY = "retry-after"
 """Key in the trailing metadata of RESOURCE_EXHAUSTED; seconds."""
 
-FINAL = "lockstep-final"
+FINAL_KEY = "lockstep-final"
 """Key in the trailing metadata of an error that the server itself has decided on: the same request
 would meet it again."""
 _BREAKS = (
@@ -106,7 +106,7 @@ class OutOfTime(_OwnError):
 
 def is_repeatable(error: grpc.RpcError) -> bool:
     """Whether the error tells of a dead process or connection, not of the request."""
-    return error.code() in _BREAKS and _trailing(error, FINAL) is None
+    return error.code() in _BREAKS and _trailing(error, FINAL_KEY) is None
 
 
 def _trailing(error: grpc.RpcError, name: str) -> str | None:
@@ -120,7 +120,7 @@ def _trailing(error: grpc.RpcError, name: str) -> str | None:
 def retry_after_s(error: grpc.RpcError) -> float | None:
     """What the server asks for in the trailing metadata, in seconds."""
     try:
-        return max(float(_trailing(error, RETRY_AFTER) or ""), 0.0)
+        return max(float(_trailing(error, RETRY_AFTER_KEY) or ""), 0.0)
     except ValueError:
         return None
 
@@ -168,7 +168,7 @@ class Attempts:
         policy = self._policy
         self._first = False
         self._failures += 1
-        # Being served is no failing, and no attempt that only fails lasts as long as patience does.
+        # An attempt that lasts longer than `give_up_s` was served for some of that time.
         if self._failing_since_s is None or now_s - self._attempt_s > policy.give_up_s:
             self._failing_since_s = now_s
         pause_s = min(policy.backoff_s * 2.0 ** (self._failures - 1), policy.backoff_s_max)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,10 +17,10 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
-from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import Piece, TextStream
 from cluster.frontend.tools import CallDelta, ToolReader
+from cluster.metrics import FrontendMeter
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import STOPPING
 from cluster.pool.shard_router import ShardRouter
@@ -64,14 +65,12 @@ class Answer:
         router: ShardRouter,
         meter: FrontendMeter,
         config: ClusterConfig,
-        clock: Callable[[], float],
     ) -> None:
         self.call = call
         self._arrived_s = arrived_s
         self._router = router
         self._meter = meter
         self._config = config.frontend
-        self._clock = clock
         self._sequences: list[_Sequence] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._status = StatusCode.CANCELLED
@@ -124,7 +123,7 @@ class Answer:
         lives = [sequence.live for sequence in self._sequences]
         begun_s = [live.first_s for live in lives if live.first_s]
         first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
-        total_s = self._clock() - self._arrived_s
+        total_s = time.monotonic() - self._arrived_s
         self._meter.answered(self._status.name, first_s, total_s)
         served = [live for live in lives if live.reject is None]
         prompt_tokens = sum(len(live.request.prompt) for live in served)
@@ -290,7 +289,7 @@ class Answer:
                 # Else what is held back stays so: a continuation from these tokens gives it, whole.
                 piece = sequence.text.finish()
                 rest, sequence.stop = piece.text, piece.stop
-        now_s = self._clock()
+        now_s = time.monotonic()
         return rest, SequenceEnd(
             reason=FinishReason.STOP if sequence.stop is not None else finish.reason,
             prompt_tokens=len(live.request.prompt),

@@ -45,6 +45,13 @@ class ChatPrompt:
     options: Mapping[str, Any] = field_of(default_factory=dict)
     """What else the template is told, by name."""
 
+    @classmethod
+    def of(
+        cls, turns: Sequence[Mapping[str, Any]], tools: ToolUse | None, options: Mapping[str, Any]
+    ) -> ChatPrompt:
+        """`tools`: those that the target may use, if any."""
+        return cls(turns, () if tools is None else tools.for_template, options)
+
     @property
     def size(self) -> int:
         """Bytes in UTF-8."""
@@ -203,8 +210,8 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
     if call.structure is not None:
         call.structure.check(call.ignore_eos)
     for name in ("temperature", "top_p", "min_p", "timeout_s"):
-        if not math.isfinite(getattr(call, name) or 0.0):
-            raise InvalidRequest(name, "must be a finite number")
+        if not math.isfinite(value := getattr(call, name) or 0.0):
+            raise InvalidRequest(name, f"must be a finite number, is {value}")
     if call.committed_token_ids:
         if call.sequences > 1:
             raise InvalidRequest("committed_token_ids", "only one sequence can be continued")

@@ -28,12 +28,12 @@ from cluster.frontend.calls import (
     check_call,
     check_number,
 )
-from cluster.frontend.metrics import FrontendMeter
 from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
+from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
@@ -50,18 +50,16 @@ class FrontendService:
         text: TargetText,
         name: str,
         meter: FrontendMeter | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pools`: one per shard."""
         self.config = config
         self.text = text
         pool = config.pool
         self._router = ShardRouter(
-            pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s, clock
+            pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s
         )
         self._meter = meter or FrontendMeter()
-        self._clock = clock
-        self._admission = AdmissionControl(config.auth, config.frontend, clock)
+        self._admission = AdmissionControl(config.auth, config.frontend)
 
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.
@@ -104,7 +102,7 @@ class FrontendService:
 
         On leaving, sequences that have not ended are cancelled.
         """
-        arrived_s = self._clock()
+        arrived_s = time.monotonic()
         with self.refusals(call):
             check_number(call, self.config)
             admitted = self._admission.admit(call.caller, call.sequences, call.number_field)
@@ -160,7 +158,7 @@ class FrontendService:
                 call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
             )
         admitted.charge(sum(request.length_max for request in requests))
-        answer = Answer(call, arrived_s, self._router, self._meter, self.config, self._clock)
+        answer = Answer(call, arrived_s, self._router, self._meter, self.config)
         begun = []
         for request in requests:
             text = TextStream(self.text.tokenizer, request.prompt, call.stop)

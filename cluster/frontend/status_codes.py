@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 from grpc import StatusCode
 
+from cluster.client.retry import FINAL_KEY, RETRY_AFTER_KEY
 from cluster.frontend.admission.control import NotAllowed, Unauthenticated
 from cluster.pool.protocol import PoolUnreachable
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Finish, FinishReason, RejectCode
 
-FINAL_HEADER = "lockstep-final"
-"""In the trailing metadata of a refusal that asking again does not change."""
 _MESSAGE_CHARS_MAX = 1000
 """A status message travels in a header, and those are bounded."""
 
@@ -93,12 +92,12 @@ class Refusal:
         """When to ask again, in whole seconds, for a client that is told to."""
         if self.code is not StatusCode.RESOURCE_EXHAUSTED:
             return []
-        return [("retry-after", str(max(1, math.ceil(self.retry_after_s))))]
+        return [(RETRY_AFTER_KEY, str(max(1, math.ceil(self.retry_after_s))))]
 
     @property
     def trailing_metadata(self) -> list[tuple[str, str]]:
         """Of a gRPC call: `headers`, and whether the refusal is final."""
-        final = [(FINAL_HEADER, "1")] if MEANINGS[self.code].final else []
+        final = [(FINAL_KEY, "1")] if MEANINGS[self.code].final else []
         return [*self.headers, *final]
 
 

@@ -70,7 +70,7 @@ class Detokenizer:
         if text.startswith(self._given):
             return text[len(self._given) :]
         # With the tokens held back those before them decode to other text (one bad byte spoils a
-        # whole run of byte tokens). What was given out stays, and the others speak for themselves.
+        # whole run of byte tokens). What was given out stays, and the others are decoded alone.
         return self._decode(self._held)
 
     def _let_go(self, text: str) -> str:

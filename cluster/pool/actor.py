@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.frontend.metrics import PoolMeter
+from cluster.metrics import PoolMeter
 from cluster.pool.delivery import Delivery
 from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer, requests_of, unlike
 from cluster.pool.protocol import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from cluster.frontend.metrics import PoolMeter
+from cluster.metrics import PoolMeter
 from cluster.pool.peers import FrontendPeer, WorkerPeer
 from scheduler.messages import (
     Action,

@@ -19,8 +19,8 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.frontend.metrics import PoolMeter, ray_sink
 from cluster.garbage import collect_seldom
+from cluster.metrics import PoolMeter, ray_sink
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView
 from cluster.transport import Endpoint, Key, Server, Stream, StreamKind, connect

@@ -38,8 +38,8 @@ class ShardRouter:
         names: Sequence[str],
         name: str,
         beat_s: float,
-        move_s: float = 1.0,
-        unreachable_s: float = 120.0,
+        move_s: float,
+        unreachable_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names` of the pools, for people; `name` of this frontend.
@@ -150,13 +150,10 @@ class ShardRouter:
         if ask is None or ask.done():
             # All that look meanwhile wait for the same answer: a pool that hangs is not called more
             # and more often.
-            status = self._status_of(shard)
+            status = self._pools[shard].status()
             ask = self._asked[shard] = asyncio.get_running_loop().create_task(status)
             ask.add_done_callback(_retrieved)
         return ask
-
-    async def _status_of(self, shard: int) -> PoolView:
-        return await self._pools[shard].status()
 
     def _choose(self, request: Request, tokens: int) -> int:
         self._turn += 1

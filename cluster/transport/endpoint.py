@@ -29,7 +29,7 @@ _CONNECT_S = 2.0
 _HANDSHAKE_S = 5.0
 """A connection that has shown no certificate by then is closed."""
 _CONNECTIONS_MAX = 4096
-"""Open at once, strangers in their handshake included; a further one is closed at once."""
+"""Open at once, those still in their handshake included; a further one is closed at once."""
 _KEEPALIVE_S = 5.0
 """After so long without a byte the peer's machine is asked for a sign of life, and as long again
 for the answer."""

@@ -193,7 +193,7 @@ class Worker:
                 raise
             except Exception:
                 # The health check will say so, too; a bug must not look like a silent replica.
-                log.exception("replica %s: its loop dies", self.replica_id)
+                log.exception("replica %s: its loop has failed", self.replica_id)
                 raise
         # It is about to end: to join anew would only draw new work to it.
         self._drained.set()

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from replicas.sampling import likeliest
 from scheduler.decoding import TokenLogprobs
 
 _TIES = 8
 """Tokens beyond those asked for that may tie with the last of them and have a lower id."""
-_COLUMNS = 512
-"""Into so many columns a vocabulary is laid to find its likeliest tokens."""
 
 
 def token_logprobs(
@@ -45,28 +44,12 @@ def _likeliest(
     normal: torch.Tensor,  # [places], float32
     top: int,
 ) -> list[tuple[tuple[int, float], ...]]:
-    values, ids = _topk(scores, min(top + _TIES, scores.shape[-1]))
-    logprobs = (values - normal[:, None]).tolist()
+    ids = likeliest(scores, min(top + _TIES, scores.shape[-1]))
+    logprobs = (scores.gather(-1, ids) - normal[:, None]).tolist()
     return [
         tuple(sorted(zip(row, told, strict=True), key=lambda one: (-one[1], one[0]))[:top])
         for row, told in zip(ids.tolist(), logprobs, strict=True)
     ]
-
-
-def _topk(scores: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:  # [places, n] each
-    """torch's topk of scores, [places, vocab]. The n best lie in the n columns with the best
-    maxima, or behind the last whole row; torch's own takes three times as long."""
-    places, vocab = scores.shape
-    whole = vocab - vocab % _COLUMNS
-    if n >= _COLUMNS or not whole:
-        return scores.topk(n, dim=-1)
-    columns = scores[:, :whole].view(places, -1, _COLUMNS).amax(dim=1).topk(n, dim=-1).indices
-    begins = torch.arange(0, whole, _COLUMNS, device=scores.device)
-    some = (begins[:, None] + columns[:, None, :]).flatten(1)
-    rest = torch.arange(whole, vocab, device=scores.device).expand(places, -1)
-    ids = torch.cat((some, rest), dim=-1)
-    values, at = scores.gather(-1, ids).topk(n, dim=-1)
-    return values, ids.gather(-1, at)
 
 
 def _sums(masses: torch.Tensor) -> torch.Tensor:  # [places]

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage
 from replicas.models.build import build
 from replicas.models.load import PairRefused, dtype_name, load_config, load_model, resolve
@@ -109,7 +110,7 @@ class ModelDrafter:
         self,
         ids: Sequence[str],
         contents: Sequence[Sequence[int]],
-        ranges: Sequence[tuple[int, int]],
+        ranges: Sequence[TokenRange],
         table: torch.Tensor,
     ) -> None:
         fill(self.model, contents, ranges, table, self._pass_tokens)

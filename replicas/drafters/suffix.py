@@ -23,13 +23,13 @@ OFFSET = 1
 """Tokens that a draft may be longer than the match it follows."""
 GENERATION = 1 << 18
 """Tokens of outputs after which older ones are given up, generation by generation."""
-CORPUS_TOKENS = 1 << 20
+OUTPUTS_TOKENS = 1 << 20
 """Tokens of outputs of all salts together."""
-CORPUS_LEAST = 256
+OUTPUTS_LEAST = 256
 """Tokens that a salt counts for at least, as its empty tables take about as much."""
 
 
-class Corpus:
+class RecentOutputs:
     """Recent outputs that may be drafted from together: a generation, and the one before it."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Corpus:
         self._old = History()
 
     def __len__(self) -> int:
-        return max(len(self._new) + len(self._old), CORPUS_LEAST)
+        return max(len(self._new) + len(self._old), OUTPUTS_LEAST)
 
     @property
     def bytes(self) -> int:
@@ -54,7 +54,7 @@ class Corpus:
 
 
 @dataclass(slots=True)
-class _Row:
+class _SuffixRow:
     history: History
     prompt: int
     """Tokens that it began with."""
@@ -68,29 +68,29 @@ class SuffixDrafter:
     taps: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self._rows: dict[str, _Row] = {}
-        self._corpora: OrderedDict[str, Corpus] = OrderedDict()
+        self._rows: dict[str, _SuffixRow] = {}
+        self._outputs: OrderedDict[str, RecentOutputs] = OrderedDict()
         """By salt, the one written last at the end."""
         self.size = 0
         """Tokens in all of them."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
-        self._rows[row] = _Row(History(tokens), len(tokens), salt)
+        self._rows[row] = _SuffixRow(History(tokens), len(tokens), salt)
 
     def end(self, row: str) -> None:
         left = self._rows.pop(row, None)
         if left is None or len(left.history) == left.prompt:
             return
-        corpus = self._corpora.pop(left.salt, None)
-        if corpus is None:
-            corpus = Corpus()
+        outputs = self._outputs.pop(left.salt, None)
+        if outputs is None:
+            outputs = RecentOutputs()
         else:
-            self.size -= len(corpus)
-        self._corpora[left.salt] = corpus
-        corpus.add(left.history.tokens[left.prompt :])
-        self.size += len(corpus)
-        while self.size > CORPUS_TOKENS:
-            self.size -= len(self._corpora.popitem(last=False)[1])
+            self.size -= len(outputs)
+        self._outputs[left.salt] = outputs
+        outputs.add(left.history.tokens[left.prompt :])
+        self.size += len(outputs)
+        while self.size > OUTPUTS_TOKENS:
+            self.size -= len(self._outputs.popitem(last=False)[1])
 
     def observe(self, seen: Seen) -> None:
         for row, tokens in zip(seen.ids, seen.committed, strict=False):
@@ -104,11 +104,11 @@ class SuffixDrafter:
             ]
             return Proposal.of(drafts, ask.table.device)
 
-    def _draft(self, row: _Row, most: int) -> list[int]:
+    def _draft(self, row: _SuffixRow, most: int) -> list[int]:
         score, draft = row.history.draft(most, OFFSET)
-        corpus = self._corpora.get(row.salt)
-        if corpus is not None and score < most and len(row.history) > 1:
-            more, other = corpus.draft(most, row.history.tokens[-DEPTH:])
+        outputs = self._outputs.get(row.salt)
+        if outputs is not None and score < most and len(row.history) > 1:
+            more, other = outputs.draft(most, row.history.tokens[-DEPTH:])
             if more > score:
                 return other
         return draft
@@ -123,11 +123,11 @@ class SuffixDrafter:
     @property
     def bytes(self) -> int:
         """Of what it remembers of outputs."""
-        return sum(corpus.bytes for corpus in self._corpora.values())
+        return sum(one.bytes for one in self._outputs.values())
 
 
 class SuffixSource(DraftSource):
-    memory = DraftMemory(kept=TOKEN_BYTES * CORPUS_TOKENS)
+    memory = DraftMemory(kept=TOKEN_BYTES * OUTPUTS_TOKENS)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         return SuffixDrafter()

@@ -46,7 +46,7 @@ def attend(products: Products, hidden: tuple[torch.Tensor, torch.Tensor] | None 
             torch.baddbmm(out, weights, values, out=out)
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -55,9 +55,9 @@ class Products:
 
     keys: torch.Tensor  # [items, head_dim, length]
     scores: torch.Tensor  # [items, queries, length], overwritten
-    asked: list[Pair]
+    asked: list[TensorPair]
     """Queries [items, some queries, head_dim] and their scores."""
-    answered: list[tuple[torch.Tensor, list[Pair]]]
+    answered: list[tuple[torch.Tensor, list[TensorPair]]]
     """Results [items, some queries, head_dim], overwritten, and the pieces that they sum: weights
     [items, some queries, positions] and values [items, positions, head_dim]."""
 

@@ -42,7 +42,6 @@ class PagedCache:
         self.dtype = dtype
         self._overflows = dtype is torch.float16
         self._kv_heads = kv_heads
-        self._head_dim = head_dim
         self._by_head = by_head
         shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
         if self._by_head:

@@ -24,8 +24,6 @@ class DeviceWindow:
     written to the scrap block.
     """
 
-    step: None = None
-
     def __init__(
         self,
         table: torch.Tensor,  # [rows, blocks], int64

@@ -21,8 +21,8 @@ from replicas.models.gguf import converted
 from replicas.models.names import TINY, ModelRefused, gguf_file, hub_revision
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
+from replicas.models.rank_weights import NotDivisible, keep_own_part
 from replicas.models.shapes import BadPlantedName, is_planted, parse_planted
-from replicas.models.sharding import NotDivisible, shard
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""
@@ -109,7 +109,7 @@ def take_part(target: PreTrainedModel, config: ReplicaConfig, rank: int) -> None
     if config.tensor_parallel == 1:
         return
     try:
-        shard(target, rank, config.tensor_parallel)
+        keep_own_part(target, rank, config.tensor_parallel)
     except NotDivisible as error:
         raise PairRefused(f"tensor_parallel: {error}") from None
 

@@ -61,7 +61,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> Layout:
+    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> Layout:
         """The pass over positions [begin, end) of each row, row by row."""
         ...
 

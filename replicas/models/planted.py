@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 # Queries this many times larger than keys give scores of that deviation: attention picks a few
 # positions, as trained heads do, instead of averaging the context away.
 _QUERY_GAIN = 4.0
-# Deviation of the logits that the map does not mean; a trained model's are of that batch.
+# Deviation of the logits that the map does not mean; in a trained model it is of that order of
+# magnitude.
 _LOGIT_DEVIATION = 4.0
 
 # Calibration: greedy rows, how long they are, and when the share is near enough.

@@ -1,6 +1,7 @@
-"""The one rule for choosing a token, and its noise."""
+"""The one rule for choosing a token, its noise, and how the likeliest tokens are found."""
 
 from replicas.sampling.choice import SamplingBatch, choose, guess
+from replicas.sampling.columns import likeliest
 from replicas.sampling.noise import Noise
 
 __all__ = [
@@ -8,4 +9,5 @@ __all__ = [
     "SamplingBatch",
     "choose",
     "guess",
+    "likeliest",
 ]

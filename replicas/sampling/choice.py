@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from replicas.cuda.transfers import upload
+from replicas.sampling.columns import likeliest
 from replicas.sampling.noise import LARGE, NOISE_MOST, Noise, noise_keys
 from scheduler.messages import SamplingParams
 
@@ -190,14 +191,11 @@ def _keep_top_k(scores: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
 
 
 def _likeliest(
-    scores: torch.Tensor, most: int
+    scores: torch.Tensor, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, width, n] each, float32 and int64
     """The best scores and their places, which rise."""
-    n = min(most, scores.shape[-1])
     if scores.is_cpu:
-        # numpy parts the better from the others by vectors, where torch's top-k sorts by elements.
-        parted = scores.numpy().argpartition(scores.shape[-1] - n, axis=-1)
-        places = torch.from_numpy(parted[..., scores.shape[-1] - n :])
+        places = likeliest(scores.flatten(0, 1), n).view(*scores.shape[:2], n)
     else:
         places = scores.topk(n, dim=-1, sorted=False).indices
     places = places.sort(dim=-1).values

@@ -8,8 +8,9 @@
 | 4 | other rows are ready, nothing is in flight; the last batch was one of rows in quarantine, or the last step failed | the others take one step |
 | 5 | a sequence that waits was passed over too often, or is in quarantine and cannot go yet | it reserves the replica |
 | 6 | prompts can be filled; the last batch was no prefill, or no row is ready | a chunk of prompts |
-| 7 | ready rows are worth a batch | they step; several times if no other row waits |
-| 8 | else | nothing |
+| 7 | prompts can be filled, but rows step first | a batch of several steps that is in flight is interrupted; then as rule 8 says |
+| 8 | ready rows are worth a batch | they step; several times if no other row waits |
+| 9 | else | nothing |
 
 So between two batches of rows in quarantine the others take a step, which shows whether the replica
 works; and prefills take turns with steps, so that neither waits for long.
@@ -47,12 +48,13 @@ from scheduler.messages import (
     Release,
     StepRow,
 )
-from scheduler.state import Pool, Replica, Sequence
+from scheduler.state import Pool, ReplicaRecord, Sequence
 from scheduler.validation import blocks_needed
 
 
 class Dispatcher:
-    """Gives batches to the replicas that were touched; keeps no state between two events."""
+    """Gives batches to the replicas that were touched. Between two events it keeps the next batch's
+    number and nothing else."""
 
     def __init__(self, config: SchedulerConfig, pool: Pool, policy: DraftPolicy) -> None:
         self._config = config
@@ -100,14 +102,14 @@ class Dispatcher:
                         break
                     self._fill_pipeline(replicas[replica_id])
 
-    def interrupt(self, replica: Replica, out: list[Action]) -> None:
+    def interrupt(self, replica: ReplicaRecord, out: list[Action]) -> None:
         """Ends the batch of several steps, if one is in flight."""
         long = replica.pipeline.long_batch()
         if long is not None:
             out.append(Interrupt(replica.id, long.batch.id))
             long.interrupted = True
 
-    def chunk(self, replica: Replica) -> int:
+    def chunk(self, replica: ReplicaRecord) -> int:
         begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,
@@ -116,13 +118,13 @@ class Dispatcher:
             begin=0 if begun is None else begun.filled,
         )
 
-    def _fill_pipeline(self, replica: Replica) -> None:
+    def _fill_pipeline(self, replica: ReplicaRecord) -> None:
         self._drop_vain_reservation(replica)
         while len(replica.pipeline) < self._config.batches_in_flight_max:
             if not self._next(replica):
                 return
 
-    def _next(self, replica: Replica) -> bool:
+    def _next(self, replica: ReplicaRecord) -> bool:
         """Does what the first rule says that holds. Returns whether anything has changed that may
         lead to another batch."""
         pipeline, ready = replica.pipeline, len(replica.ready)
@@ -141,8 +143,8 @@ class Dispatcher:
         if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
             tokens = self.chunk(replica)
             placement = next_placement(replica, self._pool, tokens)
-            for sequence in placement.left:
-                sequence.left += 1
+            for sequence in placement.deferred:
+                sequence.deferrals += 1
             if placement.reserve is not None:
                 self._pool.reserve(placement.reserve, replica)
                 return True
@@ -167,7 +169,7 @@ class Dispatcher:
             steps_most = self._config.steps_per_batch_max
         return self._step(replica, rows, steps_most)
 
-    def _quarantine_is_next(self, replica: Replica) -> bool:
+    def _quarantine_is_next(self, replica: ReplicaRecord) -> bool:
         """Whether rows in quarantine are to go next, here or from the queue."""
         if replica.quarantined:
             return True
@@ -176,7 +178,7 @@ class Dispatcher:
         sequence = self._pool.waiting[replica.reserved_for]
         return sequence.quarantined and has_room(replica, sequence, self._config)
 
-    def _drop_vain_reservation(self, replica: Replica) -> None:
+    def _drop_vain_reservation(self, replica: ReplicaRecord) -> None:
         """A sequence that reserved the only replica may have failed on it. If there is another now,
         it goes there."""
         if replica.reserved_for is None:
@@ -186,7 +188,7 @@ class Dispatcher:
             self._pool.drop_reservation(sequence)
             self._offer_to_all = True
 
-    def _prefill(self, replica: Replica, placement: Placement, tokens: int) -> None:
+    def _prefill(self, replica: ReplicaRecord, placement: Placement, tokens: int) -> None:
         """Chunks of the chosen rows and of those that were begun."""
         for sequence, passes in placement.overtaken:
             sequence.overtaken += passes
@@ -204,7 +206,7 @@ class Dispatcher:
         self._pool.fill(given, batch.id)
         self._send(replica, batch, [sequence for sequence, _, _ in given])
 
-    def _next_rows(self, replica: Replica) -> list[Sequence]:
+    def _next_rows(self, replica: ReplicaRecord) -> list[Sequence]:
         """Ready rows of near length. Of rows that lie too far apart to be read together only a
         part, unless one of them is due."""
         ready, wait_rounds = replica.ready, self._config.wait_rounds
@@ -217,13 +219,13 @@ class Dispatcher:
         apart = self._policy.apart(replica.id)
         if padding <= apart:
             return rows
-        # Of the parts the one of the row that is behind, or else of the oldest: they take turns.
+        # The part of the row that is behind, or else of the oldest: the two take turns.
         behind = row_behind(ready, per_round, wait_rounds)
         anchor = next(one for one in ready if one in rows) if behind is None else behind
         begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
         return rows[begin:end]
 
-    def _rows_in_quarantine(self, replica: Replica) -> list[Sequence]:
+    def _rows_in_quarantine(self, replica: ReplicaRecord) -> list[Sequence]:
         """The ones that wait longest, no more than each of them may run with."""
         limit = replica.rows_max(self._config.rows_max)
         rows: list[Sequence] = []
@@ -235,7 +237,7 @@ class Dispatcher:
             rows.append(sequence)
         return sorted(rows, key=lambda one: one.length)
 
-    def _step(self, replica: Replica, rows: list[Sequence], steps_most: int) -> bool:
+    def _step(self, replica: ReplicaRecord, rows: list[Sequence], steps_most: int) -> bool:
         """Some steps of these ready rows, by rising length. Where blocks run out, a sequence is
         sent back, if nothing is in flight that may free some."""
         plan = self._policy.plan(replica.id, rows, steps_most)
@@ -267,12 +269,12 @@ class Dispatcher:
         self._send(replica, batch, rows)
         return True
 
-    def _send(self, replica: Replica, batch: Batch, rows: list[Sequence]) -> None:
+    def _send(self, replica: ReplicaRecord, batch: Batch, rows: list[Sequence]) -> None:
         self.interrupt(replica, self._out)
         replica.pipeline.send(batch, rows, self._now_s)
         self._out.append(Dispatch(batch))
 
-    def _preempt(self, replica: Replica) -> None:
+    def _preempt(self, replica: ReplicaRecord) -> None:
         """KV blocks ran out: the youngest sequence of the lowest priority waits again with its
         tokens, in the order of its class. None goes twice: a sequence that was sent back once has
         all blocks that it may need, so it is not the cause, and another is."""
@@ -303,7 +305,7 @@ def _prefill_row(sequence: Sequence, begin: int, until: int) -> PrefillRow:
 
 
 def _lacking(
-    replica: Replica, rows: list[Sequence], plan: StepPlan
+    replica: ReplicaRecord, rows: list[Sequence], plan: StepPlan
 ) -> tuple[list[tuple[Sequence, int]], int]:
     """Rows whose blocks do not last for all that they can hold after these steps, each with those
     that it needs; and how many that is more."""

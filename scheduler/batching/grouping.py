@@ -75,22 +75,18 @@ def part_of(lengths: Sequence[int], at: int, apart: float) -> tuple[int, int]:
     """(begin, end) of the rows that step together with row `at`, of rows by rising length.
 
     Rows that read their KV cache as one read as far as the longest of them, and from some spread on
-    two steps take less time than one. The rows are cut where that saves most KV positions, if it
-    saves more than `apart`, those whose reading takes as long as one more step; and then so is the
-    part with the row. O(rows) for each cut.
+    two steps take less time than one. The rows are cut once, where that saves most KV positions, if
+    it saves more than `apart`, those whose reading takes as long as one more step. O(rows).
     """
-    begin, end = 0, len(lengths)
-    while True:
-        longest = lengths[end - 1]
-        saved, cut = 0, end
-        for first in range(begin + 1, end):
-            # The rows before it need not read as far as the longest.
-            less = (first - begin) * (longest - lengths[first - 1])
-            if less > saved:
-                saved, cut = less, first
-        if cut == end or saved <= apart:
-            return begin, end
-        begin, end = (begin, cut) if at < cut else (cut, end)
+
+    def saved(cut: int) -> int:
+        # The rows before it need not read as far as the longest.
+        return cut * (lengths[-1] - lengths[cut - 1])
+
+    cut = max(range(1, len(lengths)), key=saved, default=0)
+    if saved(cut) <= apart:
+        return 0, len(lengths)
+    return (0, cut) if at < cut else (cut, len(lengths))
 
 
 def may_step(

@@ -40,7 +40,7 @@ from scheduler.batching.prefill import first_half, least_part
 from scheduler.config import SchedulerConfig
 from scheduler.faults import excluded
 from scheduler.messages import BatchKind
-from scheduler.state import Chunk, Pool, Replica, Sequence
+from scheduler.state import Chunk, Pool, ReplicaRecord, Sequence
 
 CANDIDATES_MAX = 16
 """Replicas, lightest first, that are compared for one sequence."""
@@ -64,13 +64,13 @@ class Placement:
     """What these leave of the batch for rows that were begun."""
     overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences that do not fit here, and how many that were behind them are placed."""
-    left: list[Sequence] = field(default_factory=list)
+    deferred: list[Sequence] = field(default_factory=list)
     """Sequences that other replicas have the prefix of."""
     reserve: Sequence | None = None
     """A sequence that reserves this replica now."""
 
 
-def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> bool:
+def has_room(replica: ReplicaRecord, sequence: Sequence, config: SchedulerConfig) -> bool:
     """Rule 1 without the place for a batch."""
     return (
         not replica.draining
@@ -81,7 +81,7 @@ def has_room(replica: Replica, sequence: Sequence, config: SchedulerConfig) -> b
     )
 
 
-def best_replica(sequence: Sequence, pool: Pool) -> Replica | None:
+def best_replica(sequence: Sequence, pool: Pool) -> ReplicaRecord | None:
     """The replica for one sequence, if any has room and a place for a batch now."""
     config = pool.config
     best, best_rank = None, (0, 0, "")
@@ -104,7 +104,7 @@ def best_replica(sequence: Sequence, pool: Pool) -> Replica | None:
     return best
 
 
-def next_placement(replica: Replica, pool: Pool, tokens: int) -> Placement:
+def next_placement(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     """What this replica takes for a prefill batch of so many tokens, rows in quarantine first."""
     unsound = BatchKind.PREFILL in replica.pipeline.failed
     placement = _next_quarantined(replica, pool, again=not unsound)
@@ -116,7 +116,7 @@ def next_placement(replica: Replica, pool: Pool, tokens: int) -> Placement:
     return placement
 
 
-def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
+def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placement:
     """Waiting rows in quarantine that go here by themselves. `again`: also those that failed on
     this replica, if no other could hold them."""
     placement = Placement()
@@ -145,7 +145,7 @@ def _next_quarantined(replica: Replica, pool: Pool, again: bool) -> Placement:
     return placement
 
 
-def _next_rows(replica: Replica, pool: Pool, tokens: int) -> Placement:
+def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     """Other rows that this replica takes from the front of the queue for one prefill batch.
 
     SCAN_MAX sequences at most are looked at, not counting SKIPS_FACTOR times as many that
@@ -190,7 +190,7 @@ def _next_rows(replica: Replica, pool: Pool, tokens: int) -> Placement:
         if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
             break
         if _has_rival(replica, others, sequence, load, config):
-            placement.left.append(sequence)
+            placement.deferred.append(sequence)
             continue
         chunks.append((sequence, 0, part))
         taken += replica.blocks_for(sequence)
@@ -214,7 +214,7 @@ def _as_far_as(last: str | None, queue: Iterable[Sequence]) -> Iterator[Sequence
 
 
 def _is_lighter(
-    others: list[Replica], sequence: Sequence, load: int, config: SchedulerConfig
+    others: list[ReplicaRecord], sequence: Sequence, load: int, config: SchedulerConfig
 ) -> bool:
     """Whether one of the others is so much lighter that the sequence is left to it (rule 2)."""
     return any(
@@ -223,13 +223,17 @@ def _is_lighter(
     )
 
 
-def _rows_worth(replica: Replica, sequence: Sequence) -> int:
+def _rows_worth(replica: ReplicaRecord, sequence: Sequence) -> int:
     """How many residents more the replica may have than another, for the prefix that it has."""
     return replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
 
 
 def _has_rival(
-    replica: Replica, others: list[Replica], sequence: Sequence, load: int, config: SchedulerConfig
+    replica: ReplicaRecord,
+    others: list[ReplicaRecord],
+    sequence: Sequence,
+    load: int,
+    config: SchedulerConfig,
 ) -> bool:
     """Whether the sequence is left to another replica for its prefix (rule 3).
 
@@ -238,7 +242,11 @@ def _has_rival(
     """
     if not replica.spec.prefix_sharing or not (replica.pipeline.batches or replica.ready):
         return False
-    if sequence.left >= config.passes_max or sequence.recovered or sequence.reservation is not None:
+    if (
+        sequence.deferrals >= config.passes_max
+        or sequence.recovered
+        or sequence.reservation is not None
+    ):
         return False
     here = load - _rows_worth(replica, sequence)
     return any(
@@ -251,17 +259,16 @@ def _has_rival(
     )
 
 
-def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica | None:
+def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
     """The replica that should take rows of this one, if the imbalance is large enough.
 
     None while sequences wait, for those go first, or while it could not take rows at once.
     """
     if pool.waiting:
         return None
-    most = config.batches_in_flight_max
+    most, rows_max = pool.config.batches_in_flight_max, pool.config.rows_max
     takes = ((load, pool.replicas[replica_id]) for load, replica_id in pool.open)
     load, target = next((one for one in takes if len(one[1].pipeline) < most), (0, None))
-    rows_max = config.rows_max
     if target is None or replica.load - load <= rows_max:
         return None
     if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):
@@ -276,7 +283,7 @@ def lightest(replica: Replica, pool: Pool, config: SchedulerConfig) -> Replica |
 
 
 def rows_to_move(
-    replica: Replica, target: Replica, config: SchedulerConfig, chunk: int
+    replica: ReplicaRecord, target: ReplicaRecord, config: SchedulerConfig, chunk: int
 ) -> list[Sequence]:
     """Ready rows worth moving, those with the most to gain first: one, and of others what the
     target fills with it in one chunk of so many tokens. What it left would go back."""

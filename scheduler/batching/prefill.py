@@ -17,13 +17,13 @@ Knows lengths, ages and counts; nothing of blocks or of the queue.
 
 from __future__ import annotations
 
-from scheduler.state import Chunk, Replica, Sequence
+from scheduler.state import Chunk, ReplicaRecord, Sequence
 
 CHUNK_SHARE = 4
 """A part of a prompt has at least one in so many of the batch's tokens."""
 
 
-def oldest_partial(replica: Replica) -> Sequence | None:
+def oldest_partial(replica: ReplicaRecord) -> Sequence | None:
     """The row that arrived first of those that were begun."""
     return min(replica.partial.values(), key=lambda one: one.number, default=None)
 
@@ -33,13 +33,13 @@ def least_part(tokens: int) -> int:
     return max(tokens // CHUNK_SHARE, 1)
 
 
-def first_half(replica: Replica, tokens: int) -> int:
+def first_half(replica: ReplicaRecord, tokens: int) -> int:
     """What the row that was begun first has of the tokens before all others."""
     oldest = oldest_partial(replica)
     return 0 if oldest is None else min(tokens - tokens // 2, oldest.fill - oldest.filled)
 
 
-def chunks_of_begun(replica: Replica, rows: int, tokens: int, left: int) -> list[Chunk]:
+def chunks_of_begun(replica: ReplicaRecord, rows: int, tokens: int, left: int) -> list[Chunk]:
     """What rows that were begun have of a batch of so many tokens: the oldest its half, and all of
     them what the rows that waited have `left` of the rest, in `rows` places beside the oldest."""
     oldest, given = oldest_partial(replica), []

@@ -29,7 +29,7 @@ _GUESS_TRIES = 4.0
 
 
 @dataclass(slots=True)
-class _Class:
+class _SequenceClass:
     tried: float = _GUESS_TRIES
     agreed: float = _GUESS_TRIES * FIRST_GUESS
 
@@ -42,7 +42,7 @@ class Acceptance:
     """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
 
     def __init__(self) -> None:
-        self._classes = {greedy: _Class() for greedy in (True, False)}
+        self._classes = {greedy: _SequenceClass() for greedy in (True, False)}
 
     def expect(self, acceptance: float) -> None:
         """A drafter was right so often in a trial: what stands for classes not known yet."""
@@ -75,7 +75,7 @@ class Acceptance:
                 known.tried = fade * (known.tried + tried)
                 known.agreed = fade * (known.agreed + agreed)
 
-    def _class_of(self, sequence: Sequence) -> _Class:
+    def _class_of(self, sequence: Sequence) -> _SequenceClass:
         return self._classes[sequence.request.sampling.temperature == 0]
 
 

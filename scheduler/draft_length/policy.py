@@ -16,7 +16,7 @@ from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.acceptance import Acceptance, goodputs, likelihoods
 from scheduler.draft_length.latency import Latency, LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
-from scheduler.state import Answer, Sequence
+from scheduler.state import Answer, Sequence, computed
 
 FALLBACK = 4
 """Draft tokens of the first batches on a replica that measured nothing before it joined."""
@@ -292,13 +292,10 @@ class DraftPolicy:
 
     def _observe_prefill(self, known: _Known, batch: Batch, result: StepResult) -> None:
         tokens = before = 0
-        reused = {row.sequence_id: row.reused for row in result.rows}
-        for row in batch.prefill:
-            # The replica may have found more than it was to fill.
-            begin = min(max(row.begin, reused.get(row.sequence_id, 0)), row.end)
-            tokens += row.end - begin
-            before += (row.end - begin) * begin
-            known.filled_behind = max(known.filled_behind, row.end)
+        for begin, end in computed(batch, result):
+            tokens += end - begin
+            before += (end - begin) * begin
+            known.filled_behind = max(known.filled_behind, end)
         known.table.observe_prefill(tokens, before, result.times.prefill_s)
 
     def _observe_steps(self, known: _Known, batch: Batch, result: StepResult) -> None:
@@ -333,8 +330,8 @@ def row_draft_len(sequence: Sequence, draft_len: int) -> int:
 
     The target adds one token of its own, so a row with n tokens left drafts at most n - 1.
     """
-    pinned = sequence.request.draft_len
-    if pinned is not None and pinned < draft_len:
-        draft_len = pinned
+    own = sequence.request.draft_len
+    if own is not None and own < draft_len:
+        draft_len = own
     most = sequence.length_max - sequence.length - 1
     return draft_len if draft_len < most else most

@@ -25,7 +25,7 @@ from dataclasses import replace
 from math import isqrt
 
 from scheduler.messages import FailureRecord
-from scheduler.state import InFlight, Pool, Replica, Sequence
+from scheduler.state import InFlight, Pool, ReplicaRecord, Sequence
 
 KILLS_MAX_FACTOR = 4
 """A row that kills alone `failures_max` times this often fails, though it commits in between."""
@@ -97,7 +97,7 @@ def is_guilty(sequence: Sequence, in_flight: int, failures_max: int) -> bool:
     return in_flight == 1 and record.failures >= failures_max
 
 
-def excluded(replica: Replica, sequence: Sequence, pool: Pool) -> bool:
+def excluded(replica: ReplicaRecord, sequence: Sequence, pool: Pool) -> bool:
     """Whether the sequence failed alone on this replica and another could hold it."""
     return replica.id in sequence.excluded_replicas and any(
         other_id not in sequence.excluded_replicas and pool.replicas[other_id].could_hold(sequence)

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, ValuesView
+from collections.abc import Iterator, Mapping
 from typing import Protocol, TypeVar
 
 from scheduler.messages import Priority, Request
 
 _SLACK = 64
 
-Key = tuple[float, int, str, int]
+Entry = tuple[float, int, str, int]
 """(time [s], number, id, tokens) of a sequence."""
 
 
@@ -60,10 +60,10 @@ class _Tenant:
     def __init__(self, served: float) -> None:
         self.served = served
         """Tokens charged, on the class's scale of virtual time."""
-        self.due: list[Key] = []
+        self.due: list[Entry] = []
 
 
-class _Class:
+class _PriorityClass:
     """The waiting sequences of one priority."""
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class _Class:
         """(served, tenant) of those that wait, the least served first."""
         self.served = 0.0
         """The class's virtual time: where a tenant begins that comes anew."""
-        self.arrivals: list[Key] = []
+        self.arrivals: list[Entry] = []
 
-    def add(self, tenant_name: str, due: Key, arrival: Key) -> None:
+    def add(self, tenant_name: str, due: Entry, arrival: Entry) -> None:
         tenant = self.tenants.get(tenant_name)
         if tenant is None:
             tenant = self.tenants[tenant_name] = _Tenant(self.served)
@@ -85,7 +85,7 @@ class _Class:
         insort(tenant.due, due)
         insort(self.arrivals, arrival)
 
-    def remove(self, tenant_name: str, due: Key, arrival: Key) -> None:
+    def remove(self, tenant_name: str, due: Entry, arrival: Entry) -> None:
         tenant = self.tenants[tenant_name]
         del tenant.due[bisect_left(tenant.due, due)]
         del self.arrivals[bisect_left(self.arrivals, arrival)]
@@ -126,7 +126,7 @@ class _Class:
         """Ids as they would be served, one after the other. O(log n) for each."""
         order = self.order
         upcoming = 0
-        ahead: list[tuple[float, str, Key, Iterator[Key]]] = []
+        ahead: list[tuple[float, str, Entry, Iterator[Entry]]] = []
         """(served, tenant, next, those after it): tenants of which a sequence was given out."""
         while upcoming < len(order) or ahead:
             if upcoming < len(order) and (not ahead or order[upcoming] <= ahead[0][:2]):
@@ -151,7 +151,7 @@ class WaitingQueue(Mapping[str, Item]):
         self._sequences: dict[str, Item] = {}
         self._first: list[tuple[bool, int, str]] = []
         """(not in quarantine, number, id) of those that come before all classes."""
-        self._classes = {priority: _Class() for priority in Priority}
+        self._classes = {priority: _PriorityClass() for priority in Priority}
         self.tokens = 0
         """Prompt and limit of all that wait."""
         self.tokens_left = 0
@@ -159,9 +159,6 @@ class WaitingQueue(Mapping[str, Item]):
 
     def __len__(self) -> int:
         return len(self._sequences)
-
-    def __contains__(self, sequence_id: object) -> bool:
-        return sequence_id in self._sequences
 
     def __getitem__(self, sequence_id: str) -> Item:
         return self._sequences[sequence_id]
@@ -189,9 +186,6 @@ class WaitingQueue(Mapping[str, Item]):
                     if one[2] not in given:
                         oldest[name] = one
                         break
-
-    def values(self) -> ValuesView[Item]:
-        return ValuesView(self)
 
     def quarantined(self) -> Iterator[Item]:
         """Those in quarantine, by arrival."""
@@ -231,7 +225,7 @@ class WaitingQueue(Mapping[str, Item]):
         request = sequence.request
         self._classes[request.priority].charge(request.tenant, sequence.length_max)
 
-    def _due(self, sequence: Item) -> Key:
+    def _due(self, sequence: Item) -> Entry:
         due_s = sequence.arrived_s + self._age_s
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
@@ -257,5 +251,5 @@ def _first(sequence: Waiting) -> tuple[bool, int, str]:
     return (not sequence.quarantined, sequence.number, sequence.id)
 
 
-def _arrival(sequence: Waiting) -> Key:
+def _arrival(sequence: Waiting) -> Entry:
     return (sequence.arrived_s, sequence.number, sequence.id, sequence.length_max)

@@ -17,7 +17,7 @@ from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_r
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.workload import WorkloadRequest
-from scheduler.simulation.world import FaultPlan, Outcome, World
+from scheduler.simulation.world import FaultPlan, RequestOutcome, World
 from scheduler.status import PoolStatus
 
 SAMPLES_MAX = 100
@@ -225,7 +225,7 @@ class Experiment:
         at_s = now_s + self._rng.uniform(*self._setup.message_s)
         self._worlds[shard].submit(at_s, submitted, request.acceptance)
 
-    def _end(self, number: int, outcome: Outcome) -> None:
+    def _end(self, number: int, outcome: RequestOutcome) -> None:
         figures, count = self._figures, len(self._requests)
         arrived_s, shard = self._arrived[number]
         self._outstanding[shard] -= self._requests[number].new_tokens
@@ -234,8 +234,8 @@ class Experiment:
             figures.samples.append(self._sample())
         if self._setup.in_flight is not None:
             self._plan_next()
-        if outcome.reject is not None:
-            named = filter(None, (outcome.reject.field, outcome.reject.message))
+        if isinstance(outcome.end, Reject):
+            named = filter(None, (outcome.end.field, outcome.end.message))
             figures.refusals.append(": ".join(named))
             return
         assert outcome.finished_s is not None

@@ -37,7 +37,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Model:
+class Decoder:
     """Shape of a decoder-only transformer in 16-bit numbers."""
 
     layers: int
@@ -70,7 +70,7 @@ class Model:
 
 
 def forward_s(
-    device: Device, model: Model, tokens: int, kv_positions: int, attended: int, head: bool = True
+    device: Device, model: Decoder, tokens: int, kv_positions: int, attended: int, head: bool = True
 ) -> float:
     """Seconds of one forward pass of `tokens` tokens that reads `kv_positions` positions of KV.
 
@@ -91,8 +91,8 @@ class Roofline:
     """A target and its draft on a device. Rows are read up to the longest of their batch."""
 
     device: Device
-    target: Model
-    draft: Model
+    target: Decoder
+    draft: Decoder
 
     def times(self, batch: Batch) -> StepTimes:
         """As `Times` says."""
@@ -180,11 +180,11 @@ DEVICES = {
 }
 """SXM cards where there are several."""
 
-_QWEN3_8B = Model(36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab=151936)
-_QWEN3_06B = Model(28, 1024, 3072, heads=16, kv_heads=8, head_dim=128, vocab=151936, tied=True)
-_GLM4_9B = Model(40, 4096, 13696, heads=32, kv_heads=2, head_dim=128, vocab=151552)
-_VICUNA_7B = Model(32, 4096, 11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
-_LLAMA_68M = Model(2, 768, 3072, heads=12, kv_heads=12, head_dim=64, vocab=32000)
+_QWEN3_8B = Decoder(36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab=151936)
+_QWEN3_06B = Decoder(28, 1024, 3072, heads=16, kv_heads=8, head_dim=128, vocab=151936, tied=True)
+_GLM4_9B = Decoder(40, 4096, 13696, heads=32, kv_heads=2, head_dim=128, vocab=151552)
+_VICUNA_7B = Decoder(32, 4096, 11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
+_LLAMA_68M = Decoder(2, 768, 3072, heads=12, kv_heads=12, head_dim=64, vocab=32000)
 
 PAIRS = {
     "qwen3-8b/0.6b": (_QWEN3_8B, _QWEN3_06B),

@@ -77,7 +77,7 @@ class FaultPlan:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What happened to one request."""
 
     submitted_s: float
@@ -88,8 +88,7 @@ class Outcome:
     first_tokens: int = 0
     """How many tokens came with the first Emit."""
     finished_s: float | None = None
-    finish: Finish | None = None
-    reject: Reject | None = None
+    end: Finish | Reject | None = None
     ends: int = 0
     """How many Finish and Reject actions came; exactly one is right."""
 
@@ -98,7 +97,7 @@ class Outcome:
 class Report:
     """What happened in a world. Times are virtual seconds."""
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
     ended_s: float = 0.0
     killed: int = 0
     """Replicas killed by deadly requests."""
@@ -108,19 +107,19 @@ class Report:
     """The longest that an event would have waited for the pool."""
 
 
+@dataclass(slots=True, eq=False)
 class _Host:
     """The process around a simulated replica: its queue, its connection, its life."""
 
-    def __init__(self, name: str, replica: SimulatedReplica) -> None:
-        self.name = name
-        self.replica = replica
-        self.alive = True
-        self.queue: deque[Batch] = deque()
-        self.busy = False
-        self.interrupted = 0
-        """Batches up to this id end after the step in hand."""
-        self.received_s = 0.0
-        """When the last message to it arrives; the next one is not earlier."""
+    name: str
+    replica: SimulatedReplica
+    alive: bool = True
+    queue: deque[Batch] = field(default_factory=deque)
+    """The first one runs."""
+    interrupted: int = 0
+    """Batches up to this id end after the step in hand."""
+    received_s: float = 0.0
+    """When the last message to it arrives; the next one is not earlier."""
 
 
 class World:
@@ -166,7 +165,7 @@ class World:
         Each of its draft tokens is accepted with this probability if those before it are.
         """
         assert request.id not in self.report.outcomes, f"{request.id} was submitted before"
-        self.report.outcomes[request.id] = Outcome(at_s, acceptance)
+        self.report.outcomes[request.id] = RequestOutcome(at_s, acceptance)
         self._unfinished += 1
         self._clock.at(at_s, lambda: self._tell(Submit(request)))
 
@@ -207,21 +206,17 @@ class World:
     def _tell(self, event: Event) -> None:
         """An event reaches the pool, which does one after the other."""
         if self._pool_cost is None:
-            self._step(event)
+            self._step(event, 0.0)
             return
         cost_s = self._pool_cost(event)
         now_s = self._clock.now_s
         self._pool_free_s = max(now_s, self._pool_free_s) + cost_s
         behind_s = self._pool_free_s - now_s
         self.report.pool_behind_s_most = max(self.report.pool_behind_s_most, behind_s)
+        self._clock.at(self._pool_free_s, lambda: self._step(event, cost_s))
 
-        def do() -> None:
-            self.report.pool_busy_s += cost_s
-            self._step(event)
-
-        self._clock.at(self._pool_free_s, do)
-
-    def _step(self, event: Event) -> None:
+    def _step(self, event: Event, cost_s: float) -> None:
+        self.report.pool_busy_s += cost_s
         now_s = self._clock.now_s
         actions = self.scheduler.step(event, now_s)
         for action in actions:
@@ -248,10 +243,7 @@ class World:
         outcome = self.report.outcomes[action.request_id]
         outcome.ends += 1
         outcome.finished_s = self._clock.now_s
-        if isinstance(action, Finish):
-            outcome.finish = action
-        else:
-            outcome.reject = action
+        outcome.end = action
         self._unfinished -= 1
 
     # ----------------------------------------------------------------- the replicas' side
@@ -303,13 +295,11 @@ class World:
             case Dispatch():
                 host.replica.receive(action.batch)
                 host.queue.append(action.batch)
-                if not host.busy:
+                if len(host.queue) == 1:
                     self._start(host)
 
     def _start(self, host: _Host) -> None:
-        host.busy = True
-        batch = host.queue.popleft()
-        faults = self.faults
+        batch, faults = host.queue[0], self.faults
         if any(row.sequence_id in faults.deadly for row in batch.rows):
             self.report.killed += 1
             self._die(host)
@@ -317,7 +307,7 @@ class World:
         if self._happens(faults.fail) or len(batch.rows) > (faults.rows_max or len(batch.rows)):
             failed = StepFailed(host.replica.id, batch.id, "the step failed")
             step_s = self._times(batch).total_s
-            self._clock.after(step_s, lambda: self._answer(host, batch, failed))
+            self._clock.after(step_s, lambda: self._answer(host, failed))
             return
         step_s = host.replica.begin(batch)
 
@@ -328,14 +318,14 @@ class World:
             if host.replica.advance() and batch.id > host.interrupted:
                 self._clock.after(step_s, advance)
             else:
-                self._answer(host, batch, StepDone(host.replica.end()))
+                self._answer(host, StepDone(host.replica.end()))
 
         self._clock.after(step_s, advance)
 
-    def _answer(self, host: _Host, batch: Batch, answer: StepDone | StepFailed) -> None:
+    def _answer(self, host: _Host, answer: StepDone | StepFailed) -> None:
         if not host.alive:
             return
-        host.busy = False
+        batch = host.queue.popleft()
         if isinstance(answer, StepFailed):
             host.replica.fail(batch)
         if host.queue:

@@ -7,7 +7,8 @@ from scheduler.state.ready_rows import ReadyRows as ReadyRows, Row as Row
 from scheduler.state.replica import (
     BatchFigures as BatchFigures,
     InFlight as InFlight,
-    Replica as Replica,
+    ReplicaRecord as ReplicaRecord,
+    computed as computed,
 )
 from scheduler.state.sequence import (
     Answer as Answer,

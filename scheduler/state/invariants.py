@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from scheduler.messages import BatchKind
 from scheduler.state.pool import Pool
-from scheduler.state.replica import Replica
+from scheduler.state.replica import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
 from scheduler.validation import blocks_needed
 
@@ -75,7 +75,7 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
         assert finished_before_start(sequence.request) is None, f"{name}: was complete before"
 
 
-def _check_replica(pool: Pool, replica: Replica) -> None:
+def _check_replica(pool: Pool, replica: ReplicaRecord) -> None:
     name = f"replica {replica.id}"
     residents = list(replica.residents.values())
     for one in residents:

@@ -14,7 +14,7 @@ from itertools import takewhile
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
 from scheduler.queue import WaitingQueue
-from scheduler.state.replica import Replica
+from scheduler.state.replica import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
 
 WINDOW_S = 10
@@ -64,7 +64,7 @@ class Pool:
         self.sequences: dict[str, Sequence] = {}
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
         self.waiting: WaitingQueue[Sequence] = WaitingQueue(config.priority_age_s)
-        self.replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, ReplicaRecord] = {}
         self.specs: list[ReplicaSpec] = []
         """Distinct ones of the replicas."""
         self._open: list[tuple[int, str]] | None = None
@@ -114,7 +114,7 @@ class Pool:
         leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
         return len(self.sequences) - leaving
 
-    def takes_more(self, replica: Replica) -> bool:
+    def takes_more(self, replica: ReplicaRecord) -> bool:
         return not replica.draining and replica.load < self.config.residents_max
 
     @property
@@ -128,11 +128,11 @@ class Pool:
             self._open.sort()
         return self._open
 
-    def place(self, sequence: Sequence, replica: Replica, now_s: float) -> None:
+    def place(self, sequence: Sequence, replica: ReplicaRecord, now_s: float) -> None:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
         self.waiting.remove(sequence)
         self.drop_reservation(sequence)
-        sequence.overtaken = sequence.left = 0
+        sequence.overtaken = sequence.deferrals = 0
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
         sequence.blocks = replica.blocks_for(sequence)
@@ -153,7 +153,7 @@ class Pool:
             sequence.filled = until
             sequence.batch_id = batch_id
 
-    def filled(self, replica: Replica, sequence: Sequence, reused: int) -> None:
+    def filled(self, replica: ReplicaRecord, sequence: Sequence, reused: int) -> None:
         """A prefill batch with it is done; its replica had `reused` positions before."""
         sequence.filled = max(sequence.filled, reused)
         if not sequence.recovered:
@@ -164,7 +164,7 @@ class Pool:
 
     def step(
         self,
-        replica: Replica,
+        replica: ReplicaRecord,
         rows: list[Sequence],
         lacking: list[tuple[Sequence, int]],
         batch_id: int,
@@ -273,7 +273,7 @@ class Pool:
 
     # ----------------------------------------------------------------- reservations
 
-    def reserve(self, sequence: Sequence, replica: Replica) -> None:
+    def reserve(self, sequence: Sequence, replica: ReplicaRecord) -> None:
         """Until the sequence is placed the replica takes nothing behind it in the queue."""
         sequence.reservation = replica.id
         replica.reserved_for = sequence.id
@@ -283,25 +283,23 @@ class Pool:
             self.replicas[sequence.reservation].reserved_for = None
             sequence.reservation = None
 
-    def _clear_reservation(self, replica: Replica) -> None:
+    def _clear_reservation(self, replica: ReplicaRecord) -> None:
         if replica.reserved_for is not None:
             self.drop_reservation(self.sequences[replica.reserved_for])
 
     # ----------------------------------------------------------------- replicas
 
-    def join(self, replica_id: str, spec: ReplicaSpec) -> Replica:
-        replica = Replica(replica_id, spec, self.config.kv_reserve)
-        self.replicas[replica_id] = replica
+    def join(self, replica_id: str, spec: ReplicaSpec) -> None:
+        self.replicas[replica_id] = ReplicaRecord(replica_id, spec, self.config.kv_reserve)
         self._replicas_changed()
-        return replica
 
-    def drain(self, replica: Replica) -> None:
+    def drain(self, replica: ReplicaRecord) -> None:
         """No new sequence from now on. O(1) but for the index."""
         replica.draining = True
         self._clear_reservation(replica)
         self._open = None
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaRecord) -> None:
         """Forgets the replica and its batches; its live residents wait again. O(residents)."""
         replica.draining = True
         self._clear_reservation(replica)

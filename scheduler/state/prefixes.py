@@ -11,13 +11,13 @@ from collections import OrderedDict
 from collections.abc import Sequence as Rows
 from zlib import crc32
 
-Key = int
+BlockKey = int
 """Of a full block: a hash over all tokens up to its end, and the salt."""
 
 
 def block_keys(
-    tokens: Rows[int], block_size: int, salt: str, known: tuple[Key, ...] = ()
-) -> tuple[Key, ...]:
+    tokens: Rows[int], block_size: int, salt: str, known: tuple[BlockKey, ...] = ()
+) -> tuple[BlockKey, ...]:
     """Keys of the full blocks that a sequence of these tokens could take over.
 
     `known` are those of an earlier content that has only grown since. The last token has no KV yet,
@@ -36,15 +36,12 @@ class PrefixSet:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._keys: OrderedDict[Key, None] = OrderedDict()
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def add(self, keys: Rows[Key]) -> None:
+    def add(self, keys: Rows[BlockKey]) -> None:
         """A sequence with these keys is there now."""
         # The first block becomes the youngest: without it those behind it are of no use.
         for key in reversed(keys):
@@ -53,7 +50,7 @@ class PrefixSet:
         while len(self._keys) > self._most:
             self._keys.popitem(last=False)
 
-    def shared(self, keys: Rows[Key]) -> int:
+    def shared(self, keys: Rows[BlockKey]) -> int:
         """How many of the leading blocks are probably there. O(log n)."""
         # No block outlives the one before it, so those that are there come first.
         return bisect_left(range(len(keys)), True, key=lambda at: keys[at] not in self._keys)

@@ -19,6 +19,16 @@ CAP_BATCHES = 64
 """Batches after which a lowered number of rows is doubled again."""
 
 
+def computed(batch: Batch, result: StepResult) -> list[tuple[int, int]]:
+    """The KV positions [begin, end) of each row that a prefill batch computed. They are fewer than
+    it was to fill where the replica had some already."""
+    reused = {row.sequence_id: row.reused for row in result.rows}
+    return [
+        (min(max(row.begin, reused.get(row.sequence_id, 0)), row.end), row.end)
+        for row in batch.prefill
+    ]
+
+
 @dataclass(slots=True)
 class BatchFigures:
     """Sums over the batches that one replica, or several, have answered."""
@@ -61,10 +71,7 @@ class BatchFigures:
         self.batches += 1
         self.busy_s += result.times.total_s
         if batch.kind is BatchKind.PREFILL:
-            reused = {row.sequence_id: row.reused for row in result.rows}
-            for filled in batch.prefill:
-                begin = max(filled.begin, reused.get(filled.sequence_id, 0))
-                self.prefill_tokens += max(filled.end - begin, 0)
+            self.prefill_tokens += sum(end - begin for begin, end in computed(batch, result))
             return
         self.step_batches += 1
         self.spread_sum += batch.spread
@@ -126,7 +133,7 @@ class Pipeline:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class ReplicaRecord:
     """One incarnation of a replica."""
 
     id: str

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Final
 
 from scheduler.messages import FailureRecord, FinishReason, Request, RowResult, StepResult, Usage
-from scheduler.state.prefixes import Key, block_keys
+from scheduler.state.prefixes import BlockKey, block_keys
 
 
 class State(StrEnum):
@@ -135,9 +135,9 @@ class Sequence:
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
     cached_tokens: int = 0
-    left: int = 0
+    deferrals: int = 0
     """How often a replica left it to another that has its prefix."""
-    keys: tuple[Key, ...] = ()
+    keys: tuple[BlockKey, ...] = ()
     """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
     keys_size: int = 0
 
@@ -163,7 +163,7 @@ class Sequence:
         tenant = self.request.tenant
         return f"{len(tenant)} {tenant} {self.request.cache_salt}"
 
-    def block_keys(self, block_size: int) -> tuple[Key, ...]:
+    def block_keys(self, block_size: int) -> tuple[BlockKey, ...]:
         """Keys of the blocks that a replica could have of its prefix; see `prefixes`."""
         if block_size != self.keys_size:
             self.keys, self.keys_size = (), block_size

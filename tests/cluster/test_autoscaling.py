@@ -71,7 +71,7 @@ def settle(policy: PoolPolicy, target: int) -> int:
 
 
 def pool_of(tokens: int, waiting: int = 0) -> PoolStatus:
-    return PoolStatus(waiting, waiting, (), {}, 0, outstanding_tokens=tokens)
+    return PoolStatus(waiting, waiting, (), {}, outstanding_tokens=tokens)
 
 
 def test_the_number_follows_what_the_pool_says() -> None:
@@ -139,7 +139,7 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
             committed_tokens=second * per_s,
         )
         replica = ReplicaStatus(name, SPEC, figures=figures)
-        return PoolView(name, 1.0, PoolStatus(waiting, waiting, (replica,), {}, 0))
+        return PoolView(name, 1.0, PoolStatus(waiting, waiting, (replica,), {}))
 
     def ask() -> PoolView:
         return merged_view([shard("a", 5, 8, 500), shard("b", 0, 2, 70)])

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError
 from cluster.config_sources import from_args, from_file, overridden, server_address
-from cluster.frontend.admission.control import check_doors
+from cluster.frontend.admission.control import check_exposure
 
 
 def test_strings_from_a_command_line_become_values() -> None:
@@ -125,15 +125,15 @@ def test_the_address_comes_from_the_environment() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
 def test_a_server_for_this_machine_needs_no_keys(host: str) -> None:
-    check_doors(from_args({"http_host": host}))
+    check_exposure(from_args({"http_host": host}))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "10.0.0.1", "lockstep.example"])
 def test_a_server_for_others_has_keys_or_says_that_anyone_may_come(host: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.http_host: .*--keys-file.*--allow-anyone"):
-        check_doors(from_args({"http_host": host}))
-    check_doors(from_args({"http_host": host, "keys_file": "/etc/keys.yaml"}))
-    check_doors(from_args({"http_host": host, "allow_anyone": True}))
+        check_exposure(from_args({"http_host": host}))
+    check_exposure(from_args({"http_host": host, "keys_file": "/etc/keys.yaml"}))
+    check_exposure(from_args({"http_host": host, "allow_anyone": True}))
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,9 @@ def test_what_drafts_is_overridden_whichever_way_it_was_said(
     assert after.drafting.model in (None, "b") or method is None
 
 
-def test_what_drafts_may_be_json_as_a_command_line_gives_it() -> None:
+def test_what_drafts_may_be_json_or_a_method_as_a_command_line_gives_it() -> None:
     said = from_args({"speculative": '{"method": "suffix", "num_speculative_tokens": 4}'})
     assert said == from_args({"speculative": {"method": "suffix", "num_speculative_tokens": 4}})
-    with pytest.raises(ConfigError, match="speculative: no JSON"):
+    assert from_args({"speculative": "Suffix"}) == from_args({"speculative": {"method": "suffix"}})
+    with pytest.raises(ConfigError, match="speculative: not JSON"):
         from_args({"speculative": "{suffix}"})

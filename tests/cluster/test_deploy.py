@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cluster.config_sources import from_args
-from cluster.frontend.metrics import METRICS, Kind
+from cluster.metrics import METRICS, Kind
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -41,7 +41,7 @@ Answered = tuple[tuple[Request, list[int]], ...]
 def mixed_requests(
     vocab: int, n: int, seed: int = 0, new: Sequence[int] = (1, 2, 7, 16, 24)
 ) -> list[Request]:
-    """Random prompts: some of one length (uniform groups), some not, with different limits."""
+    """Random prompts: some of one length (uniform batches), some not, with different limits."""
     rng = random.Random(seed)
     return [
         Request(
@@ -100,7 +100,7 @@ def run_staggered(
     draft_len: int | None,
     seed: int = 0,
 ) -> list[Output]:
-    """Submit in bursts between batches, in a batch that `seed` draws; outputs as asked."""
+    """Submit in bursts between batches, in an order that `seed` draws; outputs as asked."""
     engine = LocalEngine(
         replica,
         SchedulerConfig(rows_max=rows_max, draft_len=draft_len, prefill_rows_max=4),

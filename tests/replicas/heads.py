@@ -53,7 +53,7 @@ def tensors_of(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]:
         if len(shape) > 1:
             value = torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5
         made[name] = value
-    if config.own_vocab:
+    if config.vocab_size != config.target_vocab:
         ids = torch.randperm(config.target_vocab, generator=generator)[: config.vocab_size]
         ids = ids.sort().values
         made["d2t"] = ids - torch.arange(config.vocab_size)

@@ -146,4 +146,4 @@ def test_what_an_earlier_incarnation_accepted_is_not_refused_for_load() -> None:
     assert refused.code is RejectCode.OVERLOADED
     assert scheduler.step(Submit(Request("c", (1, 2), 4), accepted_before=True), 0.0) == []
     scheduler.check_integrity()
-    assert (scheduler.snapshot().waiting, scheduler.snapshot().rejected) == (2, 1)
+    assert scheduler.snapshot().waiting == 2

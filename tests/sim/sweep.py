@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from types import FrameType
 
+from scheduler.messages import Finish
 from tests.sim.worlds import LONGEST_S, Knobs, build, check
 
 WORLD_S_MAX = 120
@@ -75,7 +76,7 @@ def run_world(number: int, seed: int) -> WorldResult:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     ends = Counter(
-        outcome.finish.reason.value if outcome.finish else "refused"
+        outcome.end.reason.value if isinstance(outcome.end, Finish) else "refused"
         for outcome in report.outcomes.values()
     )
     status = world.scheduler.snapshot()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from scheduler.messages import FinishReason, Request
+from scheduler.messages import Finish, FinishReason, Request
 from scheduler.simulation import Report, World
 from tests.sim.sweep import draw
 from tests.sim.worlds import LONGEST_S, Knobs, build, check
@@ -38,8 +38,8 @@ def test_without_faults_every_request_is_complete(seed: int) -> None:
     world, requests, report = run(seed, Knobs(cancels=0, **QUIET))
     recovered = 0
     for request in requests:
-        finish = report.outcomes[request.id].finish
-        if finish is None:
+        finish = report.outcomes[request.id].end
+        if not isinstance(finish, Finish):
             continue
         recovered += finish.usage.recovered
         if request.timeout_s is None:
@@ -72,6 +72,7 @@ def test_blocks_that_run_out_send_sequences_back_and_nothing_is_lost() -> None:
 
 def test_deadly_requests_kill_three_replicas_at_most_and_fail_alone() -> None:
     knobs = Knobs(requests=40, cancels=0, deadly=1, **QUIET)
-    finishes = [run(seed, knobs)[2].outcomes["q0"].finish for seed in range(20)]
-    failed = [one for one in finishes if one and one.reason is FinishReason.FAILED]
+    ends = [run(seed, knobs)[2].outcomes["q0"].end for seed in range(20)]
+    finishes = [one for one in ends if isinstance(one, Finish)]
+    failed = [one for one in finishes if one.reason is FinishReason.FAILED]
     assert len(failed) > 10, "the deadly request hardly ever ran"

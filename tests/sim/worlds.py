@@ -14,6 +14,7 @@ from scheduler.messages import (
     Event,
     FinishReason,
     Priority,
+    Reject,
     RejectCode,
     ReplicaSpec,
     Request,
@@ -203,11 +204,11 @@ def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -
         assert outcome.ends == 1, f"{request.id} ended {outcome.ends} times"
         tokens, reason = reference_output(request, VOCAB_SIZE)
         received = request.committed + tuple(outcome.tokens)
-        if outcome.reject is not None:
-            assert outcome.reject.code is RejectCode.OVERLOADED
+        finish = outcome.end
+        if isinstance(finish, Reject):
+            assert finish.code is RejectCode.OVERLOADED
             assert not outcome.tokens
             continue
-        finish = outcome.finish
         assert finish is not None
         if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert (received, finish.reason) == (tokens, reason), request.id

@@ -64,7 +64,7 @@ class Caller:
         return not self.forwarded and is_loopback(self.address)
 
 
-def check_doors(config: ClusterConfig) -> None:
+def check_exposure(config: ClusterConfig) -> None:
     """Raises `ConfigError` for a server that would listen to a network without API keys."""
     host, auth = config.server.http_host, config.auth
     if (
@@ -75,7 +75,7 @@ def check_doors(config: ClusterConfig) -> None:
         raise ConfigError(
             f"server.http_host: other machines can reach {host}, but without API keys only this "
             "one is served; set auth.keys_file (--keys-file) or give --api-key, or "
-            "auth.allow_anyone (--allow-anyone) if everybody who reaches the port may come in"
+            "auth.allow_anyone (--allow-anyone) to serve every caller that reaches the port"
         )
 
 
@@ -156,7 +156,6 @@ class AdmissionControl:
         self._file = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
         sha256 = auth.api_key_sha256
         self._one_key = () if sha256 is None else (KeyEntry(name="api-key", sha256=sha256),)
-        self._known: tuple[KeyEntry, ...] = ()
         self._tenants: dict[str, _Tenant] = {}
         self._addresses: dict[str, _Tenant] = {}
 

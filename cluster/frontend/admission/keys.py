@@ -22,7 +22,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cluster.config import ConfigError
-from cluster.sentences import sentences
+from cluster.sentences import joined, problems
 from scheduler.messages import Priority
 
 log = logging.getLogger("lockstep.keys")
@@ -46,7 +46,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,63}$",
         description="Tenant of requests with this key; told to clients that send it, never logged.",
     )
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Hash of the key, in hex.")
@@ -54,10 +54,10 @@ class KeyEntry(BaseModel):
         "normal", description="The highest class that it may ask for."
     )
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="Prompt and new tokens; null for no limit."
+        None, ge=1, description="Prompt and new tokens; no limit unless given."
     )
     requests_max: int | None = Field(
-        None, ge=1, description="Requests in flight; null for no limit."
+        None, ge=1, description="Requests in flight; no limit unless given."
     )
 
     @property
@@ -98,7 +98,7 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
     try:
         entries = _ENTRIES.validate_python(data)
     except ValidationError as error:
-        raise KeysError(sentences(error, KeyEntry, values=False)) from None
+        raise KeysError(joined(problems(error, KeyEntry, values=False))) from None
     for field in ("name", "sha256"):
         values = [getattr(entry, field) for entry in entries]
         for index, value in enumerate(values):
@@ -168,18 +168,22 @@ def add(
 ) -> str:
     """Make a key, store its hash, return the key. Raises KeysError and OSError."""
     key = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
-    entry: dict[str, object] = {
+    fields = {
         "name": name,
         "sha256": hash_of(key),
         "priority_max": priority_max,
         "tokens_per_minute": tokens_per_minute,
         "requests_max": requests_max,
     }
+    try:
+        entry = KeyEntry.model_validate(fields)
+    except ValidationError as error:
+        raise KeysError(joined(problems(error, KeyEntry))) from None
     with _alone(path):
         entries = read(path) if path.exists() else ()
         if any(known.name == name for known in entries):
             raise KeysError(f"name: there is a key {name!r} already")
-        _write(path, [*(known.model_dump() for known in entries), entry])
+        _write(path, [*entries, entry])
     return key
 
 
@@ -187,16 +191,15 @@ def remove(path: Path, name: str) -> None:
     """Raises KeysError for a name that is not there, and OSError."""
     with _alone(path):
         entries = read(path)
-        left = [entry.model_dump() for entry in entries if entry.name != name]
+        left = [entry for entry in entries if entry.name != name]
         if len(left) == len(entries):
             raise KeysError(f"name: there is no key {name!r}")
         _write(path, left)
 
 
-def _write(path: Path, entries: list[dict[str, object]]) -> None:
-    """Put a sound version in the place of the old one, all at once, with its owner and mode."""
-    text = _HEADER + yaml.safe_dump(entries, sort_keys=False)
-    parse(text)
+def _write(path: Path, entries: Sequence[KeyEntry]) -> None:
+    """Put these in the place of the old version, all at once, with its owner and mode."""
+    text = _HEADER + yaml.safe_dump([entry.model_dump() for entry in entries], sort_keys=False)
     path = path.resolve()
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)

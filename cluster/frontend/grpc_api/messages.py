@@ -57,10 +57,8 @@ def to_call(
     """Raises InvalidRequest for what a call cannot hold."""
     if (size := message.ByteSize()) > bytes_max:
         raise InvalidRequest("request", f"{size} bytes, at most {bytes_max} allowed")
-    try:
-        priority = _PRIORITIES[message.priority]
-    except KeyError:
-        raise InvalidRequest("priority", f"{message.priority} names no class") from None
+    if message.priority not in _PRIORITIES:
+        raise InvalidRequest("priority", _not_one_of(pb.Priority, message.priority))
     tools = _tool_use(message)
     given: dict[str, Any] = {
         field.name: getattr(message, field.name)
@@ -69,7 +67,7 @@ def to_call(
     }
     if message.HasField("speculation") and not message.speculation:
         given["draft_len"] = 0
-    given |= {"priority": priority, "tools": tools}
+    given |= {"priority": _PRIORITIES[message.priority], "tools": tools}
     return GenerateCall(
         caller=caller,
         prompts=(_prompt(message, tools),),
@@ -78,6 +76,11 @@ def to_call(
         structure=_structure(message),
         **given,
     )
+
+
+def _not_one_of(values: Any, number: int) -> str:
+    """A number that stands for none of the enum's `values`."""
+    return f"must be one of {', '.join(values.keys())}, is {number}"
 
 
 def _prompt(message: pb.GenerateRequest, tools: ToolUse | None) -> Prompt:
@@ -91,7 +94,7 @@ def _prompt(message: pb.GenerateRequest, tools: ToolUse | None) -> Prompt:
     if message.messages:
         turns = [_turn(f"messages.{at}", one) for at, one in enumerate(message.messages)]
         options = _json_object(message.chat_template_kwargs, "chat_template_kwargs")
-        return ChatPrompt(turns, () if tools is None else tools.for_template, options)
+        return ChatPrompt.of(turns, tools, options)
     if form == "prompt_token_ids":
         return TokenPrompt(message.prompt_token_ids.ids)
     if form == "prompt":
@@ -130,7 +133,7 @@ def _tool_use(message: pb.GenerateRequest) -> ToolUse | None:
     elif message.tool_mode in _TOOL_MODES:
         choice = _TOOL_MODES[message.tool_mode]
     else:
-        raise InvalidRequest("tool_mode", f"{message.tool_mode} names no mode")
+        raise InvalidRequest("tool_mode", _not_one_of(pb.ToolMode, message.tool_mode))
     parallel = message.parallel_tool_calls or not message.HasField("parallel_tool_calls")
     return ToolUse.of(tools, choice, parallel)
 

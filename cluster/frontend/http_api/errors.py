@@ -1,5 +1,5 @@
 """What all routes share: the caller and the model of a request, and errors in the shape of OpenAI's
-API, also those that nobody expects."""
+API, unexpected exceptions among them."""
 
 from __future__ import annotations
 
@@ -47,12 +47,8 @@ def check_model(service: FrontendService, name: str) -> None:
 
 def refusal_body(refusal: Refusal) -> dict[str, object]:
     """`code` is gRPC's name of the status, `param` the field that is wrong or null."""
-    return error_body(
-        refusal.code.name,
-        refusal.short_message,
-        MEANINGS[refusal.code].http,
-        refusal.field,
-    )
+    status = MEANINGS[refusal.code].http
+    return error_body(refusal.code.name, refusal.short_message, status, refusal.field)
 
 
 def error_body(code: str, message: str, status: int, param: str = "") -> dict[str, object]:
@@ -61,8 +57,8 @@ def error_body(code: str, message: str, status: int, param: str = "") -> dict[st
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
 
 
-def error_response(code: str, message: str, status: int, param: str = "") -> JSONResponse:
-    return JSONResponse(error_body(code, message, status, param), status_code=status)
+def error_response(code: str, message: str, status: int) -> JSONResponse:
+    return JSONResponse(error_body(code, message, status), status_code=status)
 
 
 def refusal_response(refusal: Refusal) -> JSONResponse:
@@ -75,7 +71,7 @@ def refusal_response(refusal: Refusal) -> JSONResponse:
 
 
 class UnexpectedErrors:
-    """ASGI middleware: logs an exception that nobody has caught, and tells the client of it.
+    """ASGI middleware: logs an exception that no route has caught, and tells the client of it.
 
     Within a stream that is an event, and the last.
     """

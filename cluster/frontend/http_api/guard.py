@@ -1,8 +1,8 @@
 """What keeps web pages out: Host, Origin and Content-Type of every HTTP request.
 
-A page of any site can make the browser of somebody on this machine send requests here. It cannot
-choose these three headers. Host must be no name that somebody else may own (DNS rebinding), Origin
-must be this very host, and a body must be JSON, which a browser sends to no other host unasked.
+A page of any site can make a browser on this machine send requests here. It cannot choose these
+three headers. Host must be no name that others may own (DNS rebinding), Origin must be this very
+host, and a body must be JSON, which a browser sends to no other host unasked.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def refusal_of_headers(
 
 
 def _is_ours(host: str, names: Sequence[str]) -> bool:
-    """An address is nobody's name, so that no name server can point it here."""
+    """An address is always accepted: no name server can point one here."""
     name = _without_port(host.lower()).rstrip(".")
     if name == "localhost" or name.endswith(".localhost") or name in names:
         return True

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import CallTurn
-from cluster.sentences import Strict
+from cluster.sentences import Strict, shown_value
 
 _OWN_NULLS = {"parameters", "schema", "json", "chat_template_kwargs", "logit_bias"}
 """Objects whose names are the client's own: there a null is a value."""
@@ -106,7 +106,8 @@ class Message(Strict):
             for part in content
         ):
             return "".join(part["text"] for part in content)
-        raise ValueError("must be a text or a list of parts of type text")
+        said = shown_value(content)
+        raise ValueError(f"must be a text or a list of parts of type text, is {said}")
 
     @property
     def for_template(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cluster.frontend.http_api.openai_fields import (
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import Tool, ToolChoice, ToolUse
-from cluster.sentences import Strict, validated
+from cluster.sentences import Strict, shown_value, validated
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Priority
 
@@ -81,14 +81,15 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     def _one_or_more(cls, stop: Any) -> tuple[str, ...]:
         texts = (stop,) if isinstance(stop, str) else stop
         if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
-            raise ValueError("must be a text or a list of texts")
+            raise ValueError(f"must be a text or a list of texts, is {shown_value(stop)}")
         return tuple(texts)
 
     @field_validator("logit_bias")
     @classmethod
     def _ids_as_texts(cls, biases: dict[str, float]) -> dict[str, float]:
-        if not all(token.isascii() and token.isdigit() and len(token) < 20 for token in biases):
-            raise ValueError("the keys must be token ids")
+        for token in biases:
+            if not (token.isascii() and token.isdigit() and len(token) < 20):
+                raise ValueError(f"the keys must be token ids, one is {shown_value(token)}")
         return biases
 
     @model_validator(mode="after")
@@ -201,7 +202,9 @@ class CompletionRequest(_Request):
         one = isinstance(given, str) or (isinstance(given, list) and given and _is_id(given[0]))
         prompts = [given] if one else given
         if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
-            raise ValueError("must be a text, a list of token ids, or a list of either")
+            raise ValueError(
+                "must be a text, a list of token ids, or a list of either, is " + shown_value(given)
+            )
         return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
 
     @property
@@ -255,8 +258,7 @@ class ChatRequest(_Request):
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         turns = [turn.for_template for turn in self.messages]
-        tools = () if self.tool_use is None else self.tool_use.for_template
-        return (ChatPrompt(turns, tools, self.chat_template_kwargs),)
+        return (ChatPrompt.of(turns, self.tool_use, self.chat_template_kwargs),)
 
     @property
     def tool_use(self) -> ToolUse | None:

@@ -57,8 +57,7 @@ class Tokenize(_Asked):
         if self.messages is None:
             return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
         turns = [turn.for_template for turn in self.messages]
-        tools = () if self.tool_use is None else self.tool_use.for_template
-        return ChatPrompt(turns, tools, self.chat_template_kwargs or {})
+        return ChatPrompt.of(turns, self.tool_use, self.chat_template_kwargs or {})
 
 
 class Detokenize(_Asked):
@@ -129,7 +128,8 @@ def _names(text: TargetText, tokens: Sequence[int]) -> list[str]:
 
 def _decoded(text: TargetText, tokens: list[int]) -> str:
     """Raises InvalidRequest."""
+    most = text.spec.vocab_size - 1
     for token in tokens:
-        if not 0 <= token < text.spec.vocab_size:
-            raise InvalidRequest("tokens", f"token id {token} is not in the vocabulary")
+        if not 0 <= token <= most:
+            raise InvalidRequest("tokens", f"must be token ids from 0 to {most}, one is {token}")
     return text.tokenizer.decode(tokens, skip_special_tokens=False)

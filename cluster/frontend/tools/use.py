@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from cluster.frontend.json_text import parsed_json
 from cluster.frontend.structure import Structure
-from cluster.sentences import Strict
+from cluster.sentences import Strict, shown_value
 from scheduler.errors import InvalidRequest
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -74,7 +74,7 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError("must be the text of a JSON object")
+        raise ValueError(f"must be the text of a JSON object, is {shown_value(text)}")
     return found
 
 

@@ -45,8 +45,6 @@ class HeadConfig:
     norm_output: bool = False
     """Whether what it passes on has passed the last norm."""
     own_embedding: bool = False
-    own_vocab: bool = False
-    """Whether it drafts from a smaller vocabulary, by maps."""
 
     num_hidden_layers = 1
 
@@ -139,7 +137,6 @@ def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) ->
         fc_norm=bool(said.get("fc_norm")),
         norm_output=bool(said.get("norm_output")),
         own_embedding=own_embedding,
-        own_vocab="d2t" in names,
     )
 
 

@@ -39,7 +39,7 @@ TOGETHER = 16
 
 
 @dataclass(slots=True)
-class _Row:
+class _HeadRow:
     valid: int
     """KV positions."""
     last: list[torch.Tensor] | None = None  # each [1, hidden]
@@ -61,10 +61,10 @@ class Eagle3Drafter:
         self.taps = tuple(sorted(set(layer.config.taps)))
         self._order = [self.taps.index(tap) for tap in layer.config.taps]
         self._layer, self._passes = layer, passes
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _HeadRow] = {}
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
-        self._rows[row] = _Row(filled)
+        self._rows[row] = _HeadRow(filled)
 
     def end(self, row: str) -> None:
         self._rows.pop(row, None)
@@ -118,7 +118,7 @@ class Eagle3Drafter:
         last = list(accumulate(len(row.tokens) for row in rows))
         for id, row, end in zip(ids, rows, last, strict=True):
             # A copy: a part of a prompt would keep all of it.
-            self._rows[id] = _Row(len(row), [tap[end - 1 : end].clone() for tap in taps])
+            self._rows[id] = _HeadRow(len(row), [tap[end - 1 : end].clone() for tap in taps])
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
         if any(len(self._rows[id].tokens) > 1 for id in ask.ids):

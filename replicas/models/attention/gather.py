@@ -20,7 +20,7 @@ from replicas.kv_cache import (
 )
 from replicas.models.decoder import LayerAttention
 
-Attend = Callable[
+AttendGathered = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor
 ]
 """Queries [rows, heads, width, head_dim], keys and values [rows, kv_heads, length, head_dim], a
@@ -69,7 +69,7 @@ class GatherBackend(DeviceLayouts):
     reads_apart: bool = False
 
     def __init__(
-        self, cache: PagedCache, shape: CacheShape, attend: Attend = fused_attention
+        self, cache: PagedCache, shape: CacheShape, attend: AttendGathered = fused_attention
     ) -> None:
         super().__init__(cache, shape)
         self._attend = attend

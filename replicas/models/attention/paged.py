@@ -25,7 +25,7 @@ from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceWindow, PagedCache
 from replicas.models.attention.gather import DeviceLayouts, GatherBackend
 from replicas.models.decoder import LayerAttention
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+AttendPaged = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """Queries [rows, heads, width, head_dim], keys and values [blocks + 1, block_size, kv_heads,
 head_dim] of the whole cache, and the scale of scores; returns [rows, width, heads, head_dim].
 Queries that see nothing get 0."""
@@ -150,7 +150,7 @@ class FlexAttention:
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         self._attend = attend
 
-    def enter(self, window: DeviceWindow) -> Attend:
+    def enter(self, window: DeviceWindow) -> AttendPaged:
         table = window.blocks.view(window.rows, -1)
         rows, columns = table.shape
         logical = logical_blocks(table, self._blocks)
@@ -179,9 +179,9 @@ def logical_blocks(
 ) -> torch.Tensor:  # [rows, blocks + 1], int32
     """The table's inverse: which column of a row a physical block is, -1 where it is none."""
     rows, columns = table.shape
-    batch = torch.arange(columns, dtype=torch.int32, device=table.device)
+    numbers = torch.arange(columns, dtype=torch.int32, device=table.device)
     inverse = torch.full((rows, blocks + 1), -1, dtype=torch.int32, device=table.device)
-    inverse.scatter_(1, table, batch.expand(rows, -1))
+    inverse.scatter_(1, table, numbers.expand(rows, -1))
     inverse[:, SCRAP_BLOCK].fill_(-1)  # it pads tables, and several columns of one
     return inverse
 
@@ -209,14 +209,14 @@ class VarlenAttention:
             raise NotPaged("this torch's varlen attention takes no block table")
         self._varlen: Callable[..., Any] = varlen_attn
 
-    def enter(self, window: DeviceWindow) -> Attend:
+    def enter(self, window: DeviceWindow) -> AttendPaged:
         rows, width = window.rows, window.width
         device = window.blocks.device
         table = window.blocks.view(rows, -1).to(torch.int32)
         # Of no position before the first, and none in the row that only pads.
         used = (window.starts + width).clamp(min=0).to(torch.int32)
-        batch = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        begins, room = batch * width, batch * window.reach
+        numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        begins, room = numbers * width, numbers * window.reach
 
         def attend(
             query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float

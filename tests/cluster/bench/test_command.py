@@ -46,6 +46,25 @@ def test_what_contradicts_itself_is_refused(arguments: list[str]) -> None:
     assert RUN.invoke(main, ["bench", "--engine", *arguments]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine", "--every", "3"], "--every: only with --burst"),
+        (["--engine", "--rounds", "2"], "--rounds: only with --compare"),
+        (["--engine", "--compare-prompts", "2"], "--compare-prompts: only with --compare"),
+        (["--batch-size", "4"], "scheduler.rows_max: only with --engine or --compare"),
+        (["--dtype", "float32"], "replica.dtype: only with --engine or --compare"),
+        (["--engine", "--top-p", "1.5"], "--top-p: must be in [0, 1], is 1.5"),
+    ],
+)
+def test_an_option_that_would_do_nothing_or_is_wrong_is_named(
+    arguments: list[str], said: str
+) -> None:
+    result = RUN.invoke(main, ["bench", "--address", "localhost:1", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
 WRONG = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] [/models/x] :cat: no memory"
 """Brackets, a slash in them and colons mean something to rich."""
 

@@ -109,7 +109,7 @@ def test_batched_generate_returns_the_callers_order(
     assert models.batched(shuffled, batch) == [expected[n] for n in (3, 0, 4, 2, 1)]
 
 
-@pytest.mark.parametrize("how", [Assistance(4), Assistance(20, 0.4), Assistance(3, 0, "heuristic")])
+@pytest.mark.parametrize("how", [Assistance(4), Assistance(20, 0.4)])
 def test_assisted_generation_agrees(
     models: Transformers, expected: list[list[int]], how: Assistance
 ) -> None:

@@ -147,6 +147,16 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--autoscaling-config", "{"], "--autoscaling-config: not JSON: "),
         (["--pool-config", "3"], "--pool-config: must be a mapping, is 3"),
         (["--pool-config", '{"shard": 2}'], "--pool-config: shard: unknown name; did you mean"),
+        (["--speculative-config", "{"], "--speculative-config: not JSON: "),
+        (
+            ["--speculative-config", "sufix"],
+            "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none', is"
+            " 'sufix'",
+        ),
+        (
+            ["--speculative-config", "eagle3"],
+            "--speculative-config: model: method eagle3 needs one",
+        ),
         (
             ["--speculative-config", '{"method": "sufix"}'],
             "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none'",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cluster.cli import generate as cli_generate
 from cluster.cli.generate import figures
 from cluster.cli.main import main
-from cluster.cli.status import shown
+from cluster.cli.status import _watch, shown
 from cluster.files import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 
@@ -39,6 +39,20 @@ def test_the_version_is_that_of_the_package() -> None:
 @pytest.mark.parametrize("args", [["generate"], ["generate", "x", "--prompts", __file__]])
 def test_generate_wants_a_prompt_or_a_file(args: list[str]) -> None:
     assert RUN.invoke(main, args).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["generate", "x", "--limit", "3"], "--limit, --concurrency: only with --prompts"),
+        (["generate", "x", "--concurrency", "3"], "--limit, --concurrency: only with --prompts"),
+        (["status", "--watch", "--json"], "--watch: not with --json"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused_by_name(args: list[str], said: str) -> None:
+    result = RUN.invoke(main, [*args, "--address", NOWHERE])
+    assert result.exit_code == 2
+    assert said in result.output
 
 
 @pytest.fixture
@@ -67,6 +81,12 @@ def test_a_number_that_no_request_can_hold_is_refused_by_name(command: list[str]
     result = RUN.invoke(main, [*command, str(2**31)])
     assert result.exit_code == 2
     assert command[-1].removeprefix("--").replace("-", "_") in result.output
+
+
+def test_a_port_that_is_none_is_a_wrong_option_of_the_demo() -> None:
+    result = RUN.invoke(main, ["demo", "--grpc-port", "70000"])
+    assert result.exit_code == 2
+    assert "server.grpc_port: must be at most 65535, is 70000" in result.output
 
 
 def test_no_server_is_an_error_with_a_sentence(tmp_path: Path) -> None:
@@ -135,6 +155,25 @@ def test_the_line_of_figures() -> None:
     assert "first token after 50 ms" in line
     assert "2.00 draft tokens accepted per step (50% of 80)" in line
     assert figures([pb.End()], 1.0, 0.0)
+
+
+def test_watching_shows_every_answer_until_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True)
+    monkeypatch.setattr("cluster.cli.status.console", lambda: screen)
+    monkeypatch.setattr("cluster.cli.status._WATCH_S", 0.0)
+    answers = iter([pb.StatusResponse(waiting=waiting) for waiting in (7, 8)])
+
+    def ask() -> pb.StatusResponse:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(KeyboardInterrupt):
+        _watch(ask)
+    assert isinstance(screen.file, io.StringIO)
+    shown_s = screen.file.getvalue()
+    assert 0 < shown_s.index("7 waiting") < shown_s.index("8 waiting")
 
 
 def test_status_fits_80_columns_and_cuts_no_word() -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy
 from cluster.client.channel import OPTIONS
-from cluster.frontend.status_codes import FINAL_HEADER
+from cluster.client.retry import FINAL_KEY
 from protos import lockstep_pb2 as pb
 from tests.cluster.fakes import perfect
 from tests.cluster.scripted import (
@@ -49,7 +49,7 @@ FINAL = [
 ]
 BREAKING = dict.fromkeys(code for code, _ in BREAKS)
 Trailing = tuple[tuple[str, str], ...]
-MARKED = ((FINAL_HEADER, "1"),)
+MARKED = ((FINAL_KEY, "1"),)
 
 
 @pytest.fixture(autouse=True, scope="module")

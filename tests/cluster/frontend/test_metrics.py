@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from grpc import StatusCode
 
-from cluster.frontend.metrics import METRICS, FrontendMeter, PoolMeter
+from cluster.metrics import METRICS, FrontendMeter, PoolMeter
 from scheduler.messages import (
     Finish,
     FinishReason,

@@ -28,9 +28,11 @@ def breaks_at_its_results(event: Event, live: list[str]) -> bool:
     )
 
 
-@pytest.mark.parametrize("breaks", [breaks_at_its_submit, breaks_at_its_results])
+@pytest.mark.parametrize(
+    ("breaks", "kind"), [(breaks_at_its_submit, Submit), (breaks_at_its_results, StepDone)]
+)
 async def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
-    breaks: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    breaks: object, kind: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = Scheduler.step
     poisoned: list[str] = []
@@ -64,5 +66,5 @@ async def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
     last = [record.getMessage() for record in caplog.records]
     assert len(last) == 3
     for line, name in zip(last, poisoned, strict=False):
-        assert name in line
+        assert f" in {kind.__name__} of {name}" in line
         assert str(POISON) not in line.replace(name, "")

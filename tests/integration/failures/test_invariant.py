@@ -69,6 +69,7 @@ def test_a_request_that_breaks_an_invariant_fails_alone(hosted: HostedCluster) -
     outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=220), poison)
     (error,) = told
     assert error.code() is grpc.StatusCode.INTERNAL, error.details()
+    assert "it has ended the pool 3 times" in error.details()
     all_right(outcomes)
     assert hosted.process("pool").pid != first
     recovered = [outcome.end.recovered for outcome in outcomes if outcome.end]

@@ -246,7 +246,7 @@ def test_hidden_states_are_numbered_as_transformers_does(
     assert head_config(nested, {"d2t"}, TARGET).taps == taps
 
 
-def test_what_a_config_does_not_say(tmp_path: Path) -> None:
+def test_what_a_config_does_not_say() -> None:
     config = head_config(said(True), {"d2t"}, TARGET)
     assert not config.norm_before_residual
     assert config.layer.rope_parameters["rope_theta"] == 10_000.0

@@ -137,7 +137,7 @@ def test_outputs_are_drafted_from_after_their_row_has_left_and_never_across_two(
 def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "CORPUS_LEAST", 0)
+    monkeypatch.setattr(module, "OUTPUTS_LEAST", 0)
     drafter = SuffixDrafter()
     drafter.begin("a", [1, 2, 3, 4], "", 0)
     drafter.end("a")
@@ -162,8 +162,8 @@ def test_nothing_shows_between_salts() -> None:
 
 def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GENERATION", 40)
-    monkeypatch.setattr(module, "CORPUS_TOKENS", 100)
-    monkeypatch.setattr(module, "CORPUS_LEAST", 0)
+    monkeypatch.setattr(module, "OUTPUTS_TOKENS", 100)
+    monkeypatch.setattr(module, "OUTPUTS_LEAST", 0)
     drafter = SuffixDrafter()
     drafter.begin("a", [1, 2], "", 0)
     said(drafter, [1, 2, 3, 4])

@@ -114,7 +114,7 @@ def _mixes_tokens(x: torch.Tensor) -> torch.Tensor:
     return x + x.mean(dim=0, keepdim=True)
 
 
-def test_a_model_whose_tokens_see_their_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_tokens_see_their_batch_is_refused() -> None:
     """What is measured is the loaded model, not what is known of its kind."""
     model = uneven_model("llama").bfloat16()
     model.model.layers[0].mlp.act_fn.forward = _mixes_tokens

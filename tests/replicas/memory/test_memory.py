@@ -300,9 +300,7 @@ def test_weights_are_counted_without_being_read_and_tied_ones_once(tied: bool) -
     assert half - inverse_frequencies == sum(stored.values()) / 2
 
 
-def test_too_small_a_budget_is_refused_before_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_budget_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     target = save_model(tmp_path / "t", WORDS, vocab_size=8)
     for weights in (tmp_path / "t").glob("*.safetensors"):
         weights.unlink()

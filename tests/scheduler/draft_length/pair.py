@@ -110,13 +110,13 @@ class Pair:
         rows: list[Sequence],
         batches: int,
         steps_most: int = 1,
-        trip_s: float | None = None,
+        round_trip_s: float | None = None,
     ) -> tuple[float, int]:
         """Time and tokens of so many batches of these rows."""
         seconds, tokens = 0.0, 0
         for _ in range(batches):
             batch, result = self.answer(rows, policy.plan("r", rows, steps_most))
-            policy.observe(batch, result, answers(rows, result), trip_s)
+            policy.observe(batch, result, answers(rows, result), round_trip_s)
             seconds += result.times.total_s
             tokens += sum(len(row.tokens) for row in result.rows)
         return seconds, tokens

@@ -120,14 +120,14 @@ def test_batches_have_several_steps_as_soon_as_the_trials_tell_enough() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.8)
     policy = policy_for(None)
     rows = rows_of(1)
-    pair.turn(policy, rows, 40, steps_most=8, trip_s=2e-3)
+    pair.turn(policy, rows, 40, steps_most=8, round_trip_s=2e-3)
     assert policy.plan("r", rows, 8).steps > 1
 
 
 def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.3)
     policy = policy_for(pair)
-    pair.turn(policy, rows_of(1), 40, steps_most=8, trip_s=2e-3)
+    pair.turn(policy, rows_of(1), 40, steps_most=8, round_trip_s=2e-3)
     assert policy.estimates("r").draft_len < 8
     plan = policy.plan("r", rows_of(1, draft_len=8), 8)
     assert plan.draft_len == 8
@@ -150,7 +150,7 @@ def test_without_a_draft_steps_still_follow_their_times() -> None:
     timings = slow.timings()[:1]
     policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0, timings=timings))
     rows = rows_of(2)
-    slow.turn(policy, rows, 5, trip_s=0.1)
+    slow.turn(policy, rows, 5, round_trip_s=0.1)
     assert policy.plan("r", rows, 8).steps == 1, "two of them would last too long"
     assert policy.estimates("r").step_s == pytest.approx(0.06, rel=0.1)
 
@@ -187,30 +187,30 @@ def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_batch", "pinned", "tokens_left", "expected"),
+    ("of_batch", "own", "tokens_left", "expected"),
     [(4, None, 100, 4), (4, 2, 100, 2), (4, 0, 100, 0), (0, 3, 100, 0), (4, 9, 3, 2), (4, 9, 1, 0)],
 )
 def test_a_row_drafts_the_least_of_batch_request_and_tokens_left_but_one(
-    of_batch: int, pinned: int | None, tokens_left: int, expected: int
+    of_batch: int, own: int | None, tokens_left: int, expected: int
 ) -> None:
-    sequence = Sequence(Request("a", (1,), tokens_left, draft_len=pinned), 1)
+    sequence = Sequence(Request("a", (1,), tokens_left, draft_len=own), 1)
     assert row_draft_len(sequence, of_batch) == expected
 
 
 @pytest.mark.parametrize(
-    ("trip_s", "step_s", "steps"),
+    ("round_trip_s", "step_s", "steps"),
     [(0.0, 0.01, 1), (1e-3, 0.01, 5), (1e-3, 0.2, 1), (9e-3, 1e-3, 8)],
 )
 def test_a_batch_gets_the_steps_that_its_round_trip_asks_for(
-    trip_s: float, step_s: float, steps: int
+    round_trip_s: float, step_s: float, steps: int
 ) -> None:
     pair = Pair(CHEAP, LinearCost(step_s), acceptance=0.0)
     policy = policy_for(pair, draft_len=0)
     rows = rows_of(2)
-    assert policy.plan("r", rows, 8).steps == 8, "as long as nothing is known of the trip"
+    assert policy.plan("r", rows, 8).steps == 8, "as long as nothing is known of the round trip"
     for _ in range(3):
         batch, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(batch, result, [], trip_s)
+        policy.observe(batch, result, [], round_trip_s)
     assert policy.plan("r", rows, 8).steps == steps
     assert policy.plan("r", rows, 1).steps == 1
 

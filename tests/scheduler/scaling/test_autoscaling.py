@@ -40,7 +40,6 @@ class Load:
             live=self.waiting,
             replicas=(ReplicaStatus("r", SPEC),) * self.serving,
             finished={},
-            rejected=0,
             outstanding_tokens=self.outstanding_tokens,
             tokens_per_s=self.committed_per_s,
         )
@@ -241,7 +240,7 @@ def test_settings_that_make_no_sense_are_errors_that_name_the_field(
 
 
 def status(waiting: int, *replicas: ReplicaStatus) -> PoolStatus:
-    return PoolStatus(waiting, waiting, replicas, finished={}, rejected=0)
+    return PoolStatus(waiting, waiting, replicas, finished={})
 
 
 def seen(name: str, busy_s: float, committed: int, steps: int, rows: int) -> ReplicaStatus:

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Action, Event, ReplicaSpec, Request, SamplingParams, Tick
+from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request, SamplingParams, Tick
 from scheduler.scaling import AutoscalingConfig, CapacityMeter, ScalingState, wanted_replicas
 from scheduler.simulation import FittedTimes, Times, World, reference_output
 
@@ -116,9 +116,9 @@ def play(rng: Random, start_s: float, requests: list[tuple[float, Request]]) -> 
     for _, request in requests:
         outcome = world.report.outcomes[request.id]
         assert outcome.ends == 1
-        assert outcome.finish is not None
+        assert isinstance(outcome.end, Finish)
         tokens, reason = reference_output(request, SPEC.vocab_size)
-        assert (tuple(outcome.tokens), outcome.finish.reason) == (tokens, reason)
+        assert (tuple(outcome.tokens), outcome.end.reason) == (tokens, reason)
     return world
 
 

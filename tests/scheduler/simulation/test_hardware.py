@@ -11,9 +11,9 @@ from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, Ste
 from scheduler.simulation.hardware import (
     DEVICES,
     PAIRS,
+    Decoder,
     Device,
     FittedTimes,
-    Model,
     Roofline,
     forward_s,
 )
@@ -27,7 +27,7 @@ PLAIN = Device(
     layer_s=0.001,
     step_s=0.01,
 )
-TINY = Model(layers=2, hidden=10, intermediate=20, heads=2, kv_heads=1, head_dim=5, vocab=100)
+TINY = Decoder(layers=2, hidden=10, intermediate=20, heads=2, kv_heads=1, head_dim=5, vocab=100)
 BODY = 2 * (10 * 10 + 2 * 10 * 5 + 10 * 10 + 3 * 10 * 20)
 HEAD = 1000
 

@@ -27,7 +27,7 @@ AWAY = Caller(address="192.0.2.7")
 
 
 class Keyed:
-    """A door with keys, and callers that hold them."""
+    """An AdmissionControl with keys, and callers that hold them."""
 
     def __init__(self, folder: Path, number: int = 1) -> None:
         self.path = folder / "keys.yaml"
@@ -38,7 +38,7 @@ class Keyed:
     def key(self, name: str, priority_max: str = "normal", **limits: int | None) -> None:
         self._keys[name] = add(self.path, name, priority_max, **limits)
 
-    def door(self) -> AdmissionControl:
+    def control(self) -> AdmissionControl:
         frontend = FrontendConfig(number=self._number)
         return AdmissionControl(AuthConfig(keys_file=str(self.path)), frontend, self.clock)
 
@@ -51,7 +51,7 @@ def keyed(tmp_path: Path) -> Keyed:
     return Keyed(tmp_path)
 
 
-def open_door(requests_max: int = 3, allow_anyone: bool = False) -> AdmissionControl:
+def open_control(requests_max: int = 3, allow_anyone: bool = False) -> AdmissionControl:
     frontend = FrontendConfig(requests_per_client_max=requests_max)
     return AdmissionControl(AuthConfig(allow_anyone=allow_anyone), frontend)
 
@@ -105,25 +105,25 @@ def test_only_one_header_of_the_right_form_opens(keyed: Keyed) -> None:
     keyed.key("alice")
     (good,) = keyed.caller("alice").authorization
     key = good.removeprefix("Bearer ")
-    door = keyed.door()
+    control = keyed.control()
     for right in (good, f"bearer {key}", f"BEARER {key}", f"Bearer  {key} "):
-        door.check(Caller((right,), "192.0.2.7"))
+        control.check(Caller((right,), "192.0.2.7"))
     for wrong in (key, f"Basic {key}", f"Bearer{key}", "Bearer", "Bearer ", "", f"Bearer x{key}"):
         with pytest.raises(Unauthenticated):
-            door.check(Caller((wrong,), "192.0.2.7"))
+            control.check(Caller((wrong,), "192.0.2.7"))
     for several in ((good, good), ("Bearer x", good), ()):
         with pytest.raises(Unauthenticated):
-            door.check(Caller(several, "192.0.2.7"))
+            control.check(Caller(several, "192.0.2.7"))
 
 
 def test_a_key_that_is_taken_away_opens_no_more(keyed: Keyed) -> None:
     keyed.key("alice")
-    door = keyed.door()
-    running = door.admit(keyed.caller("alice"))
+    control = keyed.control()
+    running = control.admit(keyed.caller("alice"))
     remove(keyed.path, "alice")
     keyed.clock.now_s += 1.0
     with pytest.raises(Unauthenticated):
-        door.admit(keyed.caller("alice"))
+        control.admit(keyed.caller("alice"))
     running.close()
 
 
@@ -133,7 +133,7 @@ def test_a_key_that_is_taken_away_opens_no_more(keyed: Keyed) -> None:
 @pytest.mark.parametrize("most", list(Priority))
 def test_a_priority_above_the_keys_is_refused_by_name(keyed: Keyed, most: Priority) -> None:
     keyed.key("alice", most.name.lower())
-    admission = keyed.door().admit(keyed.caller("alice"))
+    admission = keyed.control().admit(keyed.caller("alice"))
     assert admission.tenant == "alice"
     for asked in Priority:
         if asked >= most:
@@ -146,7 +146,7 @@ def test_a_priority_above_the_keys_is_refused_by_name(keyed: Keyed, most: Priori
 
 
 def test_without_keys_every_priority_is_allowed_and_there_is_no_tenant() -> None:
-    admission = open_door().admit(HOME)
+    admission = open_control().admit(HOME)
     assert admission.priority(Priority.HIGH) is Priority.HIGH
     assert admission.priority(None) is Priority.NORMAL
     admission.charge(10**9)
@@ -159,37 +159,40 @@ def test_without_keys_every_priority_is_allowed_and_there_is_no_tenant() -> None
 def test_a_key_has_so_many_requests_in_flight_and_others_do_not_count(keyed: Keyed) -> None:
     keyed.key("alice", requests_max=2)
     keyed.key("bob", requests_max=1)
-    door = keyed.door()
-    first, _second = door.admit(keyed.caller("alice")), door.admit(keyed.caller("alice", "::1"))
+    control = keyed.control()
+    first, _second = (
+        control.admit(keyed.caller("alice")),
+        control.admit(keyed.caller("alice", "::1")),
+    )
     with pytest.raises(Overloaded) as caught:
-        door.admit(keyed.caller("alice"))
+        control.admit(keyed.caller("alice"))
     assert caught.value.retry_after_s > 0
-    door.admit(keyed.caller("bob"))
+    control.admit(keyed.caller("bob"))
     first.close()
-    door.admit(keyed.caller("alice"))
+    control.admit(keyed.caller("alice"))
     with pytest.raises(Overloaded):
-        door.admit(keyed.caller("alice"))
+        control.admit(keyed.caller("alice"))
 
 
 def test_without_keys_each_address_has_its_own_limit() -> None:
-    door = open_door(requests_max=2, allow_anyone=True)
-    held = [door.admit(AWAY) for _ in range(2)]
+    control = open_control(requests_max=2, allow_anyone=True)
+    held = [control.admit(AWAY) for _ in range(2)]
     with pytest.raises(Overloaded):
-        door.admit(AWAY)
-    door.admit(HOME)
+        control.admit(AWAY)
+    control.admit(HOME)
     for admission in held:
         admission.close()
-    assert set(door._addresses) == {HOME.address}, "an address that is idle takes no memory"
-    door.admit(AWAY)
+    assert set(control._addresses) == {HOME.address}, "an address that is idle takes no memory"
+    control.admit(AWAY)
 
 
 # --------------------------------------------------------------------------- how much
 
 
-def admitted(door: AdmissionControl, caller: Caller, tokens: int) -> Admitted | float:
+def admitted(control: AdmissionControl, caller: Caller, tokens: int) -> Admitted | float:
     """The admission of a request of so many tokens, or the seconds it is told to wait."""
     try:
-        admission = door.admit(caller)
+        admission = control.admit(caller)
     except Overloaded as error:
         return error.retry_after_s
     try:
@@ -202,56 +205,58 @@ def admitted(door: AdmissionControl, caller: Caller, tokens: int) -> Admitted | 
 
 def test_what_was_not_used_is_given_back_once(keyed: Keyed) -> None:
     keyed.key("alice", tokens_per_minute=600)
-    door, caller = keyed.door(), keyed.caller("alice")
-    first = admitted(door, caller, 600)
+    control, caller = keyed.control(), keyed.caller("alice")
+    first = admitted(control, caller, 600)
     assert isinstance(first, Admitted)
     first.close(tokens=200)
-    assert isinstance(admitted(door, caller, 400), Admitted)
-    assert admitted(door, caller, 1) == pytest.approx(0.1)
+    assert isinstance(admitted(control, caller, 400), Admitted)
+    assert admitted(control, caller, 1) == pytest.approx(0.1)
 
 
 def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt(
     keyed: Keyed,
 ) -> None:
     keyed.key("alice", tokens_per_minute=600)
-    door, caller = keyed.door(), keyed.caller("alice")
-    small = admitted(door, caller, 60)
+    control, caller = keyed.control(), keyed.caller("alice")
+    small = admitted(control, caller, 60)
     assert isinstance(small, Admitted)
-    assert admitted(door, caller, 1200) == pytest.approx(6.0), "not full"
+    assert admitted(control, caller, 1200) == pytest.approx(6.0), "not full"
     keyed.clock.now_s += 6.0
-    large = admitted(door, caller, 1200)
+    large = admitted(control, caller, 1200)
     assert isinstance(large, Admitted)
-    assert door._tenants["alice"].in_flight == 2
-    assert admitted(door, caller, 0) == pytest.approx(60.0), "in debt, before anything is counted"
-    assert door._tenants["alice"].in_flight == 2
+    assert control._tenants["alice"].in_flight == 2
+    assert admitted(control, caller, 0) == pytest.approx(60.0), (
+        "in debt, before anything is counted"
+    )
+    assert control._tenants["alice"].in_flight == 2
     keyed.clock.now_s += 61.0
-    assert isinstance(admitted(door, caller, 10), Admitted)
+    assert isinstance(admitted(control, caller, 10), Admitted)
 
 
 def test_each_of_several_frontends_enforces_its_share(tmp_path: Path) -> None:
     keyed = Keyed(tmp_path, number=4)
     keyed.key("alice", tokens_per_minute=400, requests_max=6)
-    door, caller = keyed.door(), keyed.caller("alice")
-    held = [admitted(door, caller, 50), admitted(door, caller, 50)]
+    control, caller = keyed.control(), keyed.caller("alice")
+    held = [admitted(control, caller, 50), admitted(control, caller, 50)]
     assert all(isinstance(one, Admitted) for one in held)
     with pytest.raises(Overloaded, match="in flight"):
-        door.admit(caller)
+        control.admit(caller)
     assert isinstance(held[0], Admitted)
     held[0].close(50)
-    assert admitted(door, caller, 50) == pytest.approx(30.0), "100 tokens a minute are used up"
+    assert admitted(control, caller, 50) == pytest.approx(30.0), "100 tokens a minute are used up"
 
 
 def test_new_limits_count_for_a_key_that_is_in_use(keyed: Keyed) -> None:
     keyed.key("alice", tokens_per_minute=600)
-    door, caller = keyed.door(), keyed.caller("alice")
-    first = admitted(door, caller, 500)
+    control, caller = keyed.control(), keyed.caller("alice")
+    first = admitted(control, caller, 500)
     assert isinstance(first, Admitted)
     text = keyed.path.read_text()
     keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: 60"))
     keyed.clock.now_s += 1.0
-    assert isinstance(admitted(door, caller, 60), Admitted), "what is there stays, if it fits"
-    assert admitted(door, caller, 60) == pytest.approx(60.0)
+    assert isinstance(admitted(control, caller, 60), Admitted), "what is there stays, if it fits"
+    assert admitted(control, caller, 60) == pytest.approx(60.0)
     keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: null"))
     keyed.clock.now_s += 1.0
-    assert isinstance(admitted(door, caller, 10**6), Admitted)
+    assert isinstance(admitted(control, caller, 10**6), Admitted)
     first.close(500)

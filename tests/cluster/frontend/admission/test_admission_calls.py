@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,10 @@ async def test_too_many_at_once_are_refused_and_every_end_makes_place(
             await asyncio.gather(last, return_exceptions=True)
             held.cancel()
             await asyncio.gather(held, return_exceptions=True)
-        door = made.service._admission
+        control = made.service._admission
         if with_key:
-            assert door._tenants["alice"].in_flight == 0
-        assert door._addresses == {}
+            assert control._tenants["alice"].in_flight == 0
+        assert control._addresses == {}
 
 
 # --------------------------------------------------------------------------- logs and figures
@@ -175,6 +176,13 @@ class Breaking(FakeReplica):
 
 MARK = "xyzzyplugh"
 MINE = "it's\nmine"
+LOG_LINE = re.compile(
+    r"request id=.+ status=[A-Z_]+ (?P<sizes>sequences=\d+ prompt_tokens=\d+ cached_tokens=\d+"
+    r" new_tokens=\d+) queued_s=(?P<queued>\d+\.\d{3}) first_token_s=(?P<first>\d+\.\d{3})"
+    r" total_s=(?P<total>\d+\.\d{3}) tokens_per_step=(?P<per_step>\d+\.\d\d)"
+    r" replicas=(?P<replicas>[^ ]+)"
+)
+"""Of a request that has ended: all its fields."""
 
 
 @pytest.mark.parametrize("breaking", [False, True])
@@ -230,9 +238,17 @@ async def test_no_log_holds_what_a_client_said_or_was_told(
     size = len(tokenizer().encode(prompt).ids)
     new = 0 if breaking else 20
     assert len(of_mine) == 2
-    assert all(
-        f" prompt_tokens={size} cached_tokens=0 new_tokens={new} " in line for line in of_mine
-    )
+    for line in of_mine:
+        said = LOG_LINE.fullmatch(line)
+        assert said is not None, line
+        assert said["sizes"] == (
+            f"sequences=1 prompt_tokens={size} cached_tokens=0 new_tokens={new}"
+        )
+        queued_s, first_s, total_s = (float(said[name]) for name in ("queued", "first", "total"))
+        assert 0 <= queued_s <= total_s
+        assert 0 <= first_s <= total_s
+        assert float(said["per_step"]) >= (0 if breaking else 1)
+        assert breaking or said["replicas"] != "-"
     assert sum(f"id={MINE!r} status=CANCELLED" in line for line in lines) == 1
 
 

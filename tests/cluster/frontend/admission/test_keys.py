@@ -232,6 +232,16 @@ def test_the_command_refuses_what_makes_no_sense(path: Path, args: list[str]) ->
     assert not path.exists()
 
 
+def test_a_name_that_cannot_be_is_a_sentence_without_a_pattern(path: Path) -> None:
+    with pytest.raises(KeysError) as caught:
+        add(path, "a b")
+    assert str(caught.value) == (
+        "name: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-', the first a"
+        " letter or a digit, is 'a b'"
+    )
+    assert not path.exists()
+
+
 def test_the_server_does_not_start_with_keys_that_make_no_sense(path: Path) -> None:
     path.write_text("- {name: x}\n")
     refused = RUN.invoke(main, ["serve", "--keys-file", str(path)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from grpc import StatusCode
@@ -109,6 +110,27 @@ async def test_a_bad_request_is_refused_with_the_name_of_its_field() -> None:
             assert unfinished(made.service) == 0
         good = pb.GenerateRequest(prompt="still here", max_new_tokens=3)
         assert len((await made.Generate(good, Context())).token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"priority": 9},
+            "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY_NORMAL,"
+            " PRIORITY_LOW, is 9",
+        ),
+        ({"temperature": math.nan}, "temperature: must be a finite number, is nan"),
+    ],
+    ids=["priority", "temperature"],
+)
+async def test_a_sentence_has_the_field_what_is_allowed_and_the_value(
+    fields: dict[str, Any], said: str
+) -> None:
+    async with frontend(replicas=0) as made:
+        context = Context()
+        await made.Generate(pb.GenerateRequest(prompt="x", **fields), context)
+        assert context.details == said
 
 
 async def test_the_frontend_itself_refuses_before_it_decodes(

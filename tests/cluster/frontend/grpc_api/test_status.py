@@ -63,7 +63,7 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
 
 def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     replicas = (replica_status("a", 3, 12, 900, 1000), replica_status("b", 1, 5, 50, 70))
-    view = PoolView("one", 2.0, PoolStatus(0, 0, replicas, finished={}, rejected=0))
+    view = PoolView("one", 2.0, PoolStatus(0, 0, replicas, finished={}))
     answer = to_status(view)
     assert (answer.batches, answer.batch_spread_sum) == (4, 17)
     assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
@@ -81,7 +81,7 @@ def test_a_status_answer_has_all_that_the_pool_expects_of_a_replica() -> None:
     }
     expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6, 5e4, 1.25, **tables)
     one = replace(replica_status("a", 3, 12, 900, 1000), estimates=expected)
-    view = PoolView("one", 2.0, PoolStatus(0, 0, (one,), finished={}, rejected=0))
+    view = PoolView("one", 2.0, PoolStatus(0, 0, (one,), finished={}))
     told = to_status(view).replicas[0].cost_estimates
     assert {field.name for field in fields(CostEstimates)} == {
         field.name for field in pb.CostEstimates.DESCRIPTOR.fields

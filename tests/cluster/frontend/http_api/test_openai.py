@@ -217,13 +217,49 @@ async def test_a_wrong_parameter_is_named(stream: bool) -> None:
             assert answer.error["message"].startswith(f"{param}: ")
 
 
+A_MODE = "must be 'none', 'auto' or 'required' or a mapping, is"
+SAID = [
+    ({"stop": 5}, "stop: must be a text or a list of texts, is 5"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: the keys must be token ids, one is 'x'"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools.0.function.name: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-',"
+        " is 'a b'",
+    ),
+    ({"tool_choice": "sometimes"}, f"tool_choice: {A_MODE} 'sometimes'"),
+    ({"tool_choice": 5}, f"tool_choice: {A_MODE} 5"),
+    (
+        {"structured_outputs": {"json": 5}},
+        "structured_outputs.json: must be a mapping or a text, is 5",
+    ),
+    (
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content: must be a text or a list of parts of type text, is 5",
+    ),
+    ({"n": 0}, "n: must be at least 1, is 0"),
+]
+"""Fields of a chat, and the whole sentence on what is wrong with them."""
+
+
+async def test_a_sentence_has_the_field_what_is_allowed_and_the_value() -> None:
+    async with served(replicas=0) as (_made, app):
+        for fields, said in SAID:
+            answer = await post(app, "chat/completions", **({"messages": TURNS_JSON} | fields))
+            assert answer.error["message"] == said
+        answer = await post(app, "completions", prompt=[1, "x"])
+        allowed = "must be a text, a list of token ids, or a list of either"
+        assert answer.error["message"] == f"prompt: {allowed}, is [1, 'x']"
+
+
 async def test_a_field_within_one_of_several_kinds_is_named() -> None:
     async with served(replicas=0) as (_made, app):
         named = {"type": "function", "functoin": {"name": "x"}}
         answer = await post(app, "chat/completions", messages=TURNS_JSON, tool_choice=named)
         said = answer.error["message"]
-        assert "tool_choice.functoin: unknown name; did you mean function?" in said
-        assert "tool_choice.function: must be given" in said
+        assert said == (
+            "tool_choice.function: must be given; "
+            "tool_choice.functoin: unknown name; did you mean function?"
+        )
         wrong = await post(app, "completions", prompt="x", top_p=3)
         assert wrong.error["message"] == "top_p: must be in (0, 1], is 3.0"
 

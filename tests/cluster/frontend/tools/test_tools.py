@@ -218,10 +218,21 @@ A_CALL = [{"name": "f", "arguments": "[]"}]
     ("fields", "message"),
     [
         ({"tool_mode": 2}, "tool_choice: no tools are given"),
-        ({"tool_mode": 7, "tools": GRPC_TOOLS}, "tool_mode: 7 names no mode"),
+        (
+            {"tool_mode": 7, "tools": GRPC_TOOLS},
+            "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE, TOOL_MODE_REQUIRED,"
+            " is 7",
+        ),
         ({"tools": GRPC_TOOLS, "tool_name": "x"}, "tool_choice: 'x' is not among the tools"),
-        ({"tools": [pb.Tool(name="a b")]}, "tools.0.name: must match"),
-        ({"tools": [pb.Tool(name="a", parameters="x")]}, "tools.0.parameters: must be the text"),
+        (
+            {"tools": [pb.Tool(name="a b")]},
+            "tools.0.name: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-',"
+            " is 'a b'",
+        ),
+        (
+            {"tools": [pb.Tool(name="a", parameters="x")]},
+            "tools.0.parameters: must be the text of a JSON object, is 'x'",
+        ),
         ({"tools": GRPC_TOOLS, "tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
         ({"chat_template_kwargs": "[]"}, "chat_template_kwargs: must be the text of a JSON"),
         ({"chat_template_kwargs": '{"tokenize": 1}'}, "chat_template_kwargs: tokenize is not"),

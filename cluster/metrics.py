@@ -26,6 +26,8 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
+_EVERY_S = 1.0
+"""Between two observations of the pool."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -54,7 +56,7 @@ def _seconds(help_: str, *tags: str) -> Metric:
 METRICS: Mapping[str, Metric] = {
     "lockstep_tokens_committed": _counter("Tokens committed by the pool."),
     "lockstep_requests_finished": _counter("Requests finished, by reason.", "reason"),
-    "lockstep_requests_rejected": _counter("Requests refused at the pool's door, by code.", "code"),
+    "lockstep_requests_rejected": _counter("Requests that the pool refused, by code.", "code"),
     "lockstep_prompt_tokens": _counter("Prompt tokens of finished requests."),
     "lockstep_cached_tokens": _counter(
         "Those of them that an earlier request with the same prefix had computed."
@@ -77,16 +79,20 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_replicas": _gauge("Replicas that have joined the pool."),
     "lockstep_kv_blocks": _gauge("KV blocks of all replicas."),
     "lockstep_kv_blocks_free": _gauge("Free KV blocks of all replicas."),
-    "lockstep_acceptance": _gauge("Accepted over draft tokens since the pool began."),
+    "lockstep_acceptance": _gauge(
+        "Accepted over draft tokens, of the replicas that are there now."
+    ),
     "lockstep_batch_spread": _gauge(
-        "Longest minus shortest row of a batch, mean since the pool began."
+        "Longest minus shortest row of a batch, mean over the replicas that are there now."
     ),
     "lockstep_queue_seconds": _seconds("From a pool's acceptance to the first replica."),
     "lockstep_first_token_seconds": _seconds("From a request's arrival to its first token."),
     "lockstep_request_seconds": _seconds(
         "From a request's arrival to its end, by status code.", "status"
     ),
-    "lockstep_calls_refused": _counter("Calls refused before any work, by status code.", "status"),
+    "lockstep_calls_refused": _counter(
+        "Calls refused by a frontend or the pool, by status code.", "status"
+    ),
     "lockstep_streamed_chunks": _counter("Chunks sent to streaming clients."),
 }
 
@@ -134,9 +140,8 @@ def ray_sink() -> Sink:
 class PoolMeter:
     """What the pool counts. Sums between two observations, so that a step costs an addition."""
 
-    def __init__(self, sink: Sink = _nowhere, every_s: float = 1.0) -> None:
+    def __init__(self, sink: Sink = _nowhere) -> None:
         self._sink = sink
-        self._every_s = every_s
         self._next_s = 0.0
         self._sums: Counter[str] = Counter()
         """By the name of a counter, since the last observation."""
@@ -163,10 +168,10 @@ class PoolMeter:
         self._sink("lockstep_requests_rejected", 1, {"code": reject.code.value})
 
     def observe(self, scheduler: Scheduler, now_s: float) -> None:
-        """Write the sums and the gauges, at most every `every_s`."""
+        """Write the sums and the gauges, at most once a second."""
         if now_s < self._next_s or self._sink is _nowhere:
             return
-        self._next_s = now_s + self._every_s
+        self._next_s = now_s + _EVERY_S
         sums, self._sums = self._sums, Counter()
         for name, total in sums.items():
             self._sink(name, total, {})

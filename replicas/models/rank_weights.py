@@ -36,7 +36,7 @@ def _check_divisible(config: object, ranks: int) -> None:
             raise NotDivisible(f"{name} is {count}, which {ranks} ranks cannot share evenly")
 
 
-def shard(model: PreTrainedModel, rank: int, ranks: int) -> None:
+def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
     """Keep this rank's part of each layer; from then on all ranks must compute together.
 
     The model's config says from then on how many heads are here. Raises NotDivisible.
