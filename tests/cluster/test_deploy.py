@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.app import ray_environment
+from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.metrics import METRICS, Kind
 
@@ -104,3 +106,12 @@ def test_the_image_copies_all_that_is_packaged_and_nothing_else() -> None:
     assert {name.rstrip("*") for name in packages} == {one for one in copied if "." not in one} - {
         "LICENSE"
     }
+
+
+def test_the_image_says_what_lockstep_serve_says_to_ray() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    said = dict(line.removeprefix("ENV ").split("=") for line in lines if line.startswith("ENV "))
+    told = ray_environment(ClusterConfig())
+    # A call by gRPC does not end with the machine of the other side, so on several it is Ray's.
+    of_one_machine = {"RAY_SERVE_PROXY_USE_GRPC", "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"}
+    assert said == {name: value for name, value in told.items() if name not in of_one_machine}
