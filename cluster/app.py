@@ -221,10 +221,10 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # By default Ray's workers yield to every other process of the machine: beside one that is
         # always busy a replica of two threads took thirty times as long for a step.
         "RAY_worker_niceness": "0",
-        # Torch's threads sleep while they wait for one another: a pass takes a tenth longer on an
-        # idle machine, and half to three quarters of the time beside a busy process, where one
-        # would spin away the time of the one that it waits for.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        # Torch's threads wait for one another awake for some 20 us, then asleep. Asleep at once a
+        # pass takes up to half longer on an idle machine; awake for longer, several times as long
+        # beside a busy process, where one spins away the time of the one that it waits for.
+        "GOMP_SPINCOUNT": "1000",
         # The proxies' own limit; up to it the frontend says what is wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
         # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
