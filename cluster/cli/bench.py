@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cluster.cli.flags import ENGINE, help_of_request, is_given, with_server, with_settings
+from cluster.cli.client_flags import help_of_request, with_server
+from cluster.cli.flags import ENGINE, is_given, with_settings
 from cluster.files import check_writable
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Flags that several commands share: settings, made from the fields of the config, and the server.
+"""Flags of settings, made from the fields of the config, and how a command gets further options.
 
 A field's description is its help text and its bounds are checked by the config: nothing is said
 twice. A field that is a model of its own is one flag, `--NAME-config`, with JSON for a value.
@@ -11,7 +11,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -22,15 +21,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError
-from cluster.config_sources import (
-    ALIASES,
-    api_key,
-    from_args,
-    from_file,
-    is_null,
-    overridden,
-    server_address,
-)
+from cluster.config_sources import ALIASES, from_args, from_file, is_null, overridden
 from cluster.sentences import joined
 
 Command = Callable[..., None]
@@ -67,7 +58,7 @@ class Flag:
             kind, names, metavar = bool, [f"{self.name}/--no-{self.name.removeprefix('--')}"], None
         panel = f"Settings of the {self.section or 'cluster'}"
         option = typer.Option(*names, help=self._help(), rich_help_panel=panel, metavar=metavar)
-        return _keyword(self.path.replace(".", "_"), Annotated[kind | None, option])
+        return keyword(self.path.replace(".", "_"), Annotated[kind | None, option])
 
     def value(self, text: Any) -> Any:
         """The setting's value; what its field says of it is checked with all others.
@@ -172,10 +163,10 @@ def with_settings(
     def decorate(command: Command) -> Command:
         own = _options(command)
         target = typer.Argument(help="The target, as --target.")
-        added = [_keyword("model", Annotated[str | None, target])] if model else []
-        added.append(_keyword("config", Annotated[Path | None, file]))
+        added = [keyword("model", Annotated[str | None, target])] if model else []
+        added.append(keyword("config", Annotated[Path | None, file]))
         added += [flag.parameter() for flag in flags if flag.name not in own]
-        return _adding("settings", added, settings)(command)
+        return adding("settings", added, settings)(command)
 
     names = [(flag, flag.path.replace(".", "_")) for flag in flags]
     return decorate
@@ -235,19 +226,9 @@ class SectionedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-def with_server(command: Command) -> Command:
-    """A command that gets the `server` to speak to, a `cluster.client.channel.Server`."""
-    return _adding("server", _parameters_of(_server), lambda options: _server(**options))(command)
-
-
 def help_of(model: type[BaseModel], field: str) -> str:
     """What the model says of a field."""
     return model.model_fields[field].description or ""
-
-
-def help_of_request(field: str) -> str:
-    """Of a field of a GenerateRequest."""
-    return _REQUEST[field][1]
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -256,110 +237,29 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-class PriorityName(StrEnum):
-    """The queue's classes, as people write them."""
-
-    HIGH = "high"
-    NORMAL = "normal"
-    LOW = "low"
-
-
-_REQUEST: Mapping[str, tuple[Any, str]] = {
-    "max_new_tokens": (int, "Tokens to generate at most."),
-    "temperature": (float, "0 is greedy."),
-    "top_k": (int, "Keep the k most probable tokens."),
-    "top_p": (float, "Keep the smallest set with this mass."),
-    "min_p": (float, "Keep tokens above this share."),
-    "seed": (int, "The same seed gives the same tokens."),
-    "stop": (list[str], "Stop string; may be repeated."),
-    "stop_token_ids": (list[int], "May be repeated."),
-    "ignore_eos": (bool, "Go on after the end of text."),
-    "speculation": (bool, "Off: no drafting for these requests."),
-    "draft_len": (int, "Draft tokens per step; 0 is off."),
-    "priority": (PriorityName, "Class in the queue; waiting ages, so none starves."),
-    "cache_salt": (str, "Share KV blocks of equal prefixes only with requests of the same salt."),
-    "timeout_s": (float, "Deadline of each request."),
-}
-"""Fields of a GenerateRequest that are options: their types, and help for people."""
-
-
-def with_request(*fields: str) -> Callable[[Command], Command]:
-    """A command that gets the `request`: those of these fields that were given, by name.
-
-    Without `fields` all of them are options.
-    """
-    added = []
-    for field in fields or _REQUEST:
-        type_, help_ = _REQUEST[field]
-        flag = "--" + field.replace("_", "-").replace("-ids", "-id")
-        if type_ is bool:
-            flag += "/--no-" + flag.removeprefix("--")
-        added.append(_keyword(field, Annotated[type_ | None, typer.Option(flag, help=help_)]))
-
-    def request(options: dict[str, Any]) -> dict[str, Any]:
-        given = {name: value for name, value in options.items() if value not in (None, [])}
-        if "priority" in given:
-            given["priority"] = f"PRIORITY_{given['priority'].name}"
-        from protos import lockstep_pb2 as pb
-
-        for name, value in given.items():
-            try:
-                pb.GenerateRequest(**{name: value})
-            except ValueError as error:
-                raise typer.BadParameter(f"{name}: {error}") from None
-        return given
-
-    return _adding("request", added, request)
-
-
-def _file(help_: str) -> Any:
-    return typer.Option(help=help_, exists=True, dir_okay=False)
-
-
-def _server(
-    address: Annotated[
-        str | None,
-        typer.Option(help="host:port of the server; else LOCKSTEP_ADDRESS, else this machine."),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, _file("File with the API key; else LOCKSTEP_API_KEY.")
-    ] = None,
-    tls_ca: Annotated[Path | None, _file("Speak TLS; the server's authority, in PEM.")] = None,
-    tls_cert: Annotated[Path | None, _file("Speak TLS; the client's own certificate.")] = None,
-    tls_key: Annotated[Path | None, _file("Key of --tls-cert, in PEM.")] = None,
-) -> Any:
-    from cluster.client.channel import Server, Tls
-
-    try:
-        tls = Tls(tls_ca, tls_cert, tls_key) if tls_ca or tls_cert or tls_key else None
-        if tls is not None:
-            tls.credentials()
-        return Server(address or server_address(), api_key(api_key_file), tls)
-    except (ConfigError, OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+def keyword(name: str, annotation: Any) -> inspect.Parameter:
+    """An option that is None where it is not given."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def _parameters_of(command: Command) -> list[inspect.Parameter]:
+def parameters_of(command: Command) -> list[inspect.Parameter]:
+    """Its options, annotations evaluated."""
     found = inspect.signature(command, eval_str=True).parameters.values()
     return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in found]
 
 
 def _options(command: Command) -> set[str]:
-    return {"--" + each.name.replace("_", "-") for each in _parameters_of(command)}
+    return {"--" + each.name.replace("_", "-") for each in parameters_of(command)}
 
 
-def _adding(
+def adding(
     argument: str, added: Sequence[inspect.Parameter], value: Callable[[dict[str, Any]], Any]
 ) -> Callable[[Command], Command]:
     """The command with further options, of which it gets one value as `argument`."""
 
     def decorate(command: Command) -> Command:
-        own = [each for each in _parameters_of(command) if each.name != argument]
+        own = [each for each in parameters_of(command) if each.name != argument]
 
         @functools.wraps(command)
         def run(**options: Any) -> None:

@@ -11,16 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.bench import bench
-from cluster.cli.flags import (
-    ENGINE,
-    PriorityName,
-    SectionedCommand,
-    help_of,
-    help_of_request,
-    with_request,
-    with_server,
-    with_settings,
-)
+from cluster.cli.client_flags import PriorityName, help_of_request, with_request, with_server
+from cluster.cli.flags import ENGINE, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args

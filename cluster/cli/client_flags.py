@@ -1,0 +1,107 @@
+"""Flags of what clients say: the server to speak to, and the fields of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli.flags import Command, adding, keyword, parameters_of
+from cluster.config import ConfigError
+from cluster.config_sources import api_key, server_address
+
+
+def with_server(command: Command) -> Command:
+    """A command that gets the `server` to speak to, a `cluster.client.channel.Server`."""
+    return adding("server", parameters_of(_server), lambda options: _server(**options))(command)
+
+
+def help_of_request(field: str) -> str:
+    """Of a field of a GenerateRequest."""
+    return _REQUEST[field][1]
+
+
+class PriorityName(StrEnum):
+    """The queue's classes, as people write them."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+_REQUEST: Mapping[str, tuple[Any, str]] = {
+    "max_new_tokens": (int, "Tokens to generate at most."),
+    "temperature": (float, "0 is greedy."),
+    "top_k": (int, "Keep the k most probable tokens."),
+    "top_p": (float, "Keep the smallest set with this mass."),
+    "min_p": (float, "Keep tokens above this share."),
+    "seed": (int, "The same seed gives the same tokens."),
+    "stop": (list[str], "Stop string; may be repeated."),
+    "stop_token_ids": (list[int], "May be repeated."),
+    "ignore_eos": (bool, "Go on after the end of text."),
+    "speculation": (bool, "Off: no drafting for these requests."),
+    "draft_len": (int, "Draft tokens per step; 0 is off."),
+    "priority": (PriorityName, "Class in the queue; waiting ages, so none starves."),
+    "cache_salt": (str, "Share KV blocks of equal prefixes only with requests of the same salt."),
+    "timeout_s": (float, "Deadline of each request."),
+}
+"""Fields of a GenerateRequest that are options: their types, and help for people."""
+
+
+def with_request(*fields: str) -> Callable[[Command], Command]:
+    """A command that gets the `request`: those of these fields that were given, by name.
+
+    Without `fields` all of them are options.
+    """
+    added = []
+    for field in fields or _REQUEST:
+        type_, help_ = _REQUEST[field]
+        flag = "--" + field.replace("_", "-").replace("-ids", "-id")
+        if type_ is bool:
+            flag += "/--no-" + flag.removeprefix("--")
+        added.append(keyword(field, Annotated[type_ | None, typer.Option(flag, help=help_)]))
+
+    def request(options: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in options.items() if value not in (None, [])}
+        if "priority" in given:
+            given["priority"] = f"PRIORITY_{given['priority'].name}"
+        from protos import lockstep_pb2 as pb
+
+        for name, value in given.items():
+            try:
+                pb.GenerateRequest(**{name: value})
+            except ValueError as error:
+                raise typer.BadParameter(f"{name}: {error}") from None
+        return given
+
+    return adding("request", added, request)
+
+
+def _file(help_: str) -> Any:
+    return typer.Option(help=help_, exists=True, dir_okay=False)
+
+
+def _server(
+    address: Annotated[
+        str | None,
+        typer.Option(help="host:port of the server; else LOCKSTEP_ADDRESS, else this machine."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, _file("File with the API key; else LOCKSTEP_API_KEY.")
+    ] = None,
+    tls_ca: Annotated[Path | None, _file("Speak TLS; the server's authority, in PEM.")] = None,
+    tls_cert: Annotated[Path | None, _file("Speak TLS; the client's own certificate.")] = None,
+    tls_key: Annotated[Path | None, _file("Key of --tls-cert, in PEM.")] = None,
+) -> Any:
+    from cluster.client.channel import Server, Tls
+
+    try:
+        tls = Tls(tls_ca, tls_cert, tls_key) if tls_ca or tls_cert or tls_key else None
+        if tls is not None:
+            tls.credentials()
+        return Server(address or server_address(), api_key(api_key_file), tls)
+    except (ConfigError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
