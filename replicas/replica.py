@@ -68,7 +68,6 @@ class Replica:
         self._work = plan.work
         self._blocks = BlockAllocator(plan.kv_blocks, config.block_size)
         target, built = _built(pair, config, plan)
-        mark = fingerprint(target, config)
         self._drafter = drafter = drafter or pair.drafter(config, plan)
         dtype = str(pair.dtype).removeprefix("torch.")
         identity = (pair.target_name, drafter.name if drafter else "", dtype, config.block_size)
@@ -97,7 +96,7 @@ class Replica:
             dtype=dtype,
             attention=self._target.backend.name,
             arithmetic=built,
-            fingerprint=mark,
+            fingerprint=fingerprint(target, config),
         )
 
     @classmethod
