@@ -71,7 +71,7 @@ async def drive(
     note: Note = lambda ended: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Record]:
-    """Send with the requests 0, 1, ... and wait until all have ended.
+    """Send the requests 0, 1, ... and wait until all have ended.
 
     A request that fails is noted with its status code; the load goes on.
     """
