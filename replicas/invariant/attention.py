@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replicas.invariant.layout import PassLayout, RowGroup, StepLayout
+from replicas.invariant.layout import PassLayout, RowGroup
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import CacheShape, PagedCache
 
@@ -95,8 +95,7 @@ class _Views:
 
 
 class HostAttention:
-    """The attention of a forward pass, and of all that have the same shape: buffers and indices are
-    made once, and `enter` sets where a pass reads. What its layers share is worked out there."""
+    """The attention of a forward pass; what its layers share is worked out once."""
 
     def __init__(
         self,
@@ -108,8 +107,6 @@ class HostAttention:
     ) -> None:
         """`stride`: vectors per token in the queries that layers bring, the heads first."""
         self._cache = cache
-        self._kv_heads = shape.kv_heads
-        self._step: StepLayout | None = None
         self._asked, self._answered = _indices(layout, shape, arithmetic, stride)
         dim, kv_heads = shape.head_dim, shape.kv_heads
         self._queries = torch.empty((self._asked.shape[0], dim))
@@ -128,31 +125,16 @@ class HostAttention:
                 converted = torch.empty(gathered.shape)
             both = gathered if converted is None else converted
             keys, values = both.view(items, 2, group.length, dim).unbind(1)
-            self._groups.append(
-                _Views(
-                    runs=runs,
-                    gathered=gathered,
-                    converted=converted,
-                    products=Products.of(
-                        arithmetic,
-                        self._queries[own].view(items, wide, dim),
-                        keys,
-                        values,
-                        self._out[own].view(items, wide, dim),
-                    ),
-                    hidden=None,
-                )
+            products = Products.of(
+                arithmetic,
+                self._queries[own].view(items, wide, dim),
+                keys,
+                values,
+                self._out[own].view(items, wide, dim),
             )
+            hidden = _hidden(group, products.scores, kv_heads)
+            self._groups.append(_Views(runs, gathered, converted, products, hidden))
             begin = own.stop
-
-    def enter(self, layout: PassLayout) -> None:
-        """Attend where this layout says, which has the shape of the one it was made for."""
-        if layout.step is None or layout.step is not self._step:
-            self._step = layout.step
-            for group, views in zip(layout.groups, self._groups, strict=True):
-                views.runs = self._cache.runs(group.blocks)
-        for group, views in zip(layout.groups, self._groups, strict=True):
-            views.hidden = _hidden(group, views.products.scores, self._kv_heads)
 
     def __call__(
         self,

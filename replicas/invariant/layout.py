@@ -49,8 +49,6 @@ class PassLayout:
     positions: torch.Tensor  # [padded tokens], int64, within the context
     slots: tuple[Any, Any]  # arrays [padded tokens], int64: block to write, and position in it
     groups: list[RowGroup]
-    step: StepLayout | None = None
-    """Whose window it is, if it is one: windows of one width differ in their positions alone."""
 
     @property
     def positions_read(self) -> int:
@@ -105,7 +103,6 @@ class StepLayout:
                 _padded(self._offset[:, columns], padded),
             ),
             groups=groups,
-            step=self,
         )
 
 

@@ -56,7 +56,6 @@ class PagedCache:
             self._arrays = [_array(layer) for layer in self._layers]
         # One layer is read at a time: a standing buffer spares the page faults of fresh memory.
         self._gathered = self._stores[0].new_empty((0, block_size * head_dim))
-        self._runs: tuple[Any, torch.Tensor] | None = None
 
     def write(self, layer: int, slots: Any, fresh: torch.Tensor) -> None:
         """Store keys and values, [tokens, 2, kv_heads, head_dim], where a layout says: by block and
@@ -92,16 +91,11 @@ class PagedCache:
 
     def runs(self, blocks: Any) -> torch.Tensor:  # [2 * kv_heads * blocks of all rows], int64
         """Where the keys and values of these blocks, [rows, blocks], lie: one run for a block and a
-        head of either, in the order row, KV head, keys or values, block of the row.
-
-        The last result is kept, for the passes of a step read the same blocks.
-        """
-        if self._runs is None or self._runs[0] is not blocks:
-            per_block = 2 * self._kv_heads
-            heads = np.arange(per_block).reshape(2, self._kv_heads).T
-            runs = blocks[:, None, None, :] * per_block + heads[:, :, None]
-            self._runs = (blocks, torch.from_numpy(runs.reshape(-1)))
-        return self._runs[1]
+        head of either, in the order row, KV head, keys or values, block of the row."""
+        per_block = 2 * self._kv_heads
+        heads = np.arange(per_block).reshape(2, self._kv_heads).T
+        runs = blocks[:, None, None, :] * per_block + heads[:, :, None]
+        return torch.from_numpy(runs.reshape(-1))
 
     def room(self, runs: int) -> torch.Tensor:  # [runs, block_size * head_dim]
         """Of the standing buffer, for `gather`."""

@@ -15,8 +15,8 @@ from replicas.invariant import GATHERED_MOST, SCORES_MOST, TILE
 from replicas.memory.shapes import ModelShape, PairShape
 
 _FLOAT32 = 4
-_KEPT_SCORES = 4
-"""Groups of scores that are held at once: one pass's, and those kept for others of its step."""
+_GROUPS = 4
+"""Groups whose scores one pass holds at once."""
 _SAMPLING_COPIES = 6
 """Numbers in float32 per logit that choosing holds at once: noise, scores and probabilities."""
 
@@ -143,7 +143,7 @@ def _token_numbers(shape: ModelShape) -> int:
 def _host_attention(shape: ModelShape, rows: int, length: int, item: int) -> int:
     """Groups are bounded; one row alone may have more, `TILE` tokens of it at once."""
     row = TILE * shape.heads * length
-    scores = max(min(SCORES_MOST, rows * row), row) * _KEPT_SCORES
+    scores = max(min(SCORES_MOST, rows * row), row) * _GROUPS
     one = length * shape.kv_numbers
     gathered = max(min(GATHERED_MOST, rows * one), one)
     return (scores + row) * _FLOAT32 + 2 * gathered * item
