@@ -29,7 +29,7 @@ OUTLIER = 1.5
 """A time counts at most so many times what was expected. One slow step moves little; a lasting
 change is still followed within some tens of steps."""
 STALE = 256
-"""A bucket that was not seen for so many steps is known no longer, and may be tried again."""
+"""A bucket that was not seen for so many steps may be tried again."""
 CALIBRATED = 4
 """Times that each figure of a replica's calibration stands for: it is a median."""
 FIT_EVERY = 16
@@ -64,6 +64,8 @@ class _Cell:
     kv: float
     seconds: float
     count: int
+    """Times that the means stand for. The first run of a kind is often slow, code is made for it or
+    memory is fetched: it is forgotten at the second."""
     last: int
     """The step that saw it last."""
 
@@ -80,8 +82,8 @@ class Latencies:
         self._tokens: list[float] = []
         self._seconds: list[float] = []
         """By tokens, rising: seconds of work that reads no KV."""
-        self._sure: dict[int, float] = {}
-        """The seconds of buckets of tokens that need no trial."""
+        self._last: dict[int, int] = {}
+        """The step that saw a bucket of tokens last."""
         self._rise_s = 0.0
         """Seconds per token beyond the fewest and the most tokens that were seen."""
         self.kv_s = 0.0
@@ -104,63 +106,51 @@ class Latencies:
             base_s = 0.0
         return base_s + self.kv_s * kv
 
-    def hoped_s(self, tokens: int) -> float | None:
-        """The least seconds, without KV, that so many tokens may take: those of the next fewer ones
-        that are known. None where they are known, or over twice as many as were ever seen."""
-        at = bucket(tokens)
-        if at in self._sure or not self._sure or tokens > 2 * self._tokens[-1]:
-            return None
-        fewer = [one for one in self._sure if one < at]
-        return self._sure[max(fewer)] if fewer else self._seconds[0]
+    def stale(self, tokens: int, now: int) -> bool:
+        """Whether such work was not seen for STALE steps, or never."""
+        last = self._last.get(bucket(tokens))
+        return last is None or now - last >= STALE
 
     def usual_s(self, tokens: int, kv: float) -> float | None:
         """The mean of its bucket, above 0; None where that is not known yet."""
         cell = self._cells.get((bucket(tokens), int(kv).bit_length()))
         if cell is None:
-            # Where reading KV explains all of the time, nothing is left for work that reads none.
-            seconds = self(tokens, kv) if bucket(tokens) in self._sure else 0.0
-            return seconds if seconds > 0.0 else None
+            return None
         return max(cell.seconds + self.kv_s * (kv - cell.kv), 0.5 * cell.seconds)
 
     def observe(self, tokens: int, kv: float, seconds: float, now: int, count: int = 1) -> bool:
         """Work took `seconds` at the usual speed, in step number `now`; `count` times, if it is
         the first of its bucket. Returns whether it tells something new."""
-        key = bucket(tokens), int(kv).bit_length()
+        at = bucket(tokens)
+        new = self.stale(tokens, now)
+        self._last[at] = now
+        key = at, int(kv).bit_length()
         cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= CELLS_MAX:
                 del self._cells[min(self._cells, key=lambda one: self._cells[one].last)]
             self._cells[key] = _Cell(tokens, kv, seconds, count, now)
             return True
-        if now - cell.last >= STALE:
-            cell.count = 1
-        cell.last = now
-        cell.count += 1
-        if cell.count == 2:
-            # The first run of a kind is often slow: code is made for it, or memory is fetched.
-            if seconds < cell.seconds:
-                cell.tokens, cell.kv, cell.seconds = tokens, kv, seconds
-            return True
         rate = max(1.0 / cell.count, CELL_RATE)
         cell.tokens += rate * (tokens - cell.tokens)
         cell.kv += rate * (kv - cell.kv)
         cell.seconds += rate * (min(seconds, OUTLIER * cell.seconds) - cell.seconds)
-        return False
+        cell.count += 1
+        cell.last = now
+        return new or cell.count == 2
 
-    def fit(self, now: int) -> None:
-        """Interpolates anew what was seen until step number `now`."""
+    def fit(self) -> None:
+        """Interpolates anew what was seen."""
         alike: dict[int, list[_Cell]] = {}
         for (at, _), cell in self._cells.items():
             alike.setdefault(at, []).append(cell)
         self.kv_s = _slope([cells for cells in alike.values() if len(cells) > 1])
-        points, sure = [], []
-        for at, cells in alike.items():
+        points = []
+        for cells in alike.values():
             weights = [min(cell.count, CALIBRATED) for cell in cells]
             tokens = _mean([cell.tokens for cell in cells], weights)
             base_s = _mean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
             points.append((tokens, base_s))
-            if any(now - cell.last < STALE for cell in cells):
-                sure.append((at, tokens))
         points.sort()
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
@@ -168,7 +158,6 @@ class Latencies:
         # one to doubt: nothing is too fast by chance.
         for at in reversed(range(len(points) - 1)):
             self._seconds[at] = min(self._seconds[at], self._seconds[at + 1])
-        self._sure = {at: self(tokens, 0) for at, tokens in sure}
         if len(points) > 1:
             rise_s = self._seconds[-1] - self._seconds[0]
             self._rise_s = rise_s / (self._tokens[-1] - self._tokens[0])
@@ -200,8 +189,8 @@ class StepCosts:
 
     base_s: list[float]
     """Without reading KV."""
-    hoped_s: dict[int, float]
-    """The least that draft lengths which were not tried may take, without reading KV."""
+    stale: list[int]
+    """Draft lengths whose time was not seen lately."""
     kv_s: float
     """Per KV position that the target reads."""
     draft_kv_s: float
@@ -286,14 +275,10 @@ class LatencyTable:
 
     def _costs_of(self, rows: int, most: int) -> StepCosts:
         pass_s = self.draft(rows, 0)
-        base_s, hoped_s = [], {}
-        for draft_len in range(most + 1):
-            tokens = rows * (draft_len + 1)
-            base_s.append(self.step(tokens, 0) + draft_len * pass_s)
-            least_s = self.step.hoped_s(tokens)
-            if least_s is not None:
-                hoped_s[draft_len] = least_s + draft_len * pass_s
-        return StepCosts(base_s, hoped_s, self.step.kv_s, self.draft.kv_s)
+        tokens = [rows * (draft_len + 1) for draft_len in range(most + 1)]
+        base_s = [self.step(count, 0) + at * pass_s for at, count in enumerate(tokens)]
+        stale = [at for at, count in enumerate(tokens) if self.step.stale(count, self._seen)]
+        return StepCosts(base_s, stale, self.step.kv_s, self.draft.kv_s)
 
     def _note_speed(self, ratio: float) -> None:
         """Known work took `ratio` times its usual time."""
@@ -310,4 +295,4 @@ class LatencyTable:
         self._waiting = 0
         self._costs.clear()
         for one in (self.step, self.draft, self.prefill):
-            one.fit(self._seen)
+            one.fit()

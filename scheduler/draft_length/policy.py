@@ -24,8 +24,6 @@ PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether another draft length would pay."""
 PROBE_SAVED = 2.0
 """Steps whose time is saved up for probes at most, and is there at the start."""
-PROBE_WORTH = 1.03
-"""Goodput that a probe promises at least, over that of the choice."""
 ROUND_TRIP_SHARE = 0.02
 """Share of a batch that its round trip may cost before it gets more steps."""
 GAP_SHARE = 0.1
@@ -118,10 +116,9 @@ class DraftPolicy:
     own row, as far as the server allows it.
 
     Probing: PROBE_SHARE of the time may be lost to batches that find out whether another draft
-    length would pay. Those are lengths whose time was not seen twice, or long ago, and which would
-    pay if they took no longer than the next shorter one that was seen (hardware computes whole
-    tiles); and 1 while 0 is chosen, for nothing else shows that acceptance has changed. A probe is
-    due when what it is expected to lose is saved up.
+    length would pay. Those are lengths whose time was not seen lately, first the one that is
+    expected to lose least; and 1 while 0 is chosen, for nothing else shows that acceptance has
+    changed. A probe is due when what it is expected to lose is saved up.
 
     Steps of a batch: as many as keep its round trip below ROUND_TRIP_SHARE of it. A prefill chunk:
     as much as takes the time of a step where a full batch steps, of more where fewer rows do.
@@ -264,20 +261,18 @@ class DraftPolicy:
         by_draft_len = goodputs(likely, count, seconds)
         goodput = max(by_draft_len)
         best = known.draft_len = by_draft_len.index(goodput)
-        probe, promised = 0, PROBE_WORTH * goodput
-        for draft_len, hoped_s in costs.hoped_s.items():
-            full_s = seconds[draft_len]
-            hoped = by_draft_len[draft_len] * full_s
-            hoped /= full_s - costs.base_s[draft_len] + hoped_s
-            if hoped > promised:
-                probe, promised = draft_len, hoped
-        if not probe and not best:
-            probe = 1
-        if probe:
-            lost_s = seconds[probe] * (1.0 - by_draft_len[probe] / goodput) * table.slowdown
+        lost = [
+            (1.0 - by_draft_len[draft_len] / goodput) * seconds[draft_len] * table.slowdown
+            for draft_len in range(most + 1)
+        ]
+        stale = [draft_len for draft_len in costs.stale if draft_len != best]
+        if not best:
+            stale.append(1)
+        if stale:
+            probe = min(stale, key=lost.__getitem__)
             credit_s = min(known.credit_s, PROBE_SAVED * seconds[best] * table.slowdown)
-            if lost_s <= credit_s:
-                known.credit_s = credit_s - lost_s
+            if lost[probe] <= credit_s:
+                known.credit_s = credit_s - lost[probe]
                 return probe
         return None
 

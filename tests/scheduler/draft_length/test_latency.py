@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from scheduler.draft_length.latency import CELLS_MAX, STALE, Latencies, LatencyTable, bucket
+from scheduler.draft_length.latency import CELLS_MAX, Latencies, LatencyTable, bucket
 from scheduler.messages import PrefillTiming, StepTiming
 
 DRAFT_S = 1e-3
@@ -45,7 +45,7 @@ def test_what_was_seen_is_known_between_it_and_beyond(truth: object) -> None:
         tokens, kv = rng.choice([1, 8, 16, 32, 40, 64]), rng.choice([500, 4000, 30_000])
         outlier = 20.0 if rng.random() < 0.02 else 1.0
         found.observe(tokens, kv, truth(tokens, kv) * rng.uniform(0.9, 1.1) * outlier, now)
-    found.fit(600)
+    found.fit()
     for tokens in (1, 16, 32, 40, 64):
         assert found(tokens, 4000) == pytest.approx(truth(tokens, 4000), rel=0.1)
         assert found(tokens, 100_000) == pytest.approx(truth(tokens, 100_000), rel=0.2)
@@ -69,7 +69,7 @@ def test_whatever_is_seen_times_are_finite_and_rise_with_tokens(
     assert found(5, 5) == 0.0
     for now, (tokens, kv, seconds) in enumerate(seen):
         found.observe(tokens, kv, seconds, now)
-        found.fit(now)
+        found.fit()
     times = [found(tokens, 100) for tokens in range(0, 1300, 13)]
     assert all(0.0 <= one < math.inf for one in times)
     assert all(one <= two * (1 + 1e-9) for one, two in pairwise(times))
@@ -121,23 +121,6 @@ def test_one_slow_step_moves_it_little() -> None:
     before_s = table.step_s(8, 2, 2000)
     see(table, 8, 2, 2000, factor=100.0)
     assert table.step_s(8, 2, 2000) == pytest.approx(before_s, rel=0.1)
-
-
-def test_what_is_not_known_may_take_no_longer_than_fewer_tokens_do() -> None:
-    """And so what was seen long ago may again; far beyond all that was seen nothing is hoped."""
-    found = Latencies()
-    for now in range(3):
-        found.observe(8, 0, 10e-3, now)
-        found.observe(40, 0, 20e-3, now)
-    found.fit(3)
-    assert found.hoped_s(8) is None
-    assert found.hoped_s(24) == pytest.approx(10e-3)
-    assert found.hoped_s(72) == pytest.approx(20e-3)
-    assert found.hoped_s(200) is None
-    for now in range(STALE + 3):
-        found.observe(8, 0, 10e-3, now)
-    found.fit(STALE + 3)
-    assert found.hoped_s(40) == pytest.approx(10e-3)
 
 
 def test_a_prefill_takes_what_it_fills_and_what_was_filled_before() -> None:

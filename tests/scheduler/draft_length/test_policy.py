@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.policy import DraftPolicy, row_draft_len
+from scheduler.draft_length.policy import PROBE_SAVED, PROBE_SHARE, DraftPolicy, row_draft_len
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -85,6 +85,28 @@ def test_a_slow_first_run_bans_no_draft_length(times: float, acceptance: float) 
         pair.turn(policy, rows, 1)
         reached.append(goodputs[policy.estimates("r").draft_len])
     assert sum(reached) / len(reached) >= 0.95 * max(goodputs)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9])
+def test_probes_try_other_lengths_again_and_cost_their_share(acceptance: float) -> None:
+    pair = Pair(CHEAP, TARGET, acceptance)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 200)
+    best = max(pair.goodput(8, draft_len) for draft_len in range(9))
+    tried: set[int] = set()
+    spent_s = lost_s = 0.0
+    for _ in range(2000):
+        plan = policy.plan("r", rows, 1)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+        step_s = pair.step_s(8, plan.draft_len)
+        spent_s += step_s
+        if plan.draft_len != policy.estimates("r").draft_len:
+            tried.add(plan.draft_len)
+            lost_s += step_s - step_s * pair.goodput(8, plan.draft_len) / best
+    assert len(tried) > 1 or (tried == {1} and policy.estimates("r").draft_len == 0)
+    assert lost_s <= (PROBE_SHARE + 0.002) * spent_s + PROBE_SAVED * pair.step_s(8, 0)
 
 
 def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again() -> None:
