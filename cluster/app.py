@@ -225,6 +225,9 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # pass takes up to half longer on an idle machine; awake for longer, several times as long
         # beside a busy process, where one spins away the time of the one that it waits for.
         "GOMP_SPINCOUNT": "1000",
+        # Workers keep the jemalloc that Ray starts with: steps allocate and free all the time. With
+        # it a chat model is 4 to 16 % faster, and less memory is left in pieces.
+        "RAY_LD_PRELOAD_ON_WORKERS": "1",
         # The proxies' own limit; up to it the frontend says what is wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
         # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
