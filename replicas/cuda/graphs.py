@@ -84,11 +84,11 @@ class GraphedModel:
         # A step's last tokens may lie beyond the context: their columns are there.
         beyond = -(-max(widths) // shape.block_size)
         self._passes: dict[Kind, _FixedPass] = {}
-        pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         # From the largest to the smallest: what it takes serves all others.
         kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
         for kind in sorted((Kind(*one) for one in kinds), reverse=True):
-            self._passes[kind] = _FixedPass(model, shape, kind, taps, pool, hidden_size)
+            self._passes[kind] = _FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
         self._kinds = sorted(self._passes)
 
     @property
@@ -138,7 +138,7 @@ class _FixedPass:
         shape: CacheShape,
         kind: Kind,
         taps: tuple[int, ...],
-        pool: Any,
+        graph_pool: Any,
         hidden_size: int = 0,
     ) -> None:
         device = model.device
@@ -166,7 +166,7 @@ class _FixedPass:
             try:
                 with torch.inference_mode():
                     warm_up(run, device, _WARM_UPS)
-                    self._graph, self._out = record(run, device, pool)
+                    self._graph, self._out = record(run, device, graph_pool)
             except RuntimeError as error:
                 warnings.warn(f"a pass runs unrecorded: {kind}: {error}", stacklevel=2)
 

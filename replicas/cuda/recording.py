@@ -26,24 +26,24 @@ def warm_up(run: Callable[[], object], device: torch.device, times: int) -> None
 
 
 def record(
-    run: Callable[[], _T], device: torch.device, pool: Any = None
+    run: Callable[[], _T], device: torch.device, graph_pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, _T]:
     """A graph of what `run` launches, and its result, whose tensors each replay overwrites. They
-    are allocated in `pool`, None being one of their own.
+    are allocated in `graph_pool`, None being one of their own.
 
     Raises what `run` or the recording raises; this thread's stream is then as it was. torch leaves
     its own current where a recording cannot be ended, and all that follows would run there.
     """
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.current_stream(device)
-    pool = pool or torch.cuda.graph_pool_handle()
+    graph_pool = graph_pool or torch.cuda.graph_pool_handle()
     _forget_workspaces()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=_stream(device)):
+        with torch.cuda.graph(graph, pool=graph_pool, stream=_stream(device)):
             result = run()
     except BaseException:
         torch.cuda.set_stream(before)
-        _leave(pool, device)
+        _leave(graph_pool, device)
         raise
     finally:
         _forget_workspaces()
@@ -56,11 +56,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _leave(pool: Any, device: torch.device) -> None:
-    """Have the allocator take nothing from this pool any more: torch before 2.13 goes on with it
+def _leave(graph_pool: Any, device: torch.device) -> None:
+    """Have the allocator take nothing from this memory any more: torch before 2.13 goes on with it
     after a recording that could not be ended, and later ones are refused."""
     with suppress(RuntimeError):  # it has ended already
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_endAllocateToPool(device.index, graph_pool)
 
 
 def _forget_workspaces() -> None:
@@ -68,6 +68,6 @@ def _forget_workspaces() -> None:
 
     A recording holds its workspace's address, and torch does not know: torch 2.13 frees a stream's
     workspace as soon as any recording made there is destroyed, under all others (its issue 193402).
-    Forgotten before and after, it is part of the pool, which lives as long as they do.
+    Forgotten before and after, it is part of their memory, which lives as long as they do.
     """
     torch._C._cuda_clearCublasWorkspaces()
