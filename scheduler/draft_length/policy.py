@@ -20,7 +20,7 @@ from scheduler.state import Answer, Sequence, computed
 
 FALLBACK = 4
 """Draft tokens of the first batches on a replica that measured nothing before it joined."""
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 """Share of the time that may go into finding out whether another draft length would pay."""
 PROBE_SAVED = 2.0
 """Steps whose time is saved up for probes at most, and is there at the start."""
