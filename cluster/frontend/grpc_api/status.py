@@ -54,7 +54,7 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
         **{name: _latencies(getattr(found, name)) for name in ("draft", "step", "prefill")},
     )
     free = replica.spec.kv_blocks - replica.kv_blocks_used
-    sources = (replica, replica.spec)
+    sources = (replica, replica.spec, replica.figures)
     return _copied(pb.ReplicaStatus, sources, kv_blocks_free=free, cost_estimates=estimates)
 
 
