@@ -22,15 +22,17 @@ from torch.nn.functional import linear, pad
 
 TILE = 64
 """Tokens that weights are laid out for, and by which all other numbers of tokens are judged."""
+COUNTS = (*range(1, TILE + 1), *range(TILE + 16, 4 * TILE + 1, 16))
+"""Numbers of tokens that a CPU's passes compute: for each a library makes kernels, and keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """The sizes in which a model's sums are the same for a token whatever is computed beside it."""
 
-    tokens: tuple[int, ...] = tuple(range(1, TILE + 1))
-    """Numbers of tokens, rising, that a product may see. The last one is what it sees at most: a
-    tile."""
+    tokens: tuple[int, ...] = ()
+    """Numbers of tokens, rising, that a product may see; none: all. The last one is what it sees at
+    most: a tile."""
     query_unit: int = 4
     """The queries of one attention product are a multiple of it."""
     one_unit: bool = False
@@ -48,10 +50,10 @@ class Arithmetic:
 
     def padded(self, count: int) -> int:
         """The number of tokens, at least `count`, that a pass over so many tokens computes."""
+        if not self.tokens:
+            return count
         whole, rest = divmod(count, self.tile)
-        if rest and self.proven:
-            rest = self.tokens[bisect_left(self.tokens, rest)]
-        return whole * self.tile + rest
+        return whole * self.tile + (rest and self.tokens[bisect_left(self.tokens, rest)])
 
     def __str__(self) -> str:
         if not self.proven:

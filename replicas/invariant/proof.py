@@ -16,12 +16,10 @@ from functools import lru_cache
 import torch
 
 from replicas.invariant.attention import Products, attend
-from replicas.invariant.ops import TILE, Arithmetic, Product
+from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product
 
 _WEIGHT_NUMBERS_MOST = 1 << 27
 """Larger weights are tried with fewer outputs: half a gigabyte twice is enough for a trial."""
-_COUNTS = (*range(1, TILE + 1), *range(TILE + 16, 4 * TILE + 1, 16))
-"""Numbers of tokens that are tried."""
 _SIZES = (
     (4, 192, False),
     (4, 128, False),
@@ -50,7 +48,7 @@ def prove(
     """The arithmetic of models with these products, attention heads and row-wise functions (norms,
     activations, rotation), on a CPU in float32."""
     threads = torch.get_num_threads()
-    tokens = set(_COUNTS)
+    tokens = set(COUNTS)
     for function, width in rowwise:
         tokens &= _row_counts(function, width)
     for fan_in, fan_out in set(products):
@@ -63,15 +61,15 @@ def prove(
         "no sizes of %s give the same bits here whatever the batch",
         "attention" if tokens else "products",
     )
-    return Arithmetic()
+    return Arithmetic(COUNTS)
 
 
 def _row_counts(function: RowFunction, width: int) -> set[int]:
     """Numbers of tokens for which a row-wise function gives each row the bits that it gives among
     many: code for vectors and for what is left behind them may round differently."""
-    x = 4 * torch.randn(_COUNTS[-1], width, generator=torch.Generator().manual_seed(width))
+    x = 4 * torch.randn(COUNTS[-1], width, generator=torch.Generator().manual_seed(width))
     whole = function(x.clone())
-    return {count for count in _COUNTS if torch.equal(function(x[-count:].clone()), whole[-count:])}
+    return {count for count in COUNTS if torch.equal(function(x[-count:].clone()), whole[-count:])}
 
 
 @lru_cache(maxsize=256)
@@ -82,7 +80,7 @@ def _token_counts(fan_in: int, fan_out: int, prepack: bool, threads: int) -> fro
     fan_out = max(1, min(fan_out, _WEIGHT_NUMBERS_MOST // fan_in))
     weight = torch.randn(fan_out, fan_in, generator=generator)
     product = Product.of(weight, None, prepack)
-    x = torch.randn(_COUNTS[-1], fan_in, generator=generator)
+    x = torch.randn(COUNTS[-1], fan_in, generator=generator)
     x *= torch.logspace(-2, 2, fan_in)  # sums in another order shall differ
     tiles = torch.split(x, TILE)
     whole = torch.cat([product(tile) for tile in tiles])
@@ -95,7 +93,7 @@ def _token_counts(fan_in: int, fan_out: int, prepack: bool, threads: int) -> fro
             return frozenset()
     return frozenset(
         count
-        for count in _COUNTS
+        for count in COUNTS
         if torch.equal(product(x[:count]), whole[:count])
         and torch.equal(product(x[-count:].clone()), whole[-count:])
         and torch.equal(product.added(x[:count], residual[:count]), added[:count])

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.invariant import (
     CHUNK,
+    COUNTS,
     ROWS,
+    TILE,
     Arithmetic,
     HostBackend,
     NotDeterministic,
@@ -137,7 +139,7 @@ def _in_tiles(
                 raise
             differing = str(error)
         if differing is None:
-            paged.arithmetic = Arithmetic(proven=True)
+            paged.arithmetic = Arithmetic(tuple(range(1, TILE + 1)), proven=True)
             return paged
     raise NotDeterministic(f"{type(paged.model).__name__}: logits change with {differing}")
 
@@ -152,7 +154,7 @@ def _usual(
     exact: bool,
 ) -> tuple[PagedModel, str]:
     """With joined layers where they can be, and the arithmetic proven on a CPU in float32."""
-    arithmetic = Arithmetic()
+    arithmetic = Arithmetic(COUNTS if on_host else ())
     backend = HostBackend(cache, shape, arithmetic) if on_host else GatherBackend(cache, shape)
     decoder, layers = None, "separate layers (as configured)"
     if join:

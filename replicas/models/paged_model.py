@@ -136,8 +136,7 @@ class PagedModel:
         kept, rows = wants.logits, count
         if isinstance(kept, torch.Tensor):
             rows = kept.shape[0]
-            if self.arithmetic.proven:
-                kept = pad(kept, (0, self.arithmetic.padded(rows) - rows))
+            kept = pad(kept, (0, self.arithmetic.padded(rows) - rows))
         if self.decoder is None:
             logits, taps = self._own(tokens, layout, kept, wants.taps)
         else:
