@@ -23,7 +23,7 @@ from torch.nn.functional import linear, pad
 TILE = 64
 """Tokens that weights are laid out for, and by which all other numbers of tokens are judged."""
 COUNTS = (*range(1, TILE + 1), *range(TILE + 16, 4 * TILE + 1, 16))
-"""Numbers of tokens that a CPU's passes compute: for each a library makes kernels, and keeps them."""
+"""Numbers of tokens that a CPU's passes have: for each a library makes kernels, and keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
