@@ -159,15 +159,16 @@ def _usual(
     decoder, layers = None, "separate layers (as configured)"
     if join:
         decoder, layers = _joined(model, cache, shape, prepack, backend)
+    products = decoder.products if decoder else []
     if on_host and exact and model.dtype is torch.float32:
-        products = decoder.products if decoder else _tiled_products(model, prepack)
+        products = products or _tiled_products(model, prepack)
         if products:
             shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}
             rowwise = decoder.rowwise if decoder else _rowwise(model)
             arithmetic = prove(shapes, [shape.head_dim], rowwise, prepack)
-            for one in products:
-                one.tile = arithmetic.tile if arithmetic.proven else None
             backend = HostBackend(cache, shape, arithmetic)
+    for one in products if on_host else ():
+        one.tile = arithmetic.tile
     paged = PagedModel(model, cache, backend, arithmetic, decoder)
     trial_logits(paged)
     return paged, f"{layers}, prepacked weights" if prepack else layers
